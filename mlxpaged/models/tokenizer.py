@@ -19,7 +19,7 @@ from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.panics import guarded
 from mlxpaged.models.templates.renderer import TemplateError, TemplateLimitError, render, variables_of
 from mlxpaged.models.thinking_variables import efforts_of, switch_of
-from mlxpaged.models.tokenizer_limits import MAX_WRITTEN
+from mlxpaged.models.tokenizer_limits import MAX_WRITTEN, num_bytes
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Tokenizer:
 
     def __init__(self, wrapped: Any, tool_format: str | None = None, growth: float = 1.0) -> None:
         """tool_format: one of FORMATS; None for the one that the chat template or the vocabulary shows. growth: how
-        many characters its replacements can make of one. Raises UnsupportedModelError if the tokenizer has no
+        many bytes of UTF-8 its replacements can make of one. Raises UnsupportedModelError if the tokenizer has no
         vocabulary. transformers makes one of any directory."""
         self._encoder = wrapped
         self._most_encoded = int(MAX_WRITTEN / growth)
@@ -156,8 +156,8 @@ class Tokenizer:
         return list(self._encoder.encode(text, add_special_tokens=add_special_tokens))
 
     def _check_length(self, text: str) -> None:
-        if len(text) > self._most_encoded:
-            what = f"a text of {len(text):,} characters is too long for the model's tokenizer"
+        if 4 * len(text) > self._most_encoded and (size := num_bytes(text)) > self._most_encoded:
+            what = f"a text of {size:,} bytes in UTF-8 is too long for the model's tokenizer"
             raise TextTooLongError(f"{what}, which takes at most {self._most_encoded:,}")
 
     def mark(self, messages: Sequence[Mapping[str, Any]], *others: Any) -> tuple[Any, ...]:
@@ -212,9 +212,9 @@ class Tokenizer:
             message = f"the model's chat template refuses these messages: {error}"
             raise ChatTemplateError(message[:MAX_MESSAGE]) from error
         check(unmarked(text, marker))
-        self._check_length(text)
         if not marker:
             return self.encode(text, add_special_tokens=False)
+        self._check_length(text)
         try:
             return self._control.encode(self._fast, text, marker)
         except ControlTokenError as error:

@@ -6,7 +6,7 @@ billion of each letter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ MAX_REPLACED = 16
 """Characters that `Replace` rules of a normalizer may make of one. A letter for a letter counts as 1, and a letter for
 a pattern as 2. Few texts have the characters that Unicode's forms make long, but a rule may replace any letter."""
 MAX_WRITTEN = 2**23
-"""Characters of a text with its replacements. Each takes 165 to 430 bytes while the text is encoded, and a model with a
+"""Bytes of a text with its replacements. Each takes 165 to 430 bytes while the text is encoded, and a model with a
 context of a million tokens reads about four million. Without this limit, a megabyte takes 5.8 GB and 12 s if each
 letter becomes 16."""
+SPACE = "\u2581"
+"""Many tokenizers write it in place of a space. It is a part of most tokens, so it counts as one byte."""
 MAX_ADDED = 1024
 """Characters that a rule may add to a text, whatever its length."""
 MAX_ADDED_TOKENS = 40_000
@@ -75,8 +77,8 @@ def check_added_tokens(directory: Path) -> None:
 
 
 def check_tokenizer_file(directory: Path) -> float:
-    """Returns how many characters its replacements can make of one. Raises UnsupportedModelError for a tokenizer.json
-    that could take all memory or time."""
+    """Returns how many bytes of UTF-8 its replacements can make of one. Raises UnsupportedModelError for a
+    tokenizer.json that could take all memory or time."""
     path = directory / NAME
     check_file(path)
     try:
@@ -104,31 +106,36 @@ def check_tokenizer_file(directory: Path) -> float:
     if (growth := growth_of(found.get("normalizer"), {})) > MAX_REPLACED:
         what = f"replacements of its {NAME} can make {growth:,.0f} characters of one"
         raise UnsupportedModelError(f"{what}; the limit is {MAX_REPLACED}")
-    return growth
+    return growth_of(found.get("normalizer"), {}, num_bytes)
 
 
-def growth_of(rule: Any, growths: Mapping[str, float] = GROWTH) -> float:
+def growth_of(rule: Any, growths: Mapping[str, float] = GROWTH, size: Callable[[str], int] = len) -> float:
     """Returns how many characters one character can become. growths: of rules that are not `Replace`, by their types.
-    Raises UnsupportedModelError for a rule that adds much."""
+    size: of a text. Raises UnsupportedModelError for a rule that adds much."""
     if not isinstance(rule, Mapping):
         return 1.0
     kind, growth = rule.get("type"), 1.0
     for name in RULES:
         inner = rule.get(name)
         for each in inner if isinstance(inner, list) else ():
-            growth *= growth_of(each, growths)
+            growth *= growth_of(each, growths, size)
             if growth > 1e9:
                 return growth
     if kind == "Replace":
-        return growth * replacing(rule.get("pattern"), str(rule.get("content") or ""))
+        return growth * replacing(rule.get("pattern"), str(rule.get("content") or ""), size)
     if isinstance(kind, str) and kind in ADDING and len(str(rule.get(ADDING[kind]) or "")) > MAX_ADDED:
         raise UnsupportedModelError(f"a rule of its {NAME} adds more than {MAX_ADDED:,} characters to a text")
     return growth * growths.get(str(kind), 1)
 
 
-def replacing(pattern: Any, content: str) -> float:
+def replacing(pattern: Any, content: str, size: Callable[[str], int]) -> float:
     """A match of a regular expression may be empty: then the content comes beside each character."""
     literal = pattern.get("String") if isinstance(pattern, Mapping) else None
     if isinstance(literal, str) and literal:
-        return max(1.0, len(content) / len(literal))
-    return 1.0 + len(content)
+        return max(1.0, size(content) / size(literal))
+    return 1.0 + size(content)
+
+
+def num_bytes(text: str) -> int:
+    """Of UTF-8."""
+    return 1 if text == SPACE else len(text.encode("utf-8", "surrogatepass"))

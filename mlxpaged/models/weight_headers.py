@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from mlxpaged.models.errors import UnsupportedModelError
 
-MAX_HEADER_BYTES = 2**23
-"""The header of a file with 75,000 tensors is as large. The largest models have 200,000, in a hundred files. Other
-threads wait while it is parsed: 0.5 s for one of this size, 2 s for four times as much."""
+MAX_HEADER_BYTES = 2**22
+"""The header of a file with 30,000 tensors is as large. The largest models have 200,000, in a hundred files. Other
+threads wait while it is parsed, and while MLX makes arrays of it: 0.25 s for one of this size."""
 
 ITEM_BITS = {
     "BOOL": 8,

@@ -98,14 +98,17 @@ def test_a_text_that_takes_too_much_memory_is_refused_over_every_api(
     """As with a tokenizer that writes much for each character."""
     tokenizer = Tokenizer(load_tokenizer(DEMO_PATH), growth=MAX_WRITTEN / 50)
     monkeypatch.setattr(demo_server.engine.info, "tokenizer", tokenizer)
-    chat = {"messages": [{"role": "user", "content": "a" * 51}], "max_tokens": 1}
+    chat, control = (
+        {"messages": [{"role": "user", "content": text}], "max_tokens": 1} for text in ("a" * 51, "<|im_end|>" * 5)
+    )
     with raw(demo_server) as client:
-        for path, body in {
-            "/tokenize": {"prompt": "a" * 51},
-            "/v1/completions": {"prompt": "a" * 51, "max_tokens": 1},
-            "/v1/chat/completions": chat,
-            "/v1/responses": {"input": "a" * 51},
-        }.items():
+        for path, body in (
+            ("/tokenize", {"prompt": "a" * 51}),
+            ("/v1/completions", {"prompt": "a" * 51, "max_tokens": 1}),
+            ("/v1/chat/completions", chat),
+            ("/v1/chat/completions", control),
+            ("/v1/responses", {"input": "a" * 51}),
+        ):
             response = client.post(path, json=body)
             assert (response.status_code, response.json()["error"]["code"]) == (400, "text_too_long"), path
         assert client.post("/v1/messages", json=chat | {"model": "demo"}).status_code == 400

@@ -365,8 +365,14 @@ def test_a_text_that_replacements_make_long_is_not_encoded(model: Path, monkeypa
         lambda: found.encode("a" * 101, split_special_tokens=True),
         lambda: found.apply_chat_template([{"role": "user", "content": "a" * 51}]),
     ):
-        with pytest.raises(TextTooLongError, match=r"a text of 10\d characters is too long .* at most 100"):
+        with pytest.raises(TextTooLongError, match=r"a text of 10\d bytes in UTF-8 is too long .* at most 100"):
             encode()
+    change("tokenizer.json", normalizer=replace({"String": "a"}, "\U0001f600"))(model)
+    found = tokenizer_in(model, None, ())
+    assert found.encode("a" * 400)
+    for text in ("a" * 401, "\u4e2d" * 134):
+        with pytest.raises(TextTooLongError, match=r"a text of 40\d bytes in UTF-8 is too long .* at most 400"):
+            found.encode(text)
 
 
 def test_a_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

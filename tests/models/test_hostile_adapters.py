@@ -66,6 +66,13 @@ def with_header(header: bytes) -> Damage:
     return write_bytes(WEIGHTS, size_of(len(header)) + header)
 
 
+def many_tensors(directory: Path) -> None:
+    """As many as the largest header has."""
+    tensor = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = {f"model.layers.0.mlp.experts.{i}.gate_proj.lora_a": tensor for i in range(35_000)}
+    with_header(json.dumps(header).encode())(directory)
+
+
 def sparse_tensors(num_bytes: int, rank: int) -> Damage:
     """Weights of that many bytes, which take no room on the disk, for an adapter of that rank."""
 
@@ -138,6 +145,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         "is not a safetensors file, or is cut short",
     ),
     "a header that ends after the file": (write_bytes(WEIGHTS, size_of(2**40)), "or is cut short"),
+    "a header of 35,000 tensors": (many_tensors, "its adapter_config.json says rank 4"),
     "a deep header": (with_header(b"[" * MAX_HEADER_BYTES), "its header is damaged"),
     "weights of a terabyte": (sparse(WEIGHTS, 2**40), "its adapters 1099.5 GB, but only"),
     "a tensor of a terabyte": (sparse_tensors(2**40, 2**32), "its adapters 1099.5 GB, but only"),
