@@ -16,7 +16,8 @@ from openai.types.responses import input_token_count_params, response_create_par
 from mlxpaged.api.body import validate
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.endpoints import ENDPOINTS
-from mlxpaged.api.reading import Reading
+from mlxpaged.api.fields.table import Outcome, Table
+from mlxpaged.api.reading import Reading, names_of, places
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models.reranker import Reranker
 from tests.api.helpers import ask, raw, run_on
@@ -158,6 +159,21 @@ def test_a_row_of_a_field_that_its_model_lacks_is_the_only_one(endpoint: str) ->
     assert body is not None
     fields = [row.field for row in TABLES[endpoint] if row.field.split(".")[0] not in body.model_fields]
     assert sorted(fields) == sorted(set(fields))
+
+
+def test_every_row_of_the_server_acts_when_a_body_is_read() -> None:
+    """The others are claims of tests/compatibility. A row that endpoints share may act for one of them only."""
+    acting, rows = set[str](), set[str]()
+    for endpoint in ENDPOINTS:
+        table: Table = getattr(endpoint.body, "table", Table())
+        rows |= set(map(repr, table.rows))
+        for model, place in places(endpoint.body).items() if endpoint.body is not None else ():
+            for row in table.rows:
+                name = row.field.rpartition(".")[2]
+                is_plain = row.outcome is Outcome.IGNORED and not row.neutral and not row.only_with
+                if name not in names_of(model) and table.find(place, name) is row and not is_plain:
+                    acting.add(repr(row))
+    assert rows == acting
 
 
 def test_every_json_body_of_the_server_has_a_table() -> None:
