@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -16,7 +16,9 @@ from mlxpaged.attention.metal import MetalPool
 from mlxpaged.attention.pool import KVPool, Locality, Memory, Options
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
-from mlxpaged.cpu.kv_pool import CpuPool
+
+POOLS: dict[str, Callable[[KVLayout, Memory], KVPool]] = {"gather": GatherPool}
+"""Pools without a tuning, by backend. mlxpaged/cpu adds its own when a model's loader imports it."""
 
 
 def resolve_backend(backend: str) -> str:
@@ -27,7 +29,7 @@ def resolve_backend(backend: str) -> str:
     """
     if backend not in BACKENDS:
         raise ValueError(f"attention backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    on_cpu = mx.default_device() == mx.Device(mx.cpu) and "cpu" in POOLS
     if backend == "metal" and not kernels.can_run():
         raise ValueError(
             "attention backend 'metal' is not available: it needs a Mac with a Metal device; use 'auto' or 'gather'"
@@ -92,7 +94,7 @@ class LayerKVCache:
     def _make_pool(self) -> KVPool:
         if self.backend == "metal":
             return MetalPool(self.layout, self._memory, self.tuning)
-        return (CpuPool if self.backend == "cpu" else GatherPool)(self.layout, self._memory)
+        return POOLS[self.backend](self.layout, self._memory)
 
     @property
     def num_blocks(self) -> int:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
+from mlxpaged.attention.layout import KVLayout
+from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.pool import Memory, Options
 from mlxpaged.cpu.attention import KV, attend, contiguous
 from mlxpaged.cpu.attention_plan import make_plan
-
-if TYPE_CHECKING:
-    from mlxpaged.attention.layout import KVLayout
-    from mlxpaged.attention.metadata import AttentionMetadata
-    from mlxpaged.attention.pool import Memory, Options
 
 
 class CpuPool:

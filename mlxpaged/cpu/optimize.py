@@ -19,12 +19,16 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from mlx_lm.models import activations
 
+from mlxpaged.attention.kv_cache import POOLS
 from mlxpaged.cpu import blas, streams
 from mlxpaged.cpu.exp2 import LOG2E, exp2
 from mlxpaged.cpu.joined_linear import join_projections
+from mlxpaged.cpu.kv_pool import CpuPool
 from mlxpaged.cpu.rope_tables import tabulate_ropes
 from mlxpaged.cpu.split_linear import SplitFeedForward, split_linear_layers
 from mlxpaged.process_memory import require_memory
+
+POOLS["cpu"] = CpuPool
 
 swiglu_of_mlx_lm: Callable[[mx.array, mx.array], mx.array] = activations.swiglu
 
