@@ -95,6 +95,7 @@ def questions(doctor: dict[str, Any]) -> Iterator[tuple[str, str]]:
     right = f"{len(failed)} of {len(checks)} wrong {', '.join(failed)}".strip() if isinstance(checks, list) else ""
     yield "kernels compared with MLX's own operations", right or value(checks, "")
     yield "attention tuning, what it gains over the default", value(doctor.get("tuning"), "{0[summary]}")
+    yield "milliseconds of a decoding step by rows", value(doctor.get("step_times"), "{}")
     for each in doctor.get("decoding", ()):
         ours, theirs = each["tokens_per_second"], each["mlx_lm_tokens_per_second"]
         is_known = isinstance(ours, float) and isinstance(theirs, float)

@@ -18,6 +18,7 @@ DOCTOR = {
     "machine": MACHINE,
     "kernels": [{"case": "kv_write", "problem": None}, {"case": "kv_gather", "problem": "differs"}],
     "tuning": {"not_measured": "the Metal kernels are not used"},
+    "step_times": {"1": 14.0, "32": 29.04},
     "decoding": [
         {"batch": 1, "tokens_per_second": 50.0, "mlx_lm_tokens_per_second": 40.0},
         {"batch": 4, "tokens_per_second": 90.0, "mlx_lm_tokens_per_second": {"not_measured": "RuntimeError: no"}},
@@ -33,6 +34,7 @@ def test_each_question_that_only_a_mac_can_answer_has_an_answer_or_why_not() -> 
     assert found["neural accelerators"] == "none"
     assert found["kernels compared with MLX's own operations"] == "1 of 2 wrong kv_gather"
     assert found["attention tuning, what it gains over the default"] == ("not measured: the Metal kernels are not used")
+    assert found["milliseconds of a decoding step by rows"] == "{'1': 14.0, '32': 29.04}"
     assert found["decoding, batch 1"] == "50.0 tokens/s, mlx-lm 40.0, 1.25 times"
     assert found["decoding, batch 4"] == "90.0 tokens/s, mlx-lm not measured: RuntimeError: no"
     assert found["wired bytes"] == "3000000000"

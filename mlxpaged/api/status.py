@@ -91,6 +91,7 @@ def describe_engine(engine: AsyncEngine, found: EngineStatus) -> dict[str, Any]:
     assert info is not None
     fields = {
         "steps": found.steps_total,
+        "step_seconds": {str(rows): round(seconds, 6) for rows, seconds in found.step_seconds.items()},
         "running": {"total": found.scheduler.running, "sequences": describe(found.running)},
         "waiting": {"total": found.scheduler.waiting, "sequences": describe(found.waiting)},
         "embeddings": {

@@ -28,6 +28,7 @@ from mlxpaged.engine.pool_resizer import PoolResizer
 from mlxpaged.engine.progress import Report, Stage, reporter
 from mlxpaged.engine.prompt_logits import max_prompt_logits
 from mlxpaged.engine.ranks import Ranks, least
+from mlxpaged.engine.row_times import time_rows
 from mlxpaged.engine.sampler import Sampler
 from mlxpaged.engine.step_memory import bytes_per_key, measure_step
 from mlxpaged.engine.wired_memory import choose_wiring
@@ -163,7 +164,10 @@ def load_core(
     step_bytes = measure_step(served, config)
     turns.take()
     embedder = build_embedder(config, served) if ranks is None else (None, "several ranks make no embeddings")
-    return build_engine(config, served, clock, *embedder, report, step_bytes, ranks=ranks)
+    core = build_engine(config, served, clock, *embedder, report, step_bytes, ranks=ranks)
+    if ranks is None:  # the other ranks take no steps before all are ready
+        time_rows(core)
+    return core
 
 
 def check_for_ranks(config: EngineConfig) -> None:

@@ -102,6 +102,11 @@ class ModelRunner:
         return self._caches.step.attention_calls
 
     @property
+    def num_traced(self) -> int:
+        """Steps that were traced and compiled so far, to be replayed later. They take longer than others."""
+        return self._graphs.num_traced
+
+    @property
     def is_recurrent(self) -> bool:
         """Whether a step changes states, so that its forward pass cannot be repeated."""
         return bool(self._states)
@@ -262,18 +267,26 @@ class ModelRunner:
         """
         if not self._graphs.enabled or not self.overlaps or self.tile_size is not None:
             return
-        calls = self.model_calls, self._caches.step.attention_calls
         blocks = min((pool.num_blocks for pool in self.pools), default=0)
         try:
-            for count in WARM_UP_BATCHES:
-                if count <= blocks:
-                    self._graphs.enabled &= self._replays(count)
+            with self.uncounted():
+                for count in WARM_UP_BATCHES:
+                    if count <= blocks:
+                        self._graphs.enabled &= self._replays(count)
         except DeviceError:
             logger.exception("decode steps cannot be replayed here")
             self._graphs.enabled = False
             self.rebuild_pools()
         self._graphs.enabled = bool(least(self._graphs.enabled, self.ranks))
-        self.model_calls, self._caches.step.attention_calls = calls
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """The statistics leave out the steps that run while the context lasts."""
+        calls = self.model_calls, self._caches.step.attention_calls
+        try:
+            yield
+        finally:
+            self.model_calls, self._caches.step.attention_calls = calls
 
     def _replays(self, count: int) -> bool:
         """Whether a replayed step of so many sequences gives the logits of one that is not."""

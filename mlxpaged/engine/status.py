@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, EmbedderStats
@@ -61,6 +61,7 @@ class EngineStatus:
     steps_total: int
     running: tuple[SequenceState, ...]
     waiting: tuple[SequenceState, ...]  # the first ones in the queue, preempted and swapped ones included
+    step_seconds: Mapping[int, float]  # of decoding steps, by their rows
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ def engine_status(
         steps_total,
         running=tuple(sequence_state(scheduler, sequence, now) for sequence in scheduler.running),
         waiting=tuple(sequence_state(scheduler, sequence, now) for sequence in first),
+        step_seconds=scheduler.row_seconds(),
     )
 
 

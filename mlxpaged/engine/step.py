@@ -41,12 +41,14 @@ class InFlightStep:
 
     batch: what the forward pass computes. rows: those whose sequences still ran when the previous step was processed.
     started: seconds on the engine's clock. logits[R + P, V]: as `ModelRunner.forward` returns them. top: the most
-    likely tokens to report for each of the P prompt tokens; None if P is 0.
+    likely tokens to report for each of the P prompt tokens; None if P is 0. is_usual: whether other steps take as long: it
+    moves no blocks, and was not traced.
     """
 
     def __init__(self, batch: Batch, started: float, logits: mx.array, top: int | None = None) -> None:
         self.batch = batch
         self.started = started
+        self.is_usual = True
         self.rows: ListOf[ScheduledSequence] = batch.rows
         self.sampled_ids: list[int] = []
         self._prompt_logprobs: StepLogprobs | None = None

@@ -56,6 +56,7 @@ class StepGraphs:
         self._caches = caches
         self._graphs: OrderedDict[Hashable, StepGraph] = OrderedDict()
         self.enabled = caches.replays
+        self.num_traced = 0
 
     def run(
         self, step: HostStep, vector: mx.array, sampled: mx.array | None, adapters: tuple[str | None, ...] = (None,)
@@ -72,6 +73,7 @@ class StepGraphs:
         caches.check_blocks(step)
         if graph.replay is None:
             graph.replay = mx.compile(self._traced(graph, step))
+            self.num_traced += 1
         try:
             states = [layer.before for layer in caches.recurrent]
             logits, tokens, after = graph.replay(

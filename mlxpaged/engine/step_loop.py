@@ -146,6 +146,7 @@ class StepLoop:
         """Launch the forward pass, and the sampler if it needs no token that is on the device. The sampled tokens of
         the previous step replace the pending ones there."""
         started, tables = self._clock(), self._scheduler.get_block_tables(batch.sequence_ids)
+        traced = self._runner.num_traced
         try:
             self._headroom.require(batch.num_tokens, lambda: max(row.context_len for row in batch.rows))
             running = {each.sequence_id for each in self._scheduler.running} if self._runner.is_recurrent else set()
@@ -156,6 +157,7 @@ class StepLoop:
             if top is not None and self._runner.tile_size is not None:
                 top = max(top, INVARIANT_TOP)  # of equal logits, which are the best depends on it
             step = InFlightStep(batch, started, logits, top)
+            step.is_usual = not batch.moves and self._runner.num_traced == traced
             sampling = [row for row in batch.rows if row.samples]
             if not any(requests[row.sequence.sequence_id].needs_tokens for row in sampling):
                 self._launch_sampler(step, sampling)
@@ -193,7 +195,8 @@ class StepLoop:
         tokens, invalid, prompt_logprobs = step.read()
         now = self._clock()
         # The device began the step when it was launched, or when the previous step was done if that was later.
-        self._scheduler.observe(step.batch, now - max(step.started, self.device.read_at))
+        if step.is_usual:
+            self._scheduler.observe(step.batch, now - max(step.started, self.device.read_at))
         self.device.read_at = now
         self._headroom.note_success()
         self._scheduler.admits = True

@@ -93,7 +93,7 @@ class Worker:
         return 0
 
     def status(self) -> EngineStatus:
-        return EngineStatus(NO_SEQUENCES, 0, (), ())
+        return EngineStatus(NO_SEQUENCES, 0, (), (), {})
 
     def snapshot(self) -> EngineSnapshot:
         return EngineSnapshot(self.status(), block_states=b"", seconds=0.0)

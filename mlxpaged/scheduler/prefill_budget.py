@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ListOf
 
 from mlxpaged.scheduler.batch import Batch, ScheduledSequence
 from mlxpaged.scheduler.config import MOST_MULTIPLE, READING_SECONDS, SchedulerConfig, step_multiple
-from mlxpaged.scheduler.row_tiles import RowTiles
+from mlxpaged.scheduler.row_tiles import LEAST_CHUNK, RowTiles
 from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.scheduler.step_cost import OUTLIER, Costs, StepCost
 
@@ -26,10 +26,17 @@ class PrefillBudget:
         self._rows = rows
         self._tiles = tiles
         self._costs = costs
+        self._is_first = True
 
     def has_room(self, sequence: Sequence) -> bool:
-        """Whether `take_chunk` would give the sequence a token. Other sequences may still have room if it has none."""
-        return self.tokens > 0 and (self._logits > 0 or sequence.logits_from is None)
+        """Whether `take_chunk` would give the sequence a token. Other sequences may still have room if it has none. The
+        first prompt of a step gets its shortest chunk in any case, another one only if there is time for it."""
+        if self.tokens == 0 or (self._logits <= 0 and sequence.logits_from is not None):
+            return False
+        if self._costs is None or self._is_first:
+            return True
+        shortest = min(LEAST_CHUNK, sequence.num_uncomputed_tokens)
+        return self._costs.chunk_seconds(sequence.num_computed_tokens, shortest, self._rows) <= self.seconds
 
     def take_chunk(self, sequence: Sequence) -> int:
         """Return the size of the sequence's next chunk and deduct it. A chunk that is cut short is the last one of the
@@ -40,13 +47,15 @@ class PrefillBudget:
             wanted = min(wanted, max(0, sequence.logits_from - start) + self._logits)
         chunk = min(self.tokens, wanted)
         if self._costs is not None:
-            within = self._costs.chunk_within(self.seconds, start)
-            chunk = min(chunk, self._tiles.chunk(self._rows, within))
-            self.seconds -= self._costs.chunk_seconds(start, self._tiles.padded(self._rows, chunk))
+            within = self._costs.chunk_within(self.seconds, start, chunk, self._rows)
+            if within < chunk:
+                chunk = min(chunk, self._tiles.chunk(self._rows, within))
+            self.seconds -= self._costs.chunk_seconds(start, chunk, self._rows)
             if chunk < wanted or self.seconds <= 0:
                 self.tokens = chunk
         self.tokens -= chunk
         self._rows += chunk
+        self._is_first = False
         if sequence.logits_from is not None:
             self._logits -= max(0, start + chunk - max(start, sequence.logits_from))
         return chunk
@@ -57,7 +66,14 @@ class PrefillLimits:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
+        self._tiles = config.tiles
         self._cost = StepCost(config.tiles)
+        self.forget()
+
+    def learn_rows(self, seconds: Mapping[int, float]) -> None:
+        """Begin anew with what decoding steps of so many rows took: with the tiles that they show, and their times."""
+        self._tiles = self._config.tiles.measured(seconds)
+        self._cost = StepCost(self._tiles, seconds)
         self.forget()
 
     def observe(self, batch: Batch, seconds: float) -> None:
@@ -74,12 +90,15 @@ class PrefillLimits:
     def expected_seconds(self, batch: Batch) -> float | None:
         return self._cost.expected_seconds(*work_of(batch))
 
+    def row_seconds(self) -> dict[int, float]:
+        return self._cost.row_seconds()
+
     def budget(
         self, rows: ListOf[ScheduledSequence], decoding: Iterable[int], tokens: int, num_prompts: int
     ) -> PrefillBudget:
         """The budget of a step of at most `tokens` that has these rows already. decoding: context lengths of all
         decoding sequences; they wait for the step if it has no rows. num_prompts: that wait or are computed."""
-        logits, tiles = self._config.max_prompt_logits, self._config.tiles
+        logits, tiles = self._config.max_prompt_logits, self._tiles
         if rows:
             share = int((1 - self._config.decode_preference) * tokens)
             tokens = max(0, min(tokens - len(rows), max(1, share)))
@@ -90,11 +109,11 @@ class PrefillLimits:
         if costs is None:
             self._last = PrefillBudget(tokens, logits, len(rows), tiles)
             return self._last
-        seconds = -costs.decode_seconds(contexts)
+        seconds = -costs.linear_seconds(contexts)
         if limit is not None:
             seconds += limit
         else:
-            plain, multiple = costs.decode_seconds(delayed), step_multiple(num_prompts)
+            plain, multiple = costs.step_seconds(delayed), step_multiple(num_prompts)
             seconds += max(multiple * plain, READING_SECONDS if multiple == MOST_MULTIPLE else 0.0)
             seconds -= max(0.0, -self._last.seconds) if rows else 0.0  # what the last step took beyond its limit
             tokens = tokens if seconds > 0 else 0
@@ -103,7 +122,7 @@ class PrefillLimits:
 
     def forget(self) -> None:
         """No prompt waits. What the last ones took beyond the limit does not delay the next."""
-        self._last = PrefillBudget(0, 0, 0, self._config.tiles)
+        self._last = PrefillBudget(0, 0, 0, self._tiles)
 
     def seconds_alone(self, start: int, tokens: int) -> float:
         """Time to compute the tokens from `start` on if nothing else runs. 0.0 if too few steps ran to estimate it."""

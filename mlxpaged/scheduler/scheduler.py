@@ -161,6 +161,10 @@ class Scheduler:
         """Learn from a step: the device computed all these rows, and nothing else, in `seconds`."""
         self._prefill.observe(batch, seconds)
 
+    def learn_rows(self, seconds: Mapping[int, float]) -> None:
+        """Begin with what decoding steps of so many rows, with short contexts, took before the first request."""
+        self._prefill.learn_rows(seconds)
+
     def learn(self) -> None:
         """Make the estimate of `expected_seconds` from the steps so far."""
         self._prefill.learn()
@@ -168,6 +172,10 @@ class Scheduler:
     def expected_seconds(self, batch: Batch) -> float | None:
         """The time of a batch by the latest estimate; None if it cannot tell. Any thread may ask."""
         return self._prefill.expected_seconds(batch)
+
+    def row_seconds(self) -> dict[int, float]:
+        """The median seconds of the latest steps without prompts, by their rows."""
+        return self._prefill.row_seconds()
 
     def update(self, batch: Batch, token_ids: dict[int, int]) -> None:
         """Commit a batch that the device has finished, with the tokens that it sampled (sequence id -> token). The

@@ -4,15 +4,22 @@ The time of a step is a sum of five parts with one coefficient each: the step it
 these attend to, its prompt tokens, and the keys that those attend to. The coefficients are a least squares fit of the
 relative errors over the latest steps, and none is negative. So chunks become shorter as their context grows, on a
 machine that computes 500 tokens a second and on one that computes 5,000, without any setting.
+
+A step without prompts has few rows, and in these its time is not linear: a GPU has other kernels for one row, for a few
+and for many. So there is a table of these steps by their rows: the median of what the latest took more or less than the
+five parts. It begins with steps that are timed at the start. Between two measured numbers of rows it is interpolated.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 import sys
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -37,14 +44,27 @@ lost in the noise: after one step with eight tokens, a chunk of 1,000 seemed fre
 MIN_PROMPT_STEPS = 8
 """Steps with prompts that must have run before the time of a whole prompt is estimated."""
 
+ROW_SAMPLES = 7
+"""Latest steps of about as many rows of which the table has the median."""
+
+BUCKETS = 128
+"""Numbers of rows that the table tells apart, up to 262,143 rows."""
+
 SHORTEST = 1e-6
 """Shortest time of a step, in seconds: a clock may not tell two steps apart."""
 
-PROMPT_TOKENS, PROMPT_KEYS = 3, 4
+DECODES, PROMPT_TOKENS, PROMPT_KEYS = 1, 3, 4
 """Indices in the five parts."""
 
 Observations = deque[tuple[tuple[float, ...], float]]
 """The parts of each step, and its seconds."""
+
+
+def bucket(rows: int) -> int:
+    """Numbers of rows that the table counts as one: each below 16 is its own, and every doubling from there has
+    eight."""
+    shift = max(0, rows.bit_length() - 4)
+    return 8 * shift + (rows >> shift)
 
 
 def chunk_keys(start: int, tokens: int) -> float:
@@ -68,10 +88,31 @@ def non_negative_least_squares(
 
 
 @dataclass(frozen=True)
+class RowTable:
+    """What steps of so many rows without prompts take beyond their five parts, in seconds. rows: measured ones, in
+    order."""
+
+    rows: tuple[float, ...] = ()
+    seconds: tuple[float, ...] = ()
+
+    def beyond(self, rows: int) -> float:
+        """Interpolates. Outside of what was measured, the nearest counts. 0.0 if nothing was."""
+        if not self.rows:
+            return 0.0
+        after = bisect.bisect_left(self.rows, rows)
+        if after == 0 or after == len(self.rows):
+            return self.seconds[min(after, len(self.rows) - 1)]
+        low, high = self.rows[after - 1], self.rows[after]
+        share = (rows - low) / (high - low)
+        return (1 - share) * self.seconds[after - 1] + share * self.seconds[after]
+
+
+@dataclass(frozen=True)
 class Costs:
     """The seconds that each part of a step takes. Keys are counted once for every token that attends to them.
 
-    longest_chunk, longest_context: tokens up to which the coefficients may be trusted.
+    longest_chunk, longest_context: tokens up to which the coefficients may be trusted. tiles: in which rows are
+    computed. What fills a tile counts as prompt tokens.
     """
 
     per_step: float
@@ -81,52 +122,90 @@ class Costs:
     per_prompt_key: float
     longest_chunk: int = sys.maxsize
     longest_context: int = sys.maxsize
+    tiles: RowTiles = ANY_ROWS
+    table: RowTable = RowTable()
 
-    def decode_seconds(self, contexts: ListOf[int]) -> float:
-        """Time of a step that only decodes sequences with these context lengths."""
-        return self.per_step + self.per_decode * len(contexts) + self.per_decode_key * sum(contexts)
+    def step_seconds(self, contexts: ListOf[int], chunks: ListOf[tuple[int, int]] = ()) -> float:
+        """Time of a step. contexts: context lengths of its decoding sequences. chunks: (start, tokens) of its
+        prompts."""
+        if not chunks:
+            return self.linear_seconds(contexts) + self.table.beyond(self.tiles.padded(len(contexts)))
+        tokens = sum(tokens for _, tokens in chunks)
+        keys = sum(chunk_keys(start, tokens) for start, tokens in chunks)
+        filled = self.tiles.padded(len(contexts) + tokens) - self.tiles.padded(len(contexts))
+        return self.linear_seconds(contexts) + self.per_prompt_token * filled + self.per_prompt_key * keys
 
-    def chunk_seconds(self, start: int, tokens: int) -> float:
-        """What a chunk of a prompt adds to a step."""
-        return self.per_prompt_token * tokens + self.per_prompt_key * chunk_keys(start, tokens)
+    def linear_seconds(self, contexts: ListOf[int]) -> float:
+        """What decoding sequences with these context lengths take of a step with prompts, the step itself included."""
+        rows = self.tiles.padded(len(contexts))
+        return self.per_step + self.per_decode * rows + self.per_decode_key * sum(contexts)
 
-    def chunk_within(self, seconds: float, start: int) -> int:
-        """The most tokens from `start` on that are expected to take at most `seconds`. It is the larger root of a
-        quadratic equation, in the form that also holds if one of its terms is zero."""
-        linear, square = self.per_prompt_token + self.per_prompt_key * (start + 0.5), self.per_prompt_key / 2
-        divisor = linear + math.sqrt(linear * linear + 4 * square * max(0.0, seconds))
-        return int(min(2 * max(0.0, seconds) / divisor if divisor else math.inf, self.longest_chunk))
+    def chunk_seconds(self, start: int, tokens: int, rows: int = 0) -> float:
+        """What a chunk of a prompt adds to a step with prompts that has so many rows."""
+        filled = self.tiles.padded(rows + tokens) - self.tiles.padded(rows)
+        return self.per_prompt_token * filled + self.per_prompt_key * chunk_keys(start, tokens)
+
+    def chunk_within(self, seconds: float, start: int, most: int, rows: int = 0) -> int:
+        """The most tokens from `start` on, up to `most`, that are expected to add at most `seconds` to a step of so
+        many rows."""
+        sizes = range(1, min(most, self.longest_chunk) + 1)
+        return bisect.bisect_right(sizes, seconds, key=lambda tokens: self.chunk_seconds(start, tokens, rows))
 
     def prefill_seconds(self, start: int, tokens: int, max_chunk: int) -> float:
         """Time of the tokens from `start` on, without other work, in steps of at most `max_chunk` tokens. Tokens beyond
         longest_context are not counted, so the estimate is too low rather than too high."""
-        tokens = max(0, min(tokens, self.longest_context - start))
-        return self.per_step * math.ceil(tokens / max_chunk) + self.chunk_seconds(start, tokens)
+        end = start + max(0, min(tokens, self.longest_context - start))
+        return sum(self.step_seconds([], [(at, min(max_chunk, end - at))]) for at in range(start, end, max_chunk))
+
+
+class RowTimes:
+    """The latest steps without prompts, by their rows. Makes the RowTable for any coefficients of the five parts."""
+
+    def __init__(self) -> None:
+        self._parts = np.zeros((BUCKETS, ROW_SAMPLES, len(SCALE)))
+        self._seconds = np.full((BUCKETS, ROW_SAMPLES), math.nan)
+        self._counts = np.zeros(BUCKETS, np.int64)
+
+    def observe(self, parts: tuple[float, ...], seconds: float) -> None:
+        index = min(bucket(int(parts[DECODES])), BUCKETS - 1)
+        place = self._counts[index] % ROW_SAMPLES
+        self._parts[index, place], self._seconds[index, place] = parts, seconds
+        self._counts[index] += 1
+
+    def table(self, coefficients: npt.NDArray[np.float64]) -> RowTable:
+        measured = np.flatnonzero(self._counts)
+        counts, parts = np.minimum(self._counts[measured], ROW_SAMPLES), self._parts[measured]
+        rows = parts[..., DECODES].sum(axis=1) / counts
+        ordered = np.sort(self._seconds[measured] - parts @ coefficients)  # nan last
+        middle = ordered[np.arange(len(measured)), (counts - 1) // 2]
+        return RowTable(tuple(rows.tolist()), tuple(middle.tolist()))
 
 
 class StepCost:
     """Learns from every finished step, and estimates the costs of later ones."""
 
-    def __init__(self, tiles: RowTiles = ANY_ROWS) -> None:
-        """tiles: the tokens that fill a tile cost as much as prompt tokens."""
+    def __init__(self, tiles: RowTiles = ANY_ROWS, decoding: Mapping[int, float] = MappingProxyType({})) -> None:
+        """decoding: seconds of steps of so many decoding rows with short contexts."""
         self._tiles = tiles
         self._plain: Observations = deque(maxlen=KEPT)
         self._with_prompts: Observations = deque(maxlen=KEPT)
+        self._by_rows = RowTimes()
         self._costs: Costs | None = None
         self._is_current = True
+        for rows, seconds in decoding.items():
+            self._by_rows.observe((1, tiles.padded(rows), rows, 0, 0), seconds)
 
     def observe(self, contexts: ListOf[int], chunks: ListOf[tuple[int, int]], seconds: float) -> None:
         """A step took `seconds`. contexts: of its decoding sequences. chunks: (start, tokens) of its prompts."""
         if (expected := self.estimate(contexts, chunks)) is not None:
             seconds = min(seconds, OUTLIER * expected)
-        parts = (
-            1,
-            len(contexts),
-            sum(contexts),
-            self._tiles.padded(len(contexts), sum(tokens for _, tokens in chunks)) if chunks else 0,
-            sum(chunk_keys(start, tokens) for start, tokens in chunks),
-        )
-        (self._with_prompts if chunks else self._plain).append((parts, max(seconds, SHORTEST)))
+        rows = self._tiles.padded(len(contexts))
+        filled = self._tiles.padded(len(contexts) + sum(tokens for _, tokens in chunks)) - rows
+        keys = sum(chunk_keys(start, tokens) for start, tokens in chunks)
+        parts, seconds = (1, rows, sum(contexts), filled, keys), max(seconds, SHORTEST)
+        (self._with_prompts if chunks else self._plain).append((parts, seconds))
+        if not chunks:
+            self._by_rows.observe(parts, seconds)
         self._is_current = False
 
     def costs(self) -> Costs | None:
@@ -134,24 +213,26 @@ class StepCost:
         if self._with_prompts and not self._is_current:
             parts, seconds = zip(*self._plain, *self._with_prompts, strict=True)
             relative = np.asarray(parts) / SCALE / np.asarray(seconds)[:, None]
-            coefficients = (non_negative_least_squares(relative, np.ones(len(seconds))) / SCALE).tolist()
+            coefficients = non_negative_least_squares(relative, np.ones(len(seconds))) / SCALE
             tokens = [(parts[PROMPT_TOKENS], parts[PROMPT_KEYS]) for parts, _ in self._with_prompts]
             self._costs = replace(
-                Costs(*coefficients),
+                Costs(*coefficients.tolist()),
                 longest_chunk=EXTRAPOLATION * int(max(count for count, _ in tokens)),
                 longest_context=EXTRAPOLATION * int(max(keys / count + count / 2 for count, keys in tokens)),
+                tiles=self._tiles,
+                table=self._by_rows.table(coefficients),
             )
             self._is_current = True
         return self._costs
 
     def estimate(self, contexts: ListOf[int], chunks: ListOf[tuple[int, int]]) -> float | None:
         """Estimates a step by the costs that `costs` has returned last. None before it has."""
-        costs = self._costs
-        if costs is None:
-            return None
-        filling = self._tiles.padded(len(contexts), tokens := sum(tokens for _, tokens in chunks)) - tokens
-        seconds = costs.decode_seconds(contexts) + sum(costs.chunk_seconds(start, tokens) for start, tokens in chunks)
-        return seconds + costs.per_prompt_token * filling * bool(chunks)
+        return None if self._costs is None else self._costs.step_seconds(contexts, chunks)
+
+    def row_seconds(self) -> dict[int, float]:
+        """The median seconds of the latest steps without prompts, by their rows."""
+        table = self._by_rows.table(np.zeros(len(SCALE)))
+        return dict(zip(map(round, table.rows), table.seconds, strict=True))
 
     def expected_seconds(self, contexts: ListOf[int], chunks: ListOf[tuple[int, int]]) -> float | None:
         """The same; None also if too few steps with prompts ran before, or if the step is so large that the costs may

@@ -71,6 +71,7 @@ def test_an_idle_engine_says_so(server: RunningServer) -> None:
         "reason": None,
         "model": "demo",
         "steps": server.engine.stats.steps_total,
+        "step_seconds": status["step_seconds"],
         "running": {"total": 0, "sequences": []},
         "waiting": {"total": 0, "sequences": []},
         "blocks": {
@@ -88,6 +89,8 @@ def test_an_idle_engine_says_so(server: RunningServer) -> None:
         "embeddings": {"model": None, "inputs_waiting": 0},
         "models": status["models"],
     }
+    assert {"1", "2", "4"} <= status["step_seconds"].keys(), "they were timed at the start"
+    assert all(seconds >= 0 for seconds in status["step_seconds"].values())
     [model] = status["models"]
     assert (model["id"], model["state"], model["kind"]) == ("demo", "loaded", "generate")
     assert model["memory_bytes"] == info.weight_bytes + stats.kv_cache_bytes

@@ -23,6 +23,7 @@ SECTIONS = [
     "kernels",
     "tuning",
     "attention",
+    "step_times",
     "decoding",
     "wired_memory",
     "prompt_steps",
@@ -40,6 +41,7 @@ def check_measurements(found: dict[str, Any], backend: str) -> None:
     assert all(call["mlx_us"] > 0 and call["keys"] == 40 for call in calls[1:])
     assert [each["batch"] for each in found["decoding"]] == [1, 2]
     assert all(each["tokens_per_second"] > 0 and each["mlx_lm_tokens_per_second"] > 0 for each in found["decoding"])
+    assert found["step_times"]["1"] > 0
     steps = found["prompt_steps"]
     assert steps["prompt_tokens"] == 34
     assert sum((int(rows) - 1) * count for rows, count in steps["steps_by_rows"].items()) == 34

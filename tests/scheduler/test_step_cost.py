@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence as ListOf
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from mlxpaged.scheduler.batch import Batch
 from mlxpaged.scheduler.config import MOST_MULTIPLE, READING_SECONDS, SchedulerConfig, step_multiple
 from mlxpaged.scheduler.row_tiles import ANY_ROWS, LEAST_CHUNK, RowTiles
 from mlxpaged.scheduler.sequence import Sequence
-from mlxpaged.scheduler.step_cost import EXTRAPOLATION, KEPT, OUTLIER, Costs, StepCost, chunk_keys
+from mlxpaged.scheduler.step_cost import EXTRAPOLATION, KEPT, OUTLIER, Costs, StepCost
 from tests.scheduler.simulation import commit, make_scheduler, sequence
 
 SLOW_CPU = Costs(0.05, 0.002, 1e-6, 0.002, 8e-7)
@@ -21,17 +23,10 @@ FAST_GPU = Costs(0.01, 1e-4, 1e-8, 0.0012, 1e-8)
 MACHINES = pytest.mark.parametrize("machine", [SLOW_CPU, FAST_GPU], ids=["slow CPU", "fast GPU"])
 
 
-def seconds_of(machine: Costs, contexts: list[int], chunks: list[tuple[int, int]], tiles: RowTiles = ANY_ROWS) -> float:
-    tokens = sum(tokens for _, tokens in chunks)
-    filling = tiles.padded(len(contexts), tokens) - tokens if chunks else 0
-    seconds = machine.decode_seconds(contexts) + sum(machine.chunk_seconds(*chunk) for chunk in chunks)
-    return seconds + machine.per_prompt_token * filling
-
-
 def observe(
     model: StepCost, machine: Costs, contexts: list[int], chunks: list[tuple[int, int]], noise: float = 1.0
 ) -> None:
-    model.observe(contexts, chunks, noise * seconds_of(machine, contexts, chunks))
+    model.observe(contexts, chunks, noise * machine.step_seconds(contexts, chunks))
 
 
 def taught(machine: Costs, noise: float = 0.0) -> StepCost:
@@ -48,8 +43,8 @@ def test_steps_of_all_kinds_teach_what_others_will_take(machine: Costs) -> None:
     costs = taught(machine).costs()
     assert costs is not None
     for contexts, start, tokens in (([500] * 8, 0, 100), ([2000] * 16, 3000, 64), ([], 0, 512), ([10], 4000, 2000)):
-        assert seconds_of(costs, contexts, [(start, tokens)]) == pytest.approx(
-            seconds_of(machine, contexts, [(start, tokens)]), rel=0.01
+        assert costs.step_seconds(contexts, [(start, tokens)]) == pytest.approx(
+            machine.step_seconds(contexts, [(start, tokens)]), rel=0.01
         )
 
 
@@ -58,8 +53,8 @@ def test_noise_of_a_third_is_averaged_out(machine: Costs) -> None:
     costs = taught(machine, noise=0.33).costs()
     assert costs is not None
     for contexts, start in (([500] * 8, 0), ([1000] * 4, 3000)):
-        assert seconds_of(costs, contexts, [(start, 200)]) == pytest.approx(
-            seconds_of(machine, contexts, [(start, 200)]), rel=0.25
+        assert costs.step_seconds(contexts, [(start, 200)]) == pytest.approx(
+            machine.step_seconds(contexts, [(start, 200)]), rel=0.25
         )
 
 
@@ -72,7 +67,7 @@ def test_no_part_is_ever_negative() -> None:
             model.observe([rng.randrange(1, 3000)] * rng.randrange(9), chunks, rng.uniform(1e-9, 2))
         costs = model.costs()
         assert costs is not None
-        values = vars(costs).values()
+        values = astuple(costs)[:5]
         assert all(value >= 0 and math.isfinite(value) for value in values)
         assert sum(values) > 0
 
@@ -88,7 +83,7 @@ def test_one_step_is_enough_for_a_first_guess() -> None:
     observe(model, SLOW_CPU, [], [(0, 100)])
     costs = model.costs()
     assert costs is not None
-    assert costs.decode_seconds([]) + costs.chunk_seconds(0, 100) == pytest.approx(seconds_of(SLOW_CPU, [], [(0, 100)]))
+    assert costs.step_seconds([], [(0, 100)]) == pytest.approx(SLOW_CPU.step_seconds([], [(0, 100)]))
 
 
 def test_a_clock_that_tells_no_time_teaches_nothing_wrong() -> None:
@@ -96,7 +91,7 @@ def test_a_clock_that_tells_no_time_teaches_nothing_wrong() -> None:
     model.observe([], [(0, 100)], 0.0)
     costs = model.costs()
     assert costs is not None
-    assert costs.chunk_within(0.05, 0) == 100 * EXTRAPOLATION
+    assert costs.chunk_within(0.05, 0, 10_000) == 100 * EXTRAPOLATION
 
 
 def test_a_few_tokens_do_not_teach_that_a_thousand_cost_nothing() -> None:
@@ -107,7 +102,7 @@ def test_a_few_tokens_do_not_teach_that_a_thousand_cost_nothing() -> None:
     observe(model, SLOW_CPU, [864] * 8, [(0, 8)], noise=0.9)
     costs = model.costs()
     assert costs is not None
-    chunk = max(LEAST_CHUNK, costs.chunk_within(0.1, 0))
+    chunk = max(LEAST_CHUNK, costs.chunk_within(0.1, 0, 10_000))
     assert SLOW_CPU.chunk_seconds(0, chunk) < 0.1
 
 
@@ -115,11 +110,11 @@ def test_a_step_that_something_else_held_up_counts_a_few_times_only() -> None:
     model = taught(SLOW_CPU)
     before = model.costs()
     assert before is not None
-    held_up, usual = ([500] * 8, [(0, 100)]), seconds_of(before, [500] * 8, [(0, 100)])
+    held_up, usual = ([500] * 8, [(0, 100)]), before.step_seconds([500] * 8, [(0, 100)])
     model.observe(*held_up, 1000 * usual)
     after = model.costs()
     assert after is not None
-    assert usual < seconds_of(after, *held_up) < OUTLIER * usual
+    assert usual < after.step_seconds(*held_up) < OUTLIER * usual
 
 
 def test_a_machine_that_became_slower_is_learned_anew() -> None:
@@ -148,14 +143,14 @@ def test_a_long_answer_does_not_crowd_out_what_is_known_of_prompts() -> None:
 @pytest.mark.parametrize("start", [0, 100, 30_000])
 @pytest.mark.parametrize("seconds", [0.001, 0.05, 3.0])
 def test_the_chunk_within_a_time_is_the_longest_that_fits(machine: Costs, start: int, seconds: float) -> None:
-    tokens = machine.chunk_within(seconds, start)
+    tokens = machine.chunk_within(seconds, start, 10_000)
     assert machine.chunk_seconds(start, tokens) <= seconds * 1.000001
     assert machine.chunk_seconds(start, tokens + 1) > seconds
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0])
 def test_no_time_is_enough_for_no_token(seconds: float) -> None:
-    assert SLOW_CPU.chunk_within(seconds, 10) == 0
+    assert SLOW_CPU.chunk_within(seconds, 10, 10_000) == 0
 
 
 # -- the scheduler cuts chunks by it ---------------------------------------------------------------------------------
@@ -176,7 +171,7 @@ class TimedScheduler:
         self.last = Batch(())
 
     def seconds(self, contexts: list[int], chunks: list[tuple[int, int]]) -> float:
-        return seconds_of(self.machine, contexts, chunks)
+        return self.machine.step_seconds(contexts, chunks)
 
     def add(self, *sequences: Sequence) -> None:
         for one in sequences:
@@ -193,9 +188,9 @@ class TimedScheduler:
         return seconds
 
 
-def with_streams(machine: Costs | type[TimedScheduler], count: int = 8, **options: Any) -> TimedScheduler:
+def with_streams(machine: Costs, count: int = 8, **options: Any) -> TimedScheduler:
     """Streams decode, and the machine is known."""
-    timed = TimedScheduler(machine, **options) if isinstance(machine, Costs) else machine(FAST_GPU, **options)
+    timed = TimedScheduler(machine, **options)
     timed.add(*(sequence(number, 20 + 10 * number, max_tokens=5000) for number in range(count)))
     for number in range(100, 104):
         for _ in range(4):
@@ -221,7 +216,7 @@ def prompt_steps(timed: TimedScheduler, number: int, length: int) -> list[float]
 def test_a_long_prompt_keeps_to_the_limit_and_uses_it(machine: Costs, milliseconds: int) -> None:
     timed = with_streams(machine, max_step_seconds=milliseconds / 1000)
     steps = prompt_steps(timed, 200, 6000)
-    least = seconds_of(machine, [500] * 8, [(6000, LEAST_CHUNK)])
+    least = machine.step_seconds([500] * 8, [(6000, LEAST_CHUNK)])
     assert max(steps) <= 1.05 * max(milliseconds / 1000, least)
     assert sorted(steps)[len(steps) // 2] >= 0.8 * milliseconds / 1000
 
@@ -266,7 +261,7 @@ def test_after_short_prompts_only_a_long_one_is_learned_in_a_few_steps() -> None
     for _ in range(KEPT):
         timed.step()
     steps = prompt_steps(timed, 200, 3000)
-    limit = step_multiple(1) * SLOW_CPU.decode_seconds([80] * 8)
+    limit = step_multiple(1) * SLOW_CPU.step_seconds([80] * 8)
     for part in (steps[1:15], steps):  # the shortest chunk takes longer than the limit: some steps have none
         assert sum(part) / len(part) == pytest.approx(limit, rel=0.2)
 
@@ -353,41 +348,127 @@ QUANTIZED, MIXTURE = RowTiles(32), RowTiles(32, 128)
 )
 def test_a_chunk_that_is_cut_fills_its_last_tile(tiles: RowTiles, rows: int, tokens: int, chunk: int) -> None:
     assert tiles.chunk(rows, tokens) == chunk
-    assert tiles.padded(rows, chunk) == chunk
+    assert tiles.padded(rows + chunk) == rows + chunk
 
 
 def test_the_cost_of_tiles_is_learned() -> None:
     model, rng = StepCost(QUANTIZED), random.Random(0)
 
     def seconds(contexts: list[int], tokens: int) -> float:
-        return FAST_GPU.decode_seconds(contexts) + 0.001 * QUANTIZED.padded(len(contexts), tokens)
+        rows = QUANTIZED.padded(len(contexts) + tokens)
+        return FAST_GPU.step_seconds(contexts) + 0.001 * (rows - len(contexts))
 
     for _ in range(40):
         contexts, tokens = [500] * rng.randrange(1, 17), rng.randrange(1, 200)
         model.observe(contexts, [(0, tokens)], seconds(contexts, tokens))
-        model.observe(contexts, [], FAST_GPU.decode_seconds(contexts))
+        model.observe(contexts, [], FAST_GPU.step_seconds(contexts))
     model.costs()
     for rows, tokens in ((1, 31), (1, 32), (16, 17), (16, 48)):
         estimate = model.estimate([500] * rows, [(0, tokens)])
         assert estimate == pytest.approx(seconds([500] * rows, tokens), rel=0.02)
 
 
-class Gpu(TimedScheduler):
-    """An M3 Max with an 8 B model in 4 bits: 14 ms for a step that decodes; with a prompt, 29 ms for each 32 rows
-    (ml-explore/mlx#3863), which the decoding rows share."""
-
-    def seconds(self, contexts: list[int], chunks: list[tuple[int, int]]) -> float:
-        rows = len(contexts) + sum(tokens for _, tokens in chunks)
-        products = 0.029 * -(-rows // 32) if chunks else 0.014
-        return products + 1e-7 * sum(chunk_keys(*chunk) for chunk in chunks)
+# -- the table by rows -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("streams", "times"), [(1, 1.5), (4, 1.5), (16, 2.2)])
-def test_a_prompt_beside_streams_is_computed_in_whole_tiles(streams: int, times: float) -> None:
-    """With chunks of 32 tokens, the step beside one stream has 33 rows and computes two tiles."""
-    alone = sum(prompt_steps(with_streams(Gpu, 0, num_blocks=40_000, tiles=QUANTIZED), 200, 4000))
-    steps = prompt_steps(with_streams(Gpu, streams, num_blocks=40_000, tiles=QUANTIZED), 200, 4000)
-    assert sum(steps) <= times * alone
-    assert sum(steps) / len(steps) <= 1.05 * step_multiple(1) * 0.014
-    other = prompt_steps(with_streams(Gpu, streams, num_blocks=40_000), 200, 4000)
-    assert sum(steps) <= 0.9 * sum(other)
+def rows_of_a_gpu(rows: int) -> float:
+    """Reads the weights again for each of the first rows, and computes more of them in tiles of 32."""
+    return 0.01 * rows if rows <= 6 else 0.06 * -(-rows // 32)
+
+
+def seeded(rows: ListOf[int] = (1, 2, 4, 8, 16, 32, 33, 64)) -> StepCost:
+    return StepCost(QUANTIZED, {count: rows_of_a_gpu(count) for count in rows})
+
+
+def teach_prompts(model: StepCost) -> Costs:
+    for tokens in (100, 300, 200, 500):
+        model.observe([], [(0, tokens)], rows_of_a_gpu(tokens))
+    costs = model.costs()
+    assert costs is not None
+    return costs
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 20, 32, 33, 50, 64])
+def test_steps_that_were_timed_at_the_start_tell_what_others_take_by_their_rows(rows: int) -> None:
+    """Between 8 and 32 rows and between 33 and 64 it is the same, and of 3 rows it is interpolated."""
+    costs = teach_prompts(seeded())
+    assert costs.step_seconds([1] * rows) == pytest.approx(rows_of_a_gpu(rows))
+
+
+def test_real_steps_keep_the_table_up_and_slow_ones_among_them_change_nothing() -> None:
+    model = seeded()
+    teach_prompts(model)
+    for seconds in (0.03, 0.03, 0.09, 0.03, 0.1, 0.03, 0.03):
+        model.observe([1] * 4, [], seconds)
+    costs = model.costs()
+    assert costs is not None
+    assert costs.step_seconds([1] * 4) == pytest.approx(0.03)
+    assert costs.step_seconds([1] * 16) == pytest.approx(0.06), "those of other rows are kept"
+
+
+def test_the_keys_of_longer_contexts_count_beside_the_table() -> None:
+    model = seeded()
+    for length in range(2, 40):
+        model.observe([100 * length] * 4, [], 0.04 + 4e-5 * length)
+    costs = teach_prompts(model)
+    assert costs.step_seconds([8000] * 4) == pytest.approx(0.04 + 32e-4, rel=0.02)
+
+
+def test_a_prompt_beside_streams_is_not_estimated_by_their_table() -> None:
+    """A step with prompts computes whole tiles, whatever its decoding rows take alone."""
+    model = seeded()
+    teach_prompts(model)
+    for rows, tokens in ((1, 31), (4, 28), (1, 63), (4, 60), (2, 94), (6, 26)) * 3:
+        model.observe([1] * rows, [(0, tokens)], rows_of_a_gpu(rows + tokens))
+    costs = model.costs()
+    assert costs is not None
+    for rows, tokens in ((4, 28), (4, 40), (4, 124)):
+        assert costs.step_seconds([1] * rows, [(0, tokens)]) == pytest.approx(rows_of_a_gpu(rows + tokens), rel=0.05)
+
+
+def test_the_table_lists_the_median_of_each_number_of_rows() -> None:
+    model = seeded((1, 8, 33))
+    for seconds in (0.05, 0.02, 0.9, 0.03):
+        model.observe([1000] * 5, [], seconds)
+    assert model.row_seconds() == {1: 0.01, 5: 0.03, 8: 0.06, 64: 0.12}
+
+
+@pytest.mark.parametrize(
+    ("tiles", "milliseconds", "expected"),
+    [
+        (QUANTIZED, {1: 14, 32: 29, 33: 57, 64: 57, 128: 111}, RowTiles(32, 32)),
+        (RowTiles(64), {1: 14, 32: 29, 33: 57, 64: 57, 128: 111}, RowTiles(32, 32)),
+        (QUANTIZED, {1: 14, 32: 29, 33: 29, 64: 30, 128: 60}, RowTiles(64, 64)),
+        (QUANTIZED, {1: 14, 32: 20, 33: 20.2, 64: 26, 128: 38}, RowTiles(1, 32)),
+        (RowTiles(32, 128), {1: 14, 32: 29, 33: 57, 64: 57, 128: 111}, RowTiles(32, 32)),
+        (QUANTIZED, {1: 8, 32: 36, 33: 52, 64: 54, 128: 58}, RowTiles(32, 128)),
+        (RowTiles(32, 128), {1: 8, 32: 36, 33: 60, 64: 62}, RowTiles(32, 128)),
+        (QUANTIZED, {1: 14, 32: 29, 33: 36, 64: 57, 128: 111}, RowTiles(32, 32)),
+        (QUANTIZED, {1: 14, 32: 29, 33: 57}, QUANTIZED),
+        (ANY_ROWS, {1: 14, 32: 29, 33: 57, 64: 57, 128: 111}, ANY_ROWS),
+    ],
+    ids=[
+        *("tiles of 32", "smaller than thought", "larger than thought", "none", "no least chunk"),
+        *("experts", "too few rows timed", "not clear", "not timed", "a CPU"),
+    ],
+)
+def test_tiles_and_least_chunks_are_measured_where_the_times_are_clear(
+    tiles: RowTiles, milliseconds: dict[int, float], expected: RowTiles
+) -> None:
+    assert tiles.measured(milliseconds) == expected
+
+
+def test_the_scheduler_cuts_chunks_by_the_tiles_that_were_measured() -> None:
+    """They are known to have 64 rows, and have 32."""
+    timed = TimedScheduler(FAST_GPU, tiles=RowTiles(64))
+    timed.scheduler.learn_rows({rows: rows_of_a_gpu(rows) for rows in (1, 32, 33, 64, 128)})
+    timed.seconds = lambda contexts, chunks: rows_of_a_gpu(  # type: ignore[method-assign]
+        len(contexts) + sum(tokens for _, tokens in chunks)
+    )
+    timed.add(sequence(1, 20, max_tokens=5000), sequence(2, 300, max_tokens=1))
+    while timed.scheduler.waiting or len(timed.scheduler.running) > 1:
+        timed.step()
+    timed.add(sequence(3, 1000, max_tokens=1))
+    rows = [timed.last.num_tokens for _ in range(5) if timed.step()]
+    assert all(count % 32 == 0 for count in rows if count > 1)
+    assert {count % 64 for count in rows} >= {32}

@@ -24,6 +24,7 @@ from mlxpaged.cli.doctor.machine import machine
 from mlxpaged.cli.doctor.sizes import Sizes
 from mlxpaged.cli.doctor.speed import engine_rates, make_engine, mlx_lm_rates, prefill_peak, prompt_rows
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.row_times import time_rows
 from mlxpaged.engine.wired_memory import wire_memory
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.loader import ServedModel, load_model, resolve_model
@@ -105,6 +106,7 @@ class Doctor:
                 self._wired = wire_memory()
             return measure(engines[0])
 
+        yield "step_times", measured(lambda: with_engine(time_rows_of))
         ours = measured(lambda: with_engine(lambda engine: engine_rates(engine, SIZES)))
         yield "decoding", report.decoding_section(SIZES.batches, ours, theirs)
         yield "wired_memory", {"bytes": self._wired} if self._wired else report.not_measured(NOT_WIRED)
@@ -118,6 +120,10 @@ class Doctor:
         yield "long_prefill", measured(lambda: long_prefill(served, backend, self._block_size))
         if self._model == DEMO_MODEL:
             yield "note", DEMO_NOTE
+
+
+def time_rows_of(engine: EngineCore) -> dict[str, float]:
+    return {str(rows): round(1000 * seconds, 3) for rows, seconds in sorted(time_rows(engine).items())}
 
 
 def long_prefill(served: ServedModel, backend: str, block_size: int) -> Any:

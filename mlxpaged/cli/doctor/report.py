@@ -151,6 +151,13 @@ def wired_text(content: Any) -> list[str]:
     return [f"wired for the GPU: {size}"]
 
 
+def times_text(content: Any) -> list[str]:
+    if (reason := unknown(content)) is not None:
+        return [f"milliseconds of a decoding step by its rows: not measured, because {reason}"]
+    found = ", ".join(f"{rows}: {milliseconds:.1f}" for rows, milliseconds in content.items())
+    return [f"milliseconds of a decoding step by its rows: {found}"]
+
+
 def steps_text(content: Any) -> list[str]:
     if (reason := unknown(content)) is not None:
         return [f"rows of steps with a prompt: not measured, because {reason}"]
@@ -175,6 +182,7 @@ TEXTS: dict[str, Callable[[Any], list[str]]] = {
     "kernels": checks_text,
     "tuning": tuning_text,
     "attention": attention_text,
+    "step_times": times_text,
     "decoding": decoding_text,
     "wired_memory": wired_text,
     "prompt_steps": steps_text,

@@ -1,0 +1,59 @@
+"""Times steps by their rows at the start, so that the scheduler knows what they cost before the first request."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.scheduler.batch import Batch, ScheduledSequence
+from mlxpaged.scheduler.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+ROWS = (1, 2, 4, 8, 16, 32, 33, 64, 128, 3, 6, 12)
+"""Decoding rows of the steps. A GPU's tiles begin and end at 32, 33 and 64; fewer rows matter most for drafts."""
+
+RECURRENT_ROWS = 8
+"""Most rows of a model with recurrent states, because each row takes the memory of a state."""
+
+STEPS = 3
+"""Steps of each number of rows. The shortest counts: the first one compiles what it needs."""
+
+TOTAL_SECONDS = 0.5
+"""No more steps are timed after this time, or if the next ones would take longer."""
+
+
+def time_rows(core: EngineCore) -> dict[int, float]:
+    """Seconds of decoding steps by their rows, as many as can be timed. No block may be in use. The scheduler learns
+    them."""
+    runner, config = core.runner, core.scheduler.config
+    most = min(RECURRENT_ROWS, config.max_num_seqs) if runner.is_recurrent else config.max_num_batched_tokens
+    began, longest, seconds = core.clock(), 0.0, dict[int, float]()
+    with runner.uncounted():
+        for rows in ROWS:
+            now = core.clock()
+            if rows <= most and now - began + longest <= TOTAL_SECONDS:
+                seconds[rows] = step_seconds(core, rows)
+                longest = max(longest, core.clock() - now)
+    core.scheduler.learn_rows(seconds)
+    times = ", ".join(f"{rows}: {1000 * seconds[rows]:.1f}" for rows in sorted(seconds))
+    logger.info("milliseconds of a decoding step by its rows: %s", times)
+    return seconds
+
+
+def step_seconds(core: EngineCore, rows: int) -> float:
+    """The rows share the first blocks: what they read does not matter."""
+    runner, num_blocks = core.runner, core.scheduler.pool.num_blocks
+    sequences = [Sequence(-1 - row, [0] * STEPS, 1) for row in range(rows)]
+    blocks = np.arange(rows, dtype=np.int32).reshape(1, rows, 1) % num_blocks
+    tables = np.repeat(blocks, len(core.scheduler.config.groups), axis=0)
+    times = []
+    for position in range(STEPS):
+        batch = Batch(tuple(ScheduledSequence(each, position, 1, samples=True) for each in sequences))
+        running = set(batch.sequence_ids) if position < STEPS - 1 else set()  # after the last step, no state is kept
+        began = core.clock()
+        runner.finish_step(runner.forward(batch, tables, running=running))
+        times.append(core.clock() - began)
+    return min(times)
