@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import astuple
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -188,9 +190,12 @@ class TimedScheduler:
         return seconds
 
 
-def with_streams(machine: Costs, count: int = 8, **options: Any) -> TimedScheduler:
-    """Streams decode, and the machine is known."""
+def with_streams(
+    machine: Costs, count: int = 8, timed_rows: Mapping[int, float] = MappingProxyType({}), **options: Any
+) -> TimedScheduler:
+    """Streams decode, and the machine is known. timed_rows: seconds by rows, measured before."""
     timed = TimedScheduler(machine, **options)
+    timed.scheduler.learn_rows(timed_rows)
     timed.add(*(sequence(number, 20 + 10 * number, max_tokens=5000) for number in range(count)))
     for number in range(100, 104):
         for _ in range(4):
@@ -301,7 +306,7 @@ def test_short_prompts_share_a_step_up_to_the_limit() -> None:
     seconds = timed.step()
     prompts = [row for row in timed.last.rows if row.num_tokens > 1]
     assert 2 <= len(prompts) < 10
-    assert seconds <= 0.4 + SLOW_CPU.chunk_seconds(0, LEAST_CHUNK)
+    assert seconds <= 0.4, "none joins without time for its shortest chunk"
 
 
 def test_while_no_sequence_decodes_a_prompt_has_the_whole_step() -> None:
@@ -424,6 +429,15 @@ def test_a_prompt_beside_streams_is_not_estimated_by_their_table() -> None:
     assert costs is not None
     for rows, tokens in ((4, 28), (4, 40), (4, 124)):
         assert costs.step_seconds([1] * rows, [(0, tokens)]) == pytest.approx(rows_of_a_gpu(rows + tokens), rel=0.05)
+
+
+def test_a_chunk_fills_its_time_whatever_decoding_rows_take_without_prompts() -> None:
+    timed = with_streams(SLOW_CPU, timed_rows={9: 0.39}, max_step_seconds=0.4)
+    timed.add(sequence(200, 20, max_tokens=100), sequence(201, 6000, max_tokens=1))
+    timed.step()
+    seconds = timed.step()
+    assert len(timed.last.rows) == 10
+    assert 0.35 <= seconds <= 0.4
 
 
 def test_the_table_lists_the_median_of_each_number_of_rows() -> None:
