@@ -31,7 +31,7 @@ from mlxpaged.scheduler.block_manager import BlockManager
 from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.preemption import Preemption
 from mlxpaged.scheduler.prefill_budget import PrefillLimits
-from mlxpaged.scheduler.queue import ORDER, SequenceQueue, WaitingQueue
+from mlxpaged.scheduler.queue import ORDER, SequenceQueue, WaitingQueue, short_first
 from mlxpaged.scheduler.sequence import AGING_RATE, FinishReason, Sequence, SequenceStatus
 from mlxpaged.scheduler.stats import SchedulerStats
 
@@ -66,7 +66,7 @@ class Scheduler:
         self.sequences: dict[int, Sequence] = {}  # all unfinished ones, by id
         self._arrivals = itertools.count()
         self.running = SequenceQueue()
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue(self._num_left)
         self._forks: dict[int, list[Sequence]] = {}  # by parent: forks that wait until its prompt is computed
         self._changed: set[int] = set()  # sequences whose blocks get their contents in the step being scheduled
         self._preemption = Preemption(self.blocks, self.running, self.waiting, clock)
@@ -275,6 +275,12 @@ class Scheduler:
             self._preemption.preempt(sequence, swap=False)
         self.clear_cache()
 
+    def _num_left(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that waits which are not in the prefix cache, in swap space, or its parent's."""
+        if sequence.fork_of is not None and sequence.fork_of.sequence_id in self.sequences:
+            return 1
+        return len(sequence.token_ids) - self.blocks.num_available_tokens(sequence)
+
     # -- decoding and prompts ------------------------------------------------------------------------------------
 
     def _is_turn_of_decodes(self) -> bool:
@@ -294,8 +300,8 @@ class Scheduler:
                 self._add(builder, sequence, 1)
 
     def _add_prompts(self, builder: ScheduleBuilder) -> None:
-        """Add chunks of running and waiting prompts, in order. Stop at a running prompt without enough blocks: the next
-        ones would take the blocks that it waits for."""
+        """Add chunks of running and waiting prompts, in order, and of a class the short ones first. Stop at a running
+        prompt without enough blocks: the next ones would take the blocks that it waits for."""
         prefilling = [sequence for sequence in self.running if sequence.num_uncomputed_tokens > 1]
         waiting = self.waiting.first(self._admission.num_free_slots + LOOK_AHEAD)
         if not prefilling and not waiting:
@@ -305,7 +311,7 @@ class Scheduler:
         num_prompts = len(prefilling) + len(waiting)
         budget = self._prefill.budget(builder.rows, decoding, self.max_tokens, num_prompts)
         refused = 0
-        for sequence in heapq.merge(prefilling, waiting, key=ORDER):
+        for sequence in short_first(heapq.merge(prefilling, waiting, key=ORDER)):
             if budget.tokens == 0:
                 return
             if not budget.has_room(sequence):

@@ -115,7 +115,8 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self._status = SequenceStatus.WAITING
         self.order = (0.0, -1)  # position among all sequences, the smallest first
-        self.queued_deadline = math.inf  # its next deadline when it was added to the waiting queue
+        self.has_queued_deadline = False  # when it was added to the waiting queue
+        self.turn = 0.0  # its next deadline then; without one, when it takes a turn of its class
         self.kv = SequenceKV()  # written by the block manager
 
     @property

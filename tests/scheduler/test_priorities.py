@@ -369,16 +369,16 @@ def test_a_preempted_sequence_loses_the_protection_of_the_starvation_bound() -> 
 def test_small_sequences_overtake_a_large_one_for_64_steps() -> None:
     simulation, large = blocked_queue()
     for number in range(10, 10 + STARVATION_BOUND):
-        simulation.add(sequence(number, 8, max_tokens=1))
+        simulation.add(sequence(number, 8, max_tokens=1, arrival_time=1.0))
         assert number in simulation.step().sequence_ids
-    simulation.add(sequence(99, 8, max_tokens=1))
+    simulation.add(sequence(99, 8, max_tokens=1, arrival_time=1.0))
     assert simulation.step().sequence_ids[0] == large
 
 
 def test_a_step_considers_no_more_than_a_few_sequences_without_room() -> None:
     simulation, _ = blocked_queue()
     simulation.add(*(sequence(number, 200) for number in range(3, 2 + LOOK_AHEAD)))
-    simulation.add(sequence(98, 200), sequence(99, 4))
+    simulation.add(sequence(98, 200), sequence(99, 4, arrival_time=1.0))
     assert 99 not in simulation.step().sequence_ids
     assert [seq.skipped_steps for seq in simulation.scheduler.waiting][:LOOK_AHEAD] == [1] * LOOK_AHEAD
 
