@@ -124,7 +124,7 @@ def test_a_prompt_with_a_deadline_keeps_its_turn() -> None:
 
 
 def test_an_answer_that_was_preempted_does_not_wait_for_short_prompts() -> None:
-    simulation = Simulation(make_scheduler(num_blocks=4096, max_num_batched_tokens=512))
+    simulation = Simulation(make_scheduler(num_blocks=4096, max_num_batched_tokens=512, prefix_caching=False))
     simulation.add(sequence(1, 500, max_tokens=9))
     simulation.step()
     simulation.add(sequence(2, 10, arrival_time=0.1))
