@@ -80,13 +80,16 @@ class JoinedLinear(Module):
 
 
 class Join:
-    """Layers of a module, by their names, that `joint` computes. It keeps their own weights until it is let go."""
+    """Layers of a module, by their names, that `joint` computes. It keeps their own weights until it is let go.
+
+    joint: gets `is_joint`, for code that treats all layers of a module alike."""
 
     def __init__(self, module: Module, names: Sequence[str], attribute: str, joint: Any) -> None:
         self._module, self._attribute = module, attribute
         layers: list[Any] = [module[name] for name in names]
         self._held = [(layer, type(layer), dict(layer)) for layer in layers]
         self.joint = Joint(joint, [layer.weight.shape[-2] for layer in layers])
+        joint.is_joint = True
         module[attribute] = joint
         for index, (layer, _, parameters) in enumerate(self._held):
             for name in parameters:

@@ -298,5 +298,6 @@ def route_adapters(module: Module, step: StepAdapters) -> None:
 
     module.__class__ = type(base.__name__, (base,), {"__call__": route})
     for layer in module.children().values():
-        if isinstance(layer, (SwitchLinear, QuantizedSwitchLinear)) and not hasattr(layer, "decodes_experts"):
+        is_called = isinstance(layer, (SwitchLinear, QuantizedSwitchLinear)) and not hasattr(layer, "is_joint")
+        if is_called and not hasattr(layer, "decodes_experts"):
             adapt_layer(layer, {}, step)

@@ -72,7 +72,7 @@ class Addition:
 
 
 class JoinedNorm(Module):
-    """A base class that `precede` puts before a norm's own class."""
+    """A base class that comes before a norm's own class."""
 
     _addition: Addition
 
@@ -106,7 +106,7 @@ class Form:
 
 
 class JoinedLayer(Module):
-    """A base class that `precede` puts before a layer's own class. following: the norm that gets the layer's output."""
+    """A base class that comes before a layer's own class. _following: with the norm that gets the output."""
 
     _form: Form
     _inner: Addition

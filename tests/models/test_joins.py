@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,14 @@ from mlx_lm.models.gpt_oss import SwigluOAI
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlxpaged.cpu.joined_linear import JoinedLinear, Joint
+from mlxpaged.engine.builder import load_core
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.models import loader
 from mlxpaged.models.joins import join, join_gate_and_up
 from mlxpaged.models.loader import load_model
 from tests.models.architectures import make_architecture
-from tests.support import every
+from tests.support import every, run_requests
 
 INPUTS, HIDDEN = 64, 128
 
@@ -183,6 +188,25 @@ def test_memory_grows_by_the_projections_of_one_network_at_most() -> None:
     assert join_gate_and_up(model) == (12, [])
     assert mx.get_peak_memory() - before < one
     assert mx.get_active_memory() - before < one / 10
+
+
+KINDS_OF_MODELS = ["qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5", "gemma3"]
+
+
+@pytest.mark.parametrize("kind", every(2, KINDS_OF_MODELS))
+def test_answers_are_the_same_with_joins_and_without(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, joined = str(make_architecture(tmp_path / "m", kind)), []
+    monkeypatch.setattr(loader, "join", lambda model: joined.append(model) or join(model))
+    answers = []
+    for joins in (False, True):
+        config = EngineConfig(path, kv_cache_bytes=2**22, joins=joins)
+        core = load_core(config, time.monotonic, lambda *_: None)
+        assert isinstance(core, EngineCore)
+        assert len(joined) == joins
+        answers.append(run_requests(core, [list(range(3, 40)), [5, 6, 7]], max_tokens=12))
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("joins", [False, True])
