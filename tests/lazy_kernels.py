@@ -16,6 +16,9 @@ from unittest import mock
 
 import mlx.core as mx
 
+from mlxpaged.attention.layout import KVLayout
+from mlxpaged.attention.qkv import Norm, Qkv, Rope
+
 ENABLED, NO_FUSION = 3, 2
 """Values of mlx::core::CompileMode (mlx/compile.h)."""
 
@@ -82,6 +85,17 @@ def kv_write(inputs: Sequence[Any], t: dict[str, Any], _shape: Any) -> list[mx.a
     for pool, new in zip(pools, (new_keys, new_values), strict=True):
         pool[slots // t["BLOCK"], :, slots % t["BLOCK"]] = new
     return [mx.concatenate([pool.flatten() for pool in pools])]
+
+
+def qkv_write(inputs: Sequence[Any], t: dict[str, Any], _shape: Any) -> list[mx.array]:
+    rows, positions, slots, written, query_weight, key_weight, frequencies, settings, *pools, token = inputs
+    query_eps, key_eps, log_base, scale, factor = settings.tolist()
+    norms = (Norm(query_weight, query_eps), Norm(key_weight, key_eps)) if t["NORMS"] else None
+    base, freqs = (None, frequencies) if t["FREQUENCIES"] else (2**log_base, None)
+    rope = Rope(t["ROTATED"], t["TRADITIONAL"], base, scale, freqs, factor) if t["ROTATED"] else None
+    layout = KVLayout(t["KV_HEADS"], t["DK"], t["DV"], t["T"], t["BLOCK"])
+    queries, keys, values = (x.squeeze(2) for x in Qkv(t["HEADS"], norms, rope).split(rows, layout, positions))
+    return [queries, *kv_write([keys[:written], values[:written], slots, *pools, token], t, None)]
 
 
 def paged_decode(inputs: Sequence[Any], t: dict[str, Any], shape: Any) -> list[mx.array]:
@@ -168,6 +182,7 @@ KERNELS = {
     "block_read": block_read,
     "block_write": block_write,
     "kv_write": kv_write,
+    "qkv_write": qkv_write,
     "paged_attention": paged_attention,
     "paged_decode": paged_decode,
     "merge_partials": merge_partials,

@@ -36,6 +36,13 @@ INPUTS_AND_OUTPUTS: dict[str, tuple[list[str], list[str]]] = {
     "merge_partials": (["partials", "ranges", "sinks"], ["out"]),
     "add_rms_norm": (["x", "y", "weight", "eps"], ["sum", "normed"]),
     "kv_write": (["new_keys", "new_values", "slot_mapping", "key_pool", "value_pool", "after"], ["done"]),
+    "qkv_write": (
+        [
+            *("rows", "positions", "slot_mapping", "written", "query_weight", "key_weight", "frequencies", "settings"),
+            *("key_pool", "value_pool", "after"),
+        ],
+        ["queries", "done"],
+    ),
     "kv_gather": (["key_pool", "value_pool", "blocks", "after"], ["keys", "values", "done"]),
     "block_copy": (["pairs", "key_pool", "value_pool", "after"], ["done"]),
     "block_read": (["key_pool", "value_pool", "blocks", "after"], ["keys", "values", "done"]),

@@ -14,6 +14,7 @@ from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata, Planner
 from mlxpaged.attention.metal import MetalPool
 from mlxpaged.attention.pool import KVPool, Locality, Memory, Options
+from mlxpaged.attention.qkv import Qkv, row_size
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 
@@ -47,7 +48,11 @@ class LayerKVCache:
     head_dim: size of a key, and of a value if value_size is None. latent: as in KVLayout. tuning: how the Metal backend
     attends; the others ignore it. Raises ValueError if an argument is out of range, or if the backend does not support
     a type or size.
+
+    fuses: whether `write_rows` is one kernel on the Metal backend.
     """
+
+    fuses = True
 
     def __init__(
         self,
@@ -79,14 +84,14 @@ class LayerKVCache:
         sizes = (layout.num_kv_heads, layout.key_size, layout.dtype, layout.block_size)
         return cls(num_blocks, *sizes, backend, tuning, layout.value_size, layout.latent)
 
-    def view(self, layout: KVLayout, tuning: Tuning = DEFAULT_TUNING) -> LayerKVCache:
+    def view(self, layout: KVLayout, tuning: Tuning = DEFAULT_TUNING, fuses: bool = True) -> LayerKVCache:
         """A cache of another layer in the same memory. It may have smaller blocks: n of them, from block n * b on, have
         the place of block b. Raises ValueError if a block of this cache does not consist of blocks of that layout."""
         ratio = self.layout.blocks_of(layout)
         if not ratio:
             raise ValueError(f"a block of {self.layout} does not consist of blocks of {layout}")
         other = copy.copy(self)
-        other.layout, other.tuning = layout, tuning
+        other.layout, other.tuning, other.fuses = layout, tuning, fuses
         other._blocks_per_block = self._blocks_per_block * ratio
         other._pool = other._make_pool()
         return other
@@ -162,6 +167,19 @@ class LayerKVCache:
             if array.dtype != layout.dtype:
                 raise ValueError(f"{name} must be {layout.dtype}, the type of the pool, got {array.dtype}")
         self._pool.write(keys, values, meta)
+
+    def write_rows(self, rows: mx.array, qkv: Qkv, meta: AttentionMetadata) -> mx.array:
+        """Make queries, keys and values of the rows [T, row] of the step's query tokens. Store the keys and values in
+        their slots, and return the queries [T, Hq, key_size]."""
+        self._check_meta(meta)
+        expected = meta.num_tokens, row_size(self.layout, qkv.num_query_heads)
+        if rows.shape != expected or rows.dtype != self.layout.dtype:
+            raise ValueError(f"rows must be {self.layout.dtype} {expected}, got {rows.dtype} {rows.shape}")
+        if self.fuses and isinstance(self._pool, MetalPool):
+            return self._pool.write_rows(rows, qkv, meta)
+        queries, keys, values = (x.squeeze(2) for x in qkv.split(rows, self.layout, meta.positions))
+        self.write(keys, values, meta)
+        return queries
 
     def attend(
         self,

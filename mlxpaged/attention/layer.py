@@ -18,6 +18,7 @@ from mlx.nn.layers.base import Module
 
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.qkv import Qkv
 
 ATTENTION_FUNCTION = "scaled_dot_product_attention"
 
@@ -114,6 +115,11 @@ class PagedLayer:
         self.kv.write(keys.squeeze(2), values.squeeze(2), self._meta)
         self._step.wrote(keys, values, self)
         return keys, values
+
+    def write_rows(self, rows: mx.array, qkv: Qkv) -> mx.array:
+        """Make queries, keys and values of rows [T, row], and write keys and values to the pool. Returns the queries
+        [T, Hq, 1, D]."""
+        return self.kv.write_rows(rows, qkv, self._meta)[:, :, None]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What `update_and_fetch` has returned: a layer without keys of its own attends with them (Gemma 3n)."""

@@ -23,6 +23,7 @@ from mlxpaged.attention.gather import contiguous_attention
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata, HostMetadata, IntArray, Planner, Upload, padded
 from mlxpaged.attention.pool import Locality, Memory, Options
+from mlxpaged.attention.qkv import Qkv
 from mlxpaged.attention.tile_schedule import TileSchedule, make_schedule
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Choice, Ranges, Tuning, decode_class, decode_ranges
 from mlxpaged.attention.variants import (
@@ -39,6 +40,9 @@ from mlxpaged.attention.variants import (
 )
 
 MERGE_THREADS = 256
+
+HEADS_AT_ONCE = 8
+"""Heads of a threadgroup of qkv_write."""
 
 NO_WINDOW = 2**30
 
@@ -147,6 +151,38 @@ class MetalPool:
             threadgroup=(self._vectors, 1, 1),
             outputs=[((1,), mx.int32)],
         )
+
+    def write_rows(self, rows: mx.array, qkv: Qkv, meta: AttentionMetadata) -> mx.array:
+        """Does what `LayerKVCache.write_rows` says, in one kernel."""
+        kind, size = qkv.kind, self.layout.key_size
+        weights = [rows, rows] if qkv.norms is None else [norm.weight for norm in qkv.norms]
+        freqs = None if qkv.rope is None else qkv.rope.freqs
+        heads = kind.num_query_heads + 2 * self.num_kv_heads
+        queries, self._memory.token = kernels.launch(
+            "qkv_write",
+            [
+                rows,
+                meta.positions,
+                meta.padded_slots,
+                meta.num_written,
+                *weights,
+                rows if freqs is None else freqs,
+                qkv.settings,
+                *self._arrays,
+            ],
+            [
+                *self._row_template,
+                ("HEADS", kind.num_query_heads),
+                ("ROTATED", kind.rotated),
+                ("TRADITIONAL", kind.traditional),
+                ("FREQUENCIES", kind.frequencies),
+                ("NORMS", kind.norms),
+            ],
+            grid=(32, heads, len(rows)),
+            threadgroup=(32, min(HEADS_AT_ONCE, heads), 1),
+            outputs=[((len(rows), kind.num_query_heads, size), self.layout.dtype), ((1,), mx.int32)],
+        )
+        return queries
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
         plan: Plan = meta.plan(self.planner(queries.shape[1], options.locality))

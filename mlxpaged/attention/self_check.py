@@ -8,10 +8,11 @@ backend.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +21,7 @@ from mlxpaged.attention import kernels, precision
 from mlxpaged.attention.kv_cache import LayerKVCache, resolve_backend
 from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.qkv import Norm, Qkv, QkvShape, Rope, row_size
 from mlxpaged.attention.tuning import CHUNK_PARTITION, CONTIGUOUS, DEFAULT_TUNING, MATRIX, Choice, Tuning
 from mlxpaged.attention.variants import DECODE_THREADS, FULL_DEVICE
 
@@ -47,7 +49,7 @@ ReportAmount = Callable[[int, int], object]
 class KernelCheck:
     """One case and its outcome; `problem` is None if the backends agree."""
 
-    shape: AttentionShape
+    shape: AttentionShape | QkvShape
     case: str
     problem: str | None
 
@@ -124,6 +126,28 @@ class CaseRun:
         return [array for array in results if array.size]
 
 
+def fused_steps(shape: QkvShape, backend: str) -> list[mx.array]:
+    """One backend's queries of two steps, of fewer tokens than 8 and of more, and all that it has stored."""
+    layout, kind = shape.layout, shape.kind
+    normal = functools.partial(mx.random.normal, dtype=layout.dtype)
+    weights = mx.random.uniform(0.25, 1.0, (2, layout.key_size), key=mx.random.key(0)).astype(layout.dtype)
+    norms = (Norm(weights[0], 1e-6), Norm(weights[1], 1e-5)) if kind.norms else None
+    freqs = mx.exp(mx.random.uniform(0.0, 9.0, (kind.rotated // 2,), key=mx.random.key(1)))
+    rope = Rope(kind.rotated, kind.traditional, base=1e4, scale=0.5, factor=0.75)
+    if kind.frequencies:
+        rope = replace(rope, base=None, freqs=freqs)
+    qkv = Qkv(kind.num_query_heads, norms, rope if kind.rotated else None)
+    blocks = -(-LONG_CONTEXT // layout.block_size)
+    kv = LayerKVCache.from_layout(2 * blocks, layout, backend)
+    tables = [list(range(0, 2 * blocks, 2)), list(range(1, 2 * blocks, 2))]
+    queries = []
+    for query_lens, context_lens in (([5, 1], [5, LONG_CONTEXT - 9]), ([1, 9], [6, LONG_CONTEXT])):
+        meta = AttentionMetadata.build(query_lens, context_lens, tables, layout.block_size)
+        rows = normal((meta.num_tokens, row_size(layout, kind.num_query_heads)), key=mx.random.key(meta.num_tokens))
+        queries.append(kv.write_rows(rows, qkv, meta))
+    return [*queries, *kv.read_blocks(range(2 * blocks))]
+
+
 PAGED = Tuning(chunks=Choice(CHUNK_PARTITION))
 IN_RANGES = Tuning(decode=Choice(8), chunks=Choice(8))  # fewer keys than a tile of any chunk sees
 COPIED = Tuning(decode=CONTIGUOUS, chunks=CONTIGUOUS)
@@ -151,6 +175,9 @@ elements and of more, as far as serving has both."""
 CASES = NEEDED_CASES | MATRIX_CASES
 """With their tunings."""
 
+FUSED_CASE = "qkv_write, mixed chunks"
+"""Metal works without this kernel: a fused layer then normalizes, rotates and writes in separate operations."""
+
 
 def self_check(
     shapes: Iterable[AttentionShape],
@@ -162,13 +189,29 @@ def self_check(
     return [KernelCheck(shape, case, difference_from_gather(shape, case)) for shape, case in jobs]
 
 
-def warm_up(shapes: Iterable[AttentionShape], report: ReportAmount = lambda done, total: None) -> None:
-    """Run the needed cases for every shape on the Metal backend only. A case that fails is logged."""
-    for shape, case in cases_of(shapes, NEEDED_CASES, report):
+def check_fusions(shapes: Iterable[QkvShape]) -> list[KernelCheck]:
+    """The case of the kernel of fused layers, for every shape."""
+    jobs = [(shape, functools.partial(fused_steps, shape)) for shape in dict.fromkeys(shapes)]
+    return [KernelCheck(shape, FUSED_CASE, problem_of(run, shape.layout.dtype)) for shape, run in jobs]
+
+
+def warm_up(
+    shapes: Iterable[AttentionShape],
+    report: ReportAmount = lambda done, total: None,
+    fusions: Iterable[QkvShape] = (),
+) -> None:
+    """Run the needed cases and the kernel of fused layers on the Metal backend only. A case that fails is logged."""
+
+    def run(shape: AttentionShape | QkvShape, case: str, steps: Callable[[str], list[mx.array]]) -> None:
         try:
-            mx.eval(run_case(shape, case, "metal"))
+            mx.eval(steps("metal"))
         except Exception as error:
             logger.warning("%s failed (%s): %s: %s", case, shape, type(error).__name__, error)
+
+    for shape, case in cases_of(shapes, NEEDED_CASES, report):
+        run(shape, case, functools.partial(run_case, shape, case))
+    for fusion in dict.fromkeys(fusions):
+        run(fusion, FUSED_CASE, functools.partial(fused_steps, fusion))
 
 
 def cases_of(
@@ -189,12 +232,17 @@ def run_case(shape: AttentionShape, case: str, backend: str) -> list[mx.array]:
 
 def difference_from_gather(shape: AttentionShape, case: str) -> str | None:
     """What is wrong with a case on the Metal backend, in a sentence; None if it passes."""
+    return problem_of(functools.partial(run_case, shape, case), shape.layout.dtype)
+
+
+def problem_of(steps: Callable[[str], list[mx.array]], dtype: mx.Dtype) -> str | None:
+    """steps: what a case computes on a backend."""
     try:
-        expected, got = (run_case(shape, case, backend) for backend in ("gather", "metal"))
+        expected, got = (steps(backend) for backend in ("gather", "metal"))
         difference = max(float(mx.abs(a - b).astype(mx.float32).max()) for a, b in zip(got, expected, strict=True))
     except Exception as error:  # a kernel that does not compile, or a size that the kernels do not support
         return f"{type(error).__name__}: {error}"
-    if not difference <= tolerance(shape.layout.dtype):
+    if not difference <= tolerance(dtype):
         return f"the results differ from the gather backend's by {difference:.3g}"
     return None
 
@@ -206,28 +254,45 @@ def tolerance(dtype: mx.Dtype) -> float:
 @dataclass(frozen=True)
 class BackendChoice:
     """backend: to serve on. kernels_off: why the Metal kernels are not used although they could run here, in a
-    sentence; None if they are used or cannot run."""
+    sentence; None if they are used or cannot run. unfused: layers that do not use the kernel of fused layers."""
 
     backend: str
     kernels_off: str | None = None
+    unfused: frozenset[QkvShape] = field(default_factory=frozenset)
 
 
 def choose_backend(
-    wanted: str, shapes: Iterable[AttentionShape], report: ReportAmount = lambda done, total: None
+    wanted: str,
+    shapes: Iterable[AttentionShape],
+    report: ReportAmount = lambda done, total: None,
+    fusions: Iterable[QkvShape] = (),
 ) -> BackendChoice:
-    """`wanted`, or for "auto" Metal if kernels run and pass the self-check. Metal's kernels are compiled on return."""
+    """`wanted`, or for "auto" Metal if kernels run and pass the self-check. Metal's kernels are compiled on return.
+    fusions: of fused layers."""
     if wanted == "metal":
-        warm_up(shapes, report)
+        warm_up(shapes, report, fusions)
     if wanted != "auto":
         return BackendChoice(wanted)
     if not kernels.can_run():
         return BackendChoice(resolve_backend("auto"))
     failed = next((check for check in self_check(shapes, report, NEEDED_CASES) if check.problem is not None), None)
     if failed is None:
-        return BackendChoice("metal")
+        return BackendChoice("metal", unfused=frozenset(broken_fusions(fusions)))
     reason = f"{failed.case} ({failed.shape}): {failed.problem}"
     logger.warning("the Metal kernels are not used, attention is correct but slower: %s", reason)
     return BackendChoice("gather", reason)
+
+
+def broken_fusions(shapes: Iterable[QkvShape]) -> Iterator[QkvShape]:
+    """Those whose kernel fails its case. The kernels are compiled on return."""
+    for shape in dict.fromkeys(shapes):
+        [check] = check_fusions([shape])
+        if check.problem is not None:
+            logger.warning(
+                "the kernel of fused layers is not used, layers are slower: %s (%s): %s",
+                *(check.case, shape, check.problem),
+            )
+            yield shape
 
 
 def usable_tuning(shape: AttentionShape, tuning: Tuning) -> Tuning:
