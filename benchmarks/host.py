@@ -38,6 +38,7 @@ from mlxpaged.engine.sampler import SampledToken
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep, StepResult
 from mlxpaged.engine.step_input import SampledTokens
+from mlxpaged.models.fused_attention import FusedAttention, fuse_attention
 from mlxpaged.models.head import select_rows_before_head
 from mlxpaged.models.joins import join
 from mlxpaged.models.layer_finder import layer_specs
@@ -243,11 +244,14 @@ class Ours(ExitStack):
     def __init__(self, kind: str, batch: int, context: int, steps: int, **params: Any) -> None:
         super().__init__()
         model = make_model(kind)
+        rows = self._rows(model, DEMO.vocab_size)
         layers = [
-            replace(each, num_query_heads=each.num_kv_heads * HEADS // KV_HEADS) if isinstance(each, KV) else each
+            replace(each, num_query_heads=each.num_kv_heads * HEADS // KV_HEADS, qkv=self._kind)
+            if isinstance(each, KV)
+            else each
             for each in layer_specs(model)
         ]
-        served = replace(DEMO, model=model, layers=layers, rows=self._rows(model, DEMO.vocab_size))
+        served = replace(DEMO, model=model, layers=layers, rows=rows)
         served = replace(served, context_length=context + steps + 128)
         config = EngineConfig(
             model="nothing",
@@ -288,6 +292,10 @@ class Ours(ExitStack):
         route_attention(model)
         with patch.object(kernels, "can_run", lambda: False):  # its trials compute, and kernels cannot
             join(model)
+        modules = [layer.self_attn for layer in model.layers if "self_attn" in layer]
+        fuse_attention([(module, mx.bfloat16) for module in modules])
+        kinds = {module.fusion.qkv.kind for module in modules if isinstance(module, FusedAttention)}
+        self._kind = next(iter(kinds), None)
         return select_rows_before_head(model, {vocab_size}, lambda _selection: True)
 
     def _start_step(self, *_results: Any) -> None:

@@ -139,7 +139,9 @@ def test_the_server_starts_its_engine_before_the_api_is_imported() -> None:
 
 def test_what_is_for_cpus_only_is_reached_through_the_loader_the_streams_and_the_blas() -> None:
     doors = {
-        "mlxpaged.cpu.joined_linear": {"models/joins.py"},  # for any device
+        # For any device:
+        "mlxpaged.cpu.joined_linear": {"models/adapted_layers.py", "models/fused_attention.py", "models/joins.py"},
+        "mlxpaged.cpu.split_linear": {"models/fused_attention.py"},
         "mlxpaged.cpu.optimize": {"models/loader.py"},
         "mlxpaged.cpu.streams": {"engine/embedder.py", "engine/model_runner.py"},
         "mlxpaged.cpu": {"__init__.py", "cli/doctor/machine.py", "cli/http_server.py"},

@@ -74,7 +74,9 @@ def add_engine_flags(groups: flags.Flags) -> None:
     )
     attention.field("--attention-tuning", tuning, choices)
     add_retune(attention)
-    attention.switch("--no-joins", "compute each projection, addition and norm of the model by itself, as mlx-lm does")
+    attention.switch(
+        "--no-joins", "compute each projection, addition, norm and rope of the model by itself, as mlx-lm does"
+    )
 
 
 def add_block_size(groups: flags.Flags) -> None:

@@ -36,7 +36,7 @@ from mlxpaged.models.cache_groups import cache_layout, one_group
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.embedding import EmbeddingModel
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
+from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes, unfused
 from mlxpaged.models.loader import ServedModel, load_embedding_model, load_model, own_embedding_model
 from mlxpaged.models.preflight import Reserved
 from mlxpaged.models.turns import Turns
@@ -99,7 +99,9 @@ def build_engine(
         tiles=device_tiles(served),
     )
     shapes = [spec.attention_shape(config.block_size) for spec in served.kv_layers]
-    choice = choose_backend(config.attention_backend, shapes, reporter(Stage.COMPILING, report))
+    fusions = [fusion for fusion in (spec.qkv_shape(config.block_size) for spec in served.kv_layers) if fusion]
+    choice = choose_backend(config.attention_backend, shapes, reporter(Stage.COMPILING, report), fusions)
+    served = replace(served, layers=[unfused(spec, choice.unfused, config.block_size) for spec in served.layers])
     own_backend = "gather" if config.batch_invariant and choice.backend == "cpu" else choice.backend
     backend = common_backend(own_backend, ranks)
     limits = Limits(served.max_model_len, config.max_num_seqs)

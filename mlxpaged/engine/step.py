@@ -41,8 +41,8 @@ class InFlightStep:
 
     batch: what the forward pass computes. rows: those whose sequences still ran when the previous step was processed.
     started: seconds on the engine's clock. logits[R + P, V]: as `ModelRunner.forward` returns them. top: the most
-    likely tokens to report for each of the P prompt tokens; None if P is 0. is_usual: whether other steps take as long: it
-    moves no blocks, and was not traced.
+    likely tokens to report for each of the P prompt tokens; None if P is 0. is_usual: whether other steps take as long:
+    it moves no blocks, and was not traced.
     """
 
     def __init__(self, batch: Batch, started: float, logits: mx.array, top: int | None = None) -> None:

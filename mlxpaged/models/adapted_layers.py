@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +22,8 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 from mlx_lm.tuner.dora import DoRALinear
 
 from mlxpaged.attention import token_groups
+from mlxpaged.cpu.joined_linear import PROJECTIONS
+from mlxpaged.models.fused_attention import FusedAttention
 from mlxpaged.models.head import RowSelection
 
 IntArray = npt.NDArray[np.int32]
@@ -248,6 +251,8 @@ def adapt_layers(
             adapt_layer(base, adapters, step)
         if isinstance(network, (SwitchGLU, SwitchMLP)):
             routing[id(network)] = network
+        if isinstance(network, FusedAttention) and attribute in PROJECTIONS:
+            network.fusion = replace(network.fusion, adapters=step)
     for network in routing.values():
         route_adapters(network, step)
 

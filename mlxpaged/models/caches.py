@@ -68,7 +68,7 @@ class ModelCaches:
             return self.states[-1]
         place, view = next(self._places)
         tuning = self._tunings.get(spec.attention_shape(self._block_size), DEFAULT_TUNING)
-        kv = self.pools[place].view(spec.kv_layout(self._block_size), tuning)
+        kv = self.pools[place].view(spec.kv_layout(self._block_size), tuning, fuses=spec.qkv is not None)
         planner = kv.planner(spec.num_query_heads, spec.window, spec.chunk) if spec.num_query_heads else None
         self._planners[planner and planner.key] = planner
         layer = self._types[spec.latent](kv, self.step, spec.window, spec.chunk, self.views.index(view))

@@ -14,6 +14,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.fused_attention import fuse_attention
 from mlxpaged.models.head_projections import project_rows_together
 from mlxpaged.models.layers import KV, LayerSpec, PerSequence, Recurrent, leaves
 from mlxpaged.models.softcap import attend_with_softcap
@@ -29,11 +30,12 @@ class Way(Enum):
     MODEL = "model"
 
 
-def layer_specs(model: Module, way: Way = Way.ROWS) -> list[LayerSpec]:
+def layer_specs(model: Module, way: Way = Way.ROWS, fusion: bool = False) -> list[LayerSpec]:
     """One spec per cache of the model, found by running four tokens through it with mlx-lm's own caches.
 
-    Modules that own recurrent states or caches of single sequences are changed to run in groups of a step. Raises
-    UnsupportedModelError if a layer needs anything else than these specs describe.
+    Modules that own recurrent states or caches of single sequences are changed to run in groups of a step. fusion:
+    whether attention that takes all rows at once is fused. Raises UnsupportedModelError if a layer needs anything else
+    than these specs describe.
     """
     caches = make_prompt_cache(model)
     owners = {id(cache): Owner(cache) for cache in leaves(caches)}
@@ -69,6 +71,9 @@ def layer_specs(model: Module, way: Way = Way.ROWS) -> list[LayerSpec]:
             attend_with_softcap(module)
             for part in module.modules():
                 project_rows_together(part)
+    if way is Way.ROWS and fusion:
+        attending = [(owner, getattr(owner.cache, "keys", None)) for owner in owners.values()]
+        fuse_attention([(each, keys.dtype) for owner, keys in attending if keys is not None for each in owner.modules])
     for module in [model] if way is Way.MODEL else [module for owner in owning for module in owner.modules]:
         call_in_groups(module)
     return specs

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Union
 
@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
 from mlxpaged.attention.layout import AttentionShape, KVLayout
+from mlxpaged.attention.qkv import QkvKind, QkvShape
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 
 
@@ -19,7 +20,7 @@ class KV:
     """A layer keeps keys and values for each token. key_size, value_size: elements of one head.
 
     latent: one row for all heads, as in KVLayout. window: keys that a query sees, None for all. chunk: as in
-    `LayerKVCache.attend`. A probe finds num_query_heads, sinks and softcap.
+    `LayerKVCache.attend`. qkv: of a fused layer. A probe finds num_query_heads, sinks, softcap and qkv.
     """
 
     num_kv_heads: int
@@ -32,6 +33,7 @@ class KV:
     latent: bool = False
     chunk: int | None = None
     softcap: bool = False
+    qkv: QkvKind | None = None
 
     def kv_layout(self, block_size: int = DEFAULT_BLOCK_SIZE) -> KVLayout:
         return KVLayout(self.num_kv_heads, self.key_size, self.value_size, self.dtype, block_size, self.latent)
@@ -39,6 +41,9 @@ class KV:
     def attention_shape(self, block_size: int) -> AttentionShape:
         layout = self.kv_layout(block_size)
         return AttentionShape(self.num_query_heads, layout, self.window, self.sinks, self.chunk, self.softcap)
+
+    def qkv_shape(self, block_size: int) -> QkvShape | None:
+        return None if self.qkv is None else QkvShape(self.kv_layout(block_size), self.qkv)
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,13 @@ def leaves(entries: Iterable[Any]) -> Iterator[Any]:
 def kv_layers(specs: Iterable[LayerSpec]) -> list[KV]:
     """The specs of all KV pools, in order."""
     return [spec for spec in leaves(specs) if isinstance(spec, KV)]
+
+
+def unfused(spec: LayerSpec, broken: Container[object], block_size: int) -> LayerSpec:
+    """The spec without the kernel of fused layers, if that is one of the broken ones."""
+    if isinstance(spec, tuple):
+        return tuple(unfused(each, broken, block_size) for each in spec)
+    return replace(spec, qkv=None) if isinstance(spec, KV) and spec.qkv_shape(block_size) in broken else spec
 
 
 def bytes_per_token(specs: Iterable[LayerSpec]) -> int:

@@ -216,8 +216,8 @@ def load_model(
     models; they get the bytes of weights that are loaded, and of all. max_model_len: None for the context length.
     reserved: memory that is needed beside the weights. is_reranker: True if the user says so, False if the name
     decides. adapters: to be loaded beside it. group: ranks that each load their share of it, all at the same time.
-    joins: whether operations of its modules are joined (models/joins.py). Call it on the thread that will run the
-    model. Raises ModelNotFoundError or UnsupportedModelError.
+    joins: whether operations of its modules are joined (models/joins.py, models/fused_attention.py). Call it on the
+    thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
     """
     turns = turns or Turns()
     prepare_first_load()
@@ -254,7 +254,8 @@ def load_model(
             join(model)
         turns.take()
         delta = route_gated_delta()
-        layers, vocab_size = find_layers(model, reference, turns, group), int(reference.logits.shape[1])
+        layers = find_layers(model, reference, turns, group, fusion=joins)
+        vocab_size = int(reference.logits.shape[1])
         delta.choose()
         installed = install_adapters(model, loaded, parts_of_projection)
         sizes = {vocab_size, vocab_size // num_ranks}  # of a head, or of its share
@@ -380,15 +381,20 @@ def own_embedding_model(served: ServedModel, max_tokens: int) -> EmbeddingModel:
 
 
 def find_layers(
-    model: Module, reference: Reference, turns: Turns, group: mx.distributed.Group | None = None
+    model: Module,
+    reference: Reference,
+    turns: Turns,
+    group: mx.distributed.Group | None = None,
+    fusion: bool = True,
 ) -> list[LayerSpec]:
-    """What the model's layers keep, with which the paged batch reproduces the reference. Raises UnsupportedModelError.
+    """What the model's layers keep, with which the paged batch reproduces the reference. fusion: as in `layer_specs`.
+    Raises UnsupportedModelError.
 
     If it cannot take rows of many sequences, its attention, or all of it, is called once per sequence."""
     reason: UnsupportedModelError | None = None
     for way in Way:
         try:
-            layers = probe_on_all_ranks(model, way, reference, turns, group)
+            layers = probe_on_all_ranks(model, way, reference, turns, group, fusion)
         except UnsupportedModelError as error:
             logger.debug("by %s: %s", way.value, error)
             if isinstance(error.__cause__, WindowMismatchError):
@@ -404,12 +410,17 @@ def find_layers(
 
 
 def probe_on_all_ranks(
-    model: Module, way: Way, reference: Reference, turns: Turns, group: mx.distributed.Group | None
+    model: Module,
+    way: Way,
+    reference: Reference,
+    turns: Turns,
+    group: mx.distributed.Group | None,
+    fusion: bool,
 ) -> list[LayerSpec]:
     """`probe`, which fails on all ranks if it fails on one: they must try the same ways."""
     problem: UnsupportedModelError | None = None
     try:
-        layers = probe(model, layer_specs(model, way), reference, turns)
+        layers = probe(model, layer_specs(model, way, fusion), reference, turns)
     except UnsupportedModelError as error:
         problem = error
     if group is not None and not least(problem is None, group) and problem is None:

@@ -22,6 +22,7 @@ from mlxpaged.attention import precision
 from mlxpaged.attention.latent import LatentLayer
 from mlxpaged.attention.layer import PagedLayer
 from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.qkv import Qkv, QkvKind
 from mlxpaged.models.adapted_layers import StepAdapters
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.errors import UnsupportedModelError
@@ -61,6 +62,11 @@ class ProbedLayer(PagedLayer):
     num_query_heads = 0
     sinks = False
     softcap = False
+    qkv: QkvKind | None = None
+
+    def write_rows(self, rows: mx.array, qkv: Qkv) -> mx.array:
+        self.qkv = qkv.kind
+        return super().write_rows(rows, qkv)
 
     def attend(
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None, softcap: float | None = None
@@ -223,4 +229,5 @@ def completed(spec: LayerSpec, layers: Iterator[PagedLayer]) -> LayerSpec:
     if not isinstance(spec, KV):
         return spec
     probed: Any = next(layers)
-    return replace(spec, num_query_heads=probed.num_query_heads, sinks=probed.sinks, softcap=probed.softcap)
+    found = {name: getattr(probed, name) for name in ("num_query_heads", "sinks", "softcap", "qkv")}
+    return replace(spec, **found)

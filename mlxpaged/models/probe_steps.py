@@ -13,6 +13,8 @@ one batch takes:
     1                8        `HEAD_STEP`, for each layer that may be the output head
 
 The 114 tokens take 0.88 s. The 9 forward passes read the weights in 1.06 s in float16, and in 0.31 s in 4 bits.
+Attention modules are also called with 8 rows each, two to seven times, to find out whether they can be fused
+(fused_attention.py).
 """
 
 from __future__ import annotations

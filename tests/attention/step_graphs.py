@@ -26,8 +26,10 @@ from mlx_lm.utils import _get_classes
 from benchmarks.command_buffers import Operation, operations
 from mlxpaged.attention.layer import route_attention
 from mlxpaged.attention.metadata import AttentionMetadata
-from mlxpaged.models import joins
+from mlxpaged.attention.qkv import QkvKind
+from mlxpaged.models import fused_attention, joins
 from mlxpaged.models.caches import ModelCaches
+from mlxpaged.models.fused_attention import FusedAttention, fuse_attention
 from mlxpaged.models.layer_finder import layer_specs
 from mlxpaged.models.layers import KV, LayerSpec, Recurrent
 from mlxpaged.models.states import StateRow
@@ -183,9 +185,9 @@ def trace(model: nn.Module, state: Sequence[mx.array], run: Callable[[list[mx.ar
     return operations(records)
 
 
-def with_heads(specs: Sequence[LayerSpec], heads: int) -> list[LayerSpec]:
-    """A probe of the model would find the number of query heads."""
-    return [replace(spec, num_query_heads=heads) if isinstance(spec, KV) else spec for spec in specs]
+def with_heads(specs: Sequence[LayerSpec], heads: int, kind: QkvKind | None) -> list[LayerSpec]:
+    """A probe of the model would find the number of query heads, and what a fused layer does."""
+    return [replace(spec, num_query_heads=heads, qkv=kind) if isinstance(spec, KV) else spec for spec in specs]
 
 
 def join_unchecked(model: nn.Module) -> None:
@@ -195,13 +197,28 @@ def join_unchecked(model: nn.Module) -> None:
     joins.join_norms(model)
 
 
+def fuse_unchecked(model: nn.Module) -> QkvKind | None:
+    """Fuse the attention layers that can be, whose weights are never computed. None if there are none."""
+    parameters: Any = tree_flatten(model.parameters())
+    mx.eval([array for _, array in parameters if array.ndim < 2])
+    layers: list[Any] = [module for module in model.modules() if "q_proj" in module]
+    with mock.patch.object(fused_attention, "difference_of", return_value=None), mock.patch.object(mx, "eval"):
+        fuse_attention([(layer, mx.bfloat16) for layer in layers])
+    kinds = {layer.fusion.qkv.kind for layer in layers if isinstance(layer, FusedAttention)}
+    assert len(kinds) <= 1
+    return next(iter(kinds), None)
+
+
 def our_step(known: KnownModel, batch: int, context: int = CONTEXT, joined: bool = True) -> list[Operation]:
-    """The step of `ModelRunner.forward`, and argmax. joined: by models/joins.py."""
+    """The step of `ModelRunner.forward`, and argmax. joined: by models/joins.py and models/fused_attention.py."""
     model = known.build()
-    specs = with_heads(layer_specs(model), known.num_heads)
+    specs = layer_specs(model)
     route_attention(model)
+    kind = None
     if joined:
         join_unchecked(model)
+        kind = fuse_unchecked(model)
+    specs = with_heads(specs, known.num_heads, kind)
     with fused_functions():
         caches = ModelCaches(specs, BLOCKS, backend="metal")
         table = [block % BLOCKS for block in range(-(-context // 32))]

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 from mlxpaged.attention import tuner, tuning_cache
-from mlxpaged.attention.self_check import CASES
+from mlxpaged.attention.self_check import CASES, FUSED_CASE
 from mlxpaged.cli import main
 from mlxpaged.cli.doctor import command, flags
 from mlxpaged.cli.doctor.machine import machine
@@ -77,10 +77,13 @@ def test_the_report_of_a_model_has_checks_times_rates_and_memory_and_no_name_of_
     assert found["model"] == {
         "name": "tiny",
         "layers": 2,
+        "fused_layers": 2,
         "weight_bytes": found["model"]["weight_bytes"],
         "context": 512,
     }
-    assert [(check["case"], check["problem"]) for check in found["kernels"]] == [(case, None) for case in CASES]
+    assert [(check["case"], check["problem"]) for check in found["kernels"]] == [
+        (case, None) for case in (*CASES, FUSED_CASE)
+    ]
     [shape] = found["tuning"]["shapes"]
     assert "blocks of 16" in shape["layers"]
     assert shape["source"] == "measured now"

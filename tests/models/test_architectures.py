@@ -6,6 +6,7 @@ A sample runs by default, all of them with `make test-models`.
 from __future__ import annotations
 
 import ast
+import copy
 import importlib.util
 import random
 import re
@@ -25,12 +26,13 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.models import loader
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
 from mlxpaged.models.loader import load_model
 from mlxpaged.scheduler.sequence import Priority
 from tests.answers import TIE, Answer, greedy_answer
-from tests.models.architectures import ARCHITECTURES, REFUSED, VOCAB_SIZE, is_installed, make_architecture
+from tests.models.architectures import ARCHITECTURES, FUSED, REFUSED, VOCAB_SIZE, is_installed, make_architecture
 from tests.support import poison_new_blocks, quantize
 
 BLOCK_SIZE = 8
@@ -76,7 +78,7 @@ class Case:
     """One architecture: prompts, mlx-lm's answers to them, and the model as it is served."""
 
     def __init__(self, path: Path, name: str, size: Size) -> None:
-        self.path, self.size = path, size
+        self.path, self.name, self.size = path, name.removesuffix("-4-bit"), size
         rng = random.Random(name)
         lengths = LENGTHS[: size.num_prompts]
         self.prompts = [[rng.randrange(1, VOCAB_SIZE) for _ in range(length)] for length in lengths]
@@ -190,6 +192,29 @@ def test_prompts_that_arrive_in_turn_get_the_tokens_of_mlx_lm_in_one_batch(case:
     arrivals = tuple(max(0, 3 * (i + 1) - 3 * len(case.prompts) // 2) for i in range(len(case.prompts)))
     assert_same(case.generate(core, case.prompts, arrivals), case.answers)
     assert core.stats().steps_total < 4 * case.size.num_tokens
+
+
+def test_attention_is_fused_where_its_parts_are_known(case: Case) -> None:
+    fused = {spec.qkv is not None for spec in case.served.kv_layers}
+    assert fused <= ({True, False} if case.name == "nanbeige" else {case.name in FUSED})
+
+
+@pytest.mark.parametrize("way", ["separate", "fused as on a GPU"])
+def test_fused_and_separate_attention_get_the_tokens_of_mlx_lm(
+    case: Case, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All other tests run fused, where projections are joined for the CPU. On a GPU, they are joined to be fused."""
+    if case.name not in FUSED:
+        pytest.skip("not fused")
+    other = copy.copy(case)
+    if way == "separate":
+        other.served = load_model(str(case.path), joins=False)
+    else:
+        monkeypatch.setattr(loader, "optimize_for_cpu", lambda _model: None)
+        other.served = load_model(str(case.path))
+    assert {spec.qkv is not None for spec in other.served.kv_layers} == {way != "separate"}
+    core = other.engine(max_num_batched_tokens=24)
+    assert_same(other.generate(core, case.prompts), case.answers)
 
 
 def test_prompts_in_odd_chunks_get_the_tokens_of_mlx_lm(case: Case) -> None:

@@ -215,7 +215,7 @@ def test_a_forward_pass_that_raises_changes_no_state(scene: Scene, monkeypatch: 
         def failing(*_args: Any, **_kwargs: Any) -> Any:
             raise ValueError("injected")
 
-        patch.setattr(last, "update_and_fetch", failing)
+        patch.setattr(last, "attend", failing)
         with pytest.raises(ValueError, match="injected"):
             scene.logits((0, 7, 1), (1, 7, 1), (2, 6, 5), (3, 0, 4))
     scene.check((1, 7, 1), (0, 7, 1), (2, 6, 5), (3, 0, 4))

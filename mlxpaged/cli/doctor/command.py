@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import mlx.core as mx
 from mlxpaged.attention import kernels
 from mlxpaged.attention.kv_cache import resolve_backend
 from mlxpaged.attention.layout import AttentionShape
-from mlxpaged.attention.self_check import self_check
+from mlxpaged.attention.self_check import check_fusions, self_check
 from mlxpaged.attention.tuner import Limits, ShapeTimes, tune
 from mlxpaged.cli.doctor import report
 from mlxpaged.cli.doctor.attention_times import attention_times
@@ -27,6 +28,7 @@ from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.row_times import time_rows
 from mlxpaged.engine.wired_memory import wire_memory
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.layers import unfused
 from mlxpaged.models.loader import ServedModel, load_model, resolve_model
 from mlxpaged.models.short_names import DEMO_MODEL
 
@@ -76,7 +78,10 @@ class Doctor:
         served = load_model(self._model)
         yield "model", report.model_section(served)
         shapes = [spec.attention_shape(self._block_size) for spec in served.kv_layers]
-        checks = self_check(shapes) if kernels.can_run() else None
+        fusions = [fusion for fusion in (spec.qkv_shape(self._block_size) for spec in served.kv_layers) if fusion]
+        checks = [*self_check(shapes), *check_fusions(fusions)] if kernels.can_run() else None
+        broken = [check.shape for check in checks or () if check.problem is not None]
+        served = replace(served, layers=[unfused(spec, broken, self._block_size) for spec in served.layers])
         yield "kernels", report.not_measured(NO_DEVICE) if checks is None else report.checks_section(checks)
         works = checks is not None and not any(check.stops_metal for check in checks)
         found = tune(shapes, Limits(served.context_length, self._max_num_seqs), self._retune) if works else []

@@ -24,6 +24,7 @@ def model_section(served: ServedModel) -> dict[str, Any]:
     return {
         "name": Path(served.name).name if Path(served.name).exists() else served.name,
         "layers": len(served.layers),
+        "fused_layers": sum(spec.qkv is not None for spec in served.kv_layers),
         "weight_bytes": served.weight_bytes,
         "context": served.context_length,
     }
@@ -85,7 +86,8 @@ def machine_text(content: dict[str, str]) -> list[str]:
 
 def model_text(content: dict[str, Any]) -> list[str]:
     size = f"{content['weight_bytes'] / 1e9:.2f} GB of weights"
-    return [f"model     {content['name']}: {content['layers']} layers, {size}, context {content['context']}"]
+    layers = f"{content['layers']} layers, attention of {content['fused_layers']} fused"
+    return [f"model     {content['name']}: {layers}, {size}, context {content['context']}"]
 
 
 def checks_text(content: Any) -> list[str]:
