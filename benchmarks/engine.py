@@ -316,8 +316,9 @@ def print_server_costs(measurement: Measurement, parts: dict[str, float], sizes:
 
 def print_graph_building(sizes: Sizes) -> None:
     print("\ngraph building of a decode step on the Metal backend, CPU time:")
-    for batch in sizes.batch:
-        print(f"  {compare(batch, sizes.context, sizes.steps)}")
+    for kind in ("dense", "hybrid"):
+        for batch in sizes.batch:
+            print(f"  {compare(kind, batch, sizes.context, sizes.steps)}")
 
 
 def main() -> None:

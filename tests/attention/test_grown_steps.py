@@ -85,6 +85,9 @@ def test_a_step_of_other_sequences_is_built(metal: None) -> None:
     assert grown(step, [6, 10], [np.zeros(2, np.int32)], planners, ONE_VIEW) is None
     with_more = build([5, 9], [np.zeros(2, np.int32)], planners, ONE_VIEW)
     assert grown(with_more, [6, 10], [np.zeros(3, np.int32)], planners, ONE_VIEW) is None
+    assert grown(with_more, [6, 10], [], planners, ONE_VIEW) is None
+    tile = HostStep.build([1, 1], [5, 5], tables_for([5, 5]), BLOCK_SIZE, [], ONE_VIEW, planners, num_repeats=1)
+    assert grown(tile, [6, 6], [], planners, ONE_VIEW) is None
     chunk = HostStep.build([2], [6], tables_for([6]), BLOCK_SIZE, [], ONE_VIEW, planners)
     assert chunk.grown([2], [7], tables_for([7]), [], ONE_VIEW, planners) is None
     assert chunk.grown([1], [7], tables_for([7]), [], ONE_VIEW, planners) is None
@@ -99,13 +102,22 @@ def test_the_step_before_is_not_changed(metal: None) -> None:
     assert step.vector.tolist() == before
 
 
+def test_no_block_of_a_longer_table_is_left(metal: None) -> None:
+    planners = make_planners(Tuning(), (None, None))
+    step = HostStep.build([1], [5], tables_for([80]), BLOCK_SIZE, [], ONE_VIEW, planners)
+    found = grown(step, [6], [], planners, ONE_VIEW)
+    assert found is not None
+    assert found.vector.tolist() == build([6], [], planners, ONE_VIEW).vector.tolist()
+
+
 def test_a_step_whose_context_is_of_another_class_gets_the_plan_of_that_class(metal: None) -> None:
     short = decode_class(np.array([1024]))
-    planners = make_planners(Tuning(((short, Choice(256)),)), (None, None))
-    step = build([1023], [], planners, ONE_VIEW)
-    step_of_1024 = grown(step, [1024], [], planners, ONE_VIEW)
+    planners = make_planners(Tuning(((short, Choice(4096)),)), (None, None))
+    lens, tables = [1], tables_for([2000])
+    step = HostStep.build(lens, [1023], tables, BLOCK_SIZE, [], ONE_VIEW, planners)
+    step_of_1024 = step.grown(lens, [1024], tables, [], ONE_VIEW, planners)
     assert step_of_1024 is not None
-    assert grown(step_of_1024, [1025], [], planners, ONE_VIEW) is None
+    assert step_of_1024.grown(lens, [1025], tables, [], ONE_VIEW, planners) is None
 
 
 def test_a_grown_step_needs_blocks_for_its_tokens(metal: None) -> None:
