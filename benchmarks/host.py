@@ -282,7 +282,7 @@ class Ours(ExitStack):
         core = self.core
         for owner, name, replacement in (
             (core.runner, "start_step", self._start_step),
-            (core.headroom, "_fitting", lambda: math.inf),  # a Mac does not look at the system's free memory
+            (core.loop._headroom, "_fitting", lambda: math.inf),  # a Mac does not look at the system's free memory
             (InFlightStep, "read", read),
             (InFlightStep, "tokens", property(lambda step: SampledTokens(self._sampled, step.sampled_ids))),
             (core.scheduler, "schedule", self._timed(core.scheduler.schedule, "schedule")),

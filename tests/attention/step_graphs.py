@@ -209,15 +209,16 @@ def fuse_unchecked(model: nn.Module) -> QkvKind | None:
     return next(iter(kinds), None)
 
 
-def our_step(known: KnownModel, batch: int, context: int = CONTEXT, joined: bool = True) -> list[Operation]:
-    """The step of `ModelRunner.forward`, and argmax. joined: by models/joins.py and models/fused_attention.py."""
+def our_step(
+    known: KnownModel, batch: int, context: int = CONTEXT, joined: bool = True, fused: bool = True
+) -> list[Operation]:
+    """The step of `ModelRunner.forward`, and argmax. joined: by models/joins.py. fused: by fused_attention.py."""
     model = known.build()
     specs = layer_specs(model)
     route_attention(model)
-    kind = None
     if joined:
         join_unchecked(model)
-        kind = fuse_unchecked(model)
+    kind = fuse_unchecked(model) if fused else None
     specs = with_heads(specs, known.num_heads, kind)
     with fused_functions():
         caches = ModelCaches(specs, BLOCKS, backend="metal")

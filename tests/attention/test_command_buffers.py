@@ -41,13 +41,15 @@ def test_a_decoding_step_takes_hardly_more_command_buffers_than_mlx_lms_own(name
 
 @pytest.mark.parametrize(("name", "saved"), [("Qwen3-0.6B", 6), ("Llama-3.1-8B", 4)])
 def test_a_fused_layer_saves_the_launches_of_two_products_two_norms_and_two_ropes(name: str, saved: int) -> None:
-    fused, separate = (sum(each.dispatches for each in our_step(MODELS[name], 1, fused)) for fused in (True, False))
+    fused, separate = (
+        sum(each.dispatches for each in our_step(MODELS[name], 1, fused=fused)) for fused in (True, False)
+    )
     assert separate - fused == saved * MODELS[name].config["num_hidden_layers"]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_longer_command_buffers_help_each_model(name: str) -> None:
-    step = our_step(MODELS[name], 1, joined=False)
+    step = our_step(MODELS[name], 1, joined=False, fused=False)
     for limits in LIMITS.values():
         assert count_commits(step, limits) >= 4 * count_commits(step, LONG)
 

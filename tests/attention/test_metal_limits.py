@@ -9,12 +9,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx import nn
 
 from mlxpaged.attention import kernels
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import KV_DTYPES, KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata, Upload, split
 from mlxpaged.attention.pool import Locality, bind
+from mlxpaged.attention.qkv import Qkv, Rope
 from mlxpaged.attention.tile_schedule import make_schedule
 from mlxpaged.attention.tuning import MATRIX, Tuning
 from mlxpaged.attention.variants import (
@@ -27,6 +29,7 @@ from mlxpaged.attention.variants import (
     choose_decode,
     choose_tile,
 )
+from mlxpaged.models.joined_norms import Addition
 from tests.attention.metal_cases import HEAD_DIMS, Case
 from tests.metal_on_cpu import Interpreter
 
@@ -208,12 +211,17 @@ def test_mlx_takes_our_launches_and_generates_the_source_that_was_tested(
         kv.copy_blocks([(4, 5)])
         mixed = AttentionMetadata.build([1, 128, 2], [33, 128, 7], [[6, 7], [0, 1, 2, 3], [4]])
         kv.write(rows, rows, mixed)
+        kv.write_rows(mx.zeros((131, 8 * 64), mx.bfloat16), Qkv(4, None, Rope(64, base=1e4)), mixed)
+        Addition(norm).compute(queries.reshape(131, -1), queries.reshape(131, -1))
         sinks = mx.zeros((4,))
         long = AttentionMetadata.build([1], [1000], [[0] * 32])
         softcapped = kv.attend(queries[:1], long, scale=0.1, softcap=5.0, sinks=sinks)
         matrix = kv.view(kv.layout, Tuning(chunks=MATRIX)).attend(queries, mixed, scale=0.1)
         return kv.attend(queries, mixed, scale=0.1, window=20, sinks=sinks) + softcapped + matrix
 
+    norm = nn.RMSNorm(256)
+    norm.set_dtype(mx.bfloat16)
+    monkeypatch.setattr(kernels, "can_run", lambda: True)
     monkeypatch.setattr(mx.fast, "metal_kernel", both)
     capfd.readouterr()
     arrays = mx.zeros((131, 4, 64), mx.bfloat16), mx.zeros((131, 2, 64), mx.bfloat16)

@@ -60,8 +60,9 @@ def limit_logits(monkeypatch: pytest.MonkeyPatch) -> Callable[[TinyModel, int], 
 def request(name: str, prompt: list[int], top: int | None = 3, **params: Any) -> Request:
     fork_of = params.pop("fork_of", None)
     options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True} | params
+    arrived = time.monotonic() + options.pop("later", 0.0)
     return Request(
-        name, prompt, SamplingParams(prompt_logprobs=top, **options), time.monotonic(), fork_of=fork_of, timeline=True
+        name, prompt, SamplingParams(prompt_logprobs=top, **options), arrived, fork_of=fork_of, timeline=True
     )
 
 
@@ -228,8 +229,8 @@ def test_a_step_computes_a_limited_number_of_logits_and_other_prompts_do_not_wai
     tiny: TinyModel, limit_logits: Callable[[TinyModel, int], None]
 ) -> None:
     limit_logits(tiny, 11)
-    requests = [request("a", PROMPT), request("b", OTHER), request("plain", [*OTHER, 17], None)]
-    done = run(tiny.engine(max_num_batched_tokens=128), requests)
+    others = request("b", OTHER, later=1.0), request("plain", [*OTHER, 17], None, later=1.0)
+    done = run(tiny.engine(max_num_batched_tokens=128), [request("a", PROMPT), *others])
     check(tiny, logprobs_of(done.outputs["a"]), PROMPT)
     check(tiny, logprobs_of(done.outputs["b"]), OTHER)
     assert max(sum(len(row.prompt_logprobs) for row in batch.rows) for batch in done.batches) == 11
