@@ -42,7 +42,7 @@ from mlxpaged.models.fused_attention import FusedAttention, fuse_attention
 from mlxpaged.models.head import select_rows_before_head
 from mlxpaged.models.joins import join
 from mlxpaged.models.layer_finder import layer_specs
-from mlxpaged.models.layers import KV, bytes_per_token
+from mlxpaged.models.layers import KV, Recurrent, bytes_per_token
 from mlxpaged.models.loader import load_model
 
 # isort: split
@@ -50,7 +50,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.generate import GenerationBatch
 from mlx_lm.models import gated_delta, qwen3, qwen3_5
-from mlx_lm.models.cache import ArraysCache, BatchKVCache, make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 GREEDY = make_sampler(temp=0)
@@ -75,7 +75,12 @@ WARM_UP = 12
 SAMPLING = {"temperature": 0.7, "top_p": 0.9}
 
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": DEMO.vocab_size, "head_dim": HEAD_SIZE}
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": DEMO.vocab_size,
+    "head_dim": HEAD_SIZE,
+}
 SIZES |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "tie_word_embeddings": True}
 
 
@@ -165,14 +170,16 @@ class MlxLm:
     def __init__(self, kind: str, batch: int, context: int) -> None:
         self._model, self._batch = make_model(kind), batch
         model = self._model
-        self._cache = make_prompt_cache(model) if batch == 1 else [BatchKVCache([0] * batch) for _ in model.layers]
+        self._cache: list[Any] = make_prompt_cache(model)
         for i, spec in enumerate(layer_specs(make_model(kind))):
             if isinstance(spec, KV):
                 whole = mx.zeros((batch, spec.num_kv_heads, context, HEAD_SIZE), mx.bfloat16)
+                if batch > 1:
+                    self._cache[i] = BatchKVCache([0] * batch)
                 self._cache[i].update_and_fetch(whole, whole)
-            else:
-                self._cache[i] = ArraysCache(len(spec.arrays))
-                self._cache[i].cache = [mx.zeros((batch, *shape), dtype) for shape, dtype in spec.arrays]
+            elif isinstance(spec, Recurrent):
+                likes = [like for like in spec.arrays if like is not None]
+                self._cache[i].cache = [mx.zeros((batch, *shape), dtype) for shape, dtype in likes]
         self._tokens = mx.zeros((batch,), mx.int32)
         mx.eval(self._tokens, [layer.state for layer in self._cache])
         self._saved = [dict(vars(layer)) for layer in self._cache]

@@ -24,6 +24,7 @@ from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.loader import DEMO_PATH, ServedModel, context_length, load_model, resolve_model
 from mlxpaged.models.short_names import DEMO_MODEL
 from mlxpaged.models.turns import Turns
+from mlxpaged.scheduler.batch import Batch
 from tests.support import SMALL, demo_vocab_size, make_tiny_model, run_requests
 
 
@@ -289,11 +290,19 @@ def test_only_the_rows_that_are_sampled_reach_the_output_head(
 
     monkeypatch.setattr(base, method, spy)
     config = EngineConfig(str(path), kv_cache_bytes=10_000_000, max_num_seqs=4, max_num_batched_tokens=50)
-    run_requests(build_engine(config, served), [[1] * 120, [2] * 10, [3]], max_tokens=6)
+    core = build_engine(config, served)
+    forward, sampled = core.runner.forward, []
+
+    def noting(batch: Batch, *args: Any) -> mx.array:
+        sampled.append(max(1, sum(row.samples for row in batch.rows)))
+        return forward(batch, *args)
+
+    monkeypatch.setattr(core.runner, "forward", noting)
+    run_requests(core, [[1] * 120, [2] * 10, [3]], max_tokens=3)
     # 120 + 10 + 1 tokens in steps of 50: the short prompts go first, and decode beside the longer one.
+    assert rows == sampled
     assert rows[:2] == [2, 2]
-    assert max(rows) == 3
-    assert sum(rows) <= 3 * 6 + 2
+    assert sum(rows) <= 3 * 3 + 2
 
 
 def test_the_head_is_told_from_other_layers_of_the_vocabularys_size(tmp_path: Path) -> None:
