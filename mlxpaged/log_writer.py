@@ -23,7 +23,7 @@ MAX_BYTES = 4 * 1024 * 1024
 PIECE = 512
 """Bytes of a write. POSIX's least size of PIPE_BUF: a pipe that is ready takes them without waiting."""
 CLOSE_SECONDS = 2.0
-"""At the end of the process, waiting text gets this time."""
+"""Seconds that waiting text gets at the end of the process."""
 
 
 class Writer:

@@ -29,7 +29,7 @@ def prepare() -> None:
 
 
 def chip() -> str:
-    """For example "Apple M4 Max"; "" if macOS does not say."""
+    """The name of the chip, as "Apple M4 Max"; "" if macOS does not say."""
     name, size = ctypes.create_string_buffer(128), ctypes.c_size_t(128)
     found = ctypes.CDLL(None).sysctlbyname(b"machdep.cpu.brand_string", name, ctypes.byref(size), None, 0)
     return name.value.decode() if found == 0 else ""

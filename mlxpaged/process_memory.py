@@ -26,7 +26,7 @@ MARGIN = 32 * 2**20
 """Bytes that are left free for what is not estimated: Python's objects, and the stacks of new threads (8 MiB each)."""
 
 STACK_BYTES = 8 * 2**20
-"""Of a new thread. If less is left of the address space, nothing is granted."""
+"""Bytes of a new thread's stack. If less is left of the address space, nothing is granted."""
 
 FAILED_ALLOCATIONS = (
     "unable to allocate",  # MLX on a GPU: "[malloc] Unable to allocate N bytes."

@@ -228,3 +228,11 @@ def test_the_tests_that_the_readme_of_the_tests_names_exist() -> None:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         }
         assert name in functions, f"{path} has no {name}"
+
+
+def test_a_docstring_begins_with_a_noun_or_a_verb() -> None:
+    fragment = re.compile(r"\s*(Of |Between |By |Around |As `)")
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                assert not fragment.match(str(node.value.value)), f"{path}:{node.lineno}"

@@ -20,11 +20,11 @@ from mlxpaged.models.preflight import WEIGHTS
 logger = logging.getLogger(__name__)
 
 MAX_DOWNLOADS = 4
-"""At once. More would only share the network."""
+"""Downloads at once. More would only share the network."""
 
 
 class Download:
-    """Of one repository. It goes on if no client waits for it: the hub's library cannot be interrupted."""
+    """The download of a repository. It goes on if no client waits for it: the hub's library cannot be interrupted."""
 
     def __init__(self, name: str) -> None:
         """Must be called on the event loop."""
@@ -39,7 +39,7 @@ class Download:
         return self._ended.done()
 
     async def wait(self, seconds: float | None = None) -> None:
-        """Until the end, or for so many seconds. The caller may be cancelled."""
+        """Wait for the end, at most for these seconds. The caller may be cancelled."""
         await asyncio.wait([self._ended], timeout=seconds)
 
     def raise_if_failed(self) -> None:

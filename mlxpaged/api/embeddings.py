@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 MAX_INPUTS = 2048
 """OpenAI's service has the same limit."""
 MAX_REQUEST_TOKENS = 300_000
-"""Of all inputs together. OpenAI's service has the same limit. Without one, 2,048 long inputs take many minutes, and no
-proxy or client waits so long."""
+"""Tokens of all inputs together. OpenAI's service has the same limit. Without one, 2,048 long inputs take many minutes,
+and no proxy or client waits so long."""
 MAX_SLICE = 100_000
 """The tokenizer's thread takes this many characters at a time, and serves other requests in between."""
 

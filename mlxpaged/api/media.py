@@ -15,7 +15,7 @@ MEDIA = {
     ("a document", "documents are"): ("document",),
 }
 BY_TYPE = {kind: names for names, kinds in MEDIA.items() for kind in kinds}
-"""By the type of a part: what one is called in a text, and several in an error."""
+"""Maps the type of a part to what one is called in a text, and several in an error."""
 ANSWERS = ("function_call", "custom_tool_call", "reasoning")
 """Types of the responses API's items, beside messages of the assistant, that an answer consists of."""
 RESULTS = ("function_call_output", "custom_tool_call_output")

@@ -46,7 +46,7 @@ def describe(model: Model) -> dict[str, Any]:
 
 
 def describe_adapter(model: Model, adapter: str) -> dict[str, Any]:
-    """As its model, whose state it has. The memory of the model includes that of its adapters."""
+    """Describes an adapter as its model, whose state it has. The memory of the model includes that of its adapters."""
     found = describe(model) | {"id": f"{model.name}:{adapter}", "parent": model.name}
     found |= {"size_bytes": None, "memory_bytes": None}
     if "capabilities" in found:

@@ -31,7 +31,7 @@ class Track:
 
 
 class PhaseTracker:
-    """Of one engine. `ended`: the last requests that ended, the latest first."""
+    """The phases of one engine's requests. `ended`: the last requests that ended, the latest first."""
 
     def __init__(self) -> None:
         self._is_first = True

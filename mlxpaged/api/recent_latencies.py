@@ -13,7 +13,7 @@ Samples = deque[tuple[float, float]]
 
 
 class RecentLatencies:
-    """To add a sample takes 0.1 us. Quantiles are computed only on request, in 0.5 ms at most."""
+    """The latest samples. Adding one takes 0.1 us. Quantiles are computed only on request, in 0.5 ms at most."""
 
     def __init__(self) -> None:
         self.first_token: Samples = deque(maxlen=MAX_SAMPLES)

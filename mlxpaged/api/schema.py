@@ -72,7 +72,7 @@ Limit = Annotated[Annotated[int, Field(ge=1)] | None, UNLIMITED]
 
 
 LIKELIEST_ONLY = 1e-9
-"""As top_p, this keeps the likeliest token only, as long as the vocabulary has fewer than 1e9 tokens."""
+"""A top_p that keeps the likeliest token only, as long as the vocabulary has fewer than 1e9 tokens."""
 
 
 def likeliest_only(value: Any) -> Any:

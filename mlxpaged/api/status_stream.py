@@ -28,9 +28,10 @@ logger = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 0.5
 MAX_SHARE = 0.01
-"""Of the CPU time that goes into snapshots. If one takes more than this share of the period, the period grows."""
+"""The share of the CPU time that goes into snapshots. If one takes more than this share of the period, the period
+grows."""
 MAX_CELLS = 8192
-"""Of the map of blocks. A larger pool has several blocks in a cell."""
+"""Cells of the map of blocks. A larger pool has several blocks in a cell."""
 
 
 class ModelWatch:
@@ -77,7 +78,7 @@ class ModelWatch:
         return found
 
     def _tokens_per_second(self, now: float, tokens: int) -> float | None:
-        """Since the previous snapshot, if that is not long ago."""
+        """The rate since the previous snapshot, if that is not long ago."""
         previous, self._counted = self._counted, (now, tokens)
         if previous is None or not 0 < now - previous[0] < 10 * PERIOD_SECONDS:
             return None

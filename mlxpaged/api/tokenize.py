@@ -18,7 +18,7 @@ from mlxpaged.api.server import server_of
 from mlxpaged.models.control_tokens import ControlTokenError
 
 MAX_BYTES = 1_000_000
-"""Of UTF-8: no tokenizer makes more tokens than this of a text. One thread tokenizes all prompts, so no request may
+"""Bytes of a text in UTF-8: no tokenizer makes more tokens of it. One thread tokenizes all prompts, so no request may
 occupy it for seconds."""
 MAX_TOKENS = 1_000_000
 

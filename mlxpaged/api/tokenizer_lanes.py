@@ -50,8 +50,8 @@ class Lane:
 
 
 class Lanes:
-    """Of a tokenizer: for short texts and for long ones, with a thread each, which starts when it is needed. So a text
-    that takes hours holds no thread of another tokenizer."""
+    """Lanes of a tokenizer: for short texts and for long ones, with a thread each, which starts when it is needed. So a
+    text that takes hours holds no thread of another tokenizer."""
 
     def __init__(self) -> None:
         self.short, self.long = Lane(), Lane()

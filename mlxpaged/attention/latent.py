@@ -41,7 +41,8 @@ class LatentGroup(TokenGroup):
             self.mask = mx.arange(context_len) <= mx.arange(context_len - lens[0], context_len)[:, None]
 
     def select(self, array: Any, num_tokens: int) -> Any:
-        """As for other groups; a factor of the queries, [T, 1, 1, 1], becomes [1, 1, n, 1] (Mistral 4)."""
+        """The rows of the group, as in other groups; a factor of the queries, [T, 1, 1, 1], becomes [1, 1, n, 1]
+        (Mistral 4)."""
         part = super().select(array, num_tokens)
         is_factor = isinstance(part, mx.array) and part is not array and part.ndim == 4 and not self.is_rows
         return part.transpose(0, 2, 1, 3) if is_factor else part

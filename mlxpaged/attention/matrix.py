@@ -70,7 +70,7 @@ class MatrixVariant:
 
     @property
     def sums(self) -> int:
-        """Of a thread: four columns of a row in each pair of matrices."""
+        """Sums of a thread: four columns of a row in each pair of matrices."""
         pairs = -(-self.layout.value_size // 16)
         return self.rows // 8 * -(-pairs // (THREADS // 32)) * 4
 

@@ -103,7 +103,7 @@ class HostMetadata:
 
     @property
     def distinct(self) -> IntArray:
-        """For each sequence of a tile, the index of the first one that is the same."""
+        """Indices [n]: for each sequence of a tile, that of the first one that is the same."""
         count = len(self.host_query_lens)
         first: IntArray = np.minimum(np.arange(count), count - (self.num_repeats or 0) - 1).astype(np.int32)
         return first
@@ -126,7 +126,7 @@ class AttentionMetadata(HostMetadata):
     derived: dict[Any, Any] = field(default_factory=dict)
     """Data that a backend computes once for this step and reuses in every layer with these block tables."""
     plans: dict[Hashable, Any] = field(default_factory=dict)
-    """By the keys of the planners. They do not depend on block tables: layers with other tables reuse them too."""
+    """Plans by the keys of their planners. They do not depend on block tables: layers with other tables reuse them."""
     arrays: list[mx.array] = field(default_factory=list)
     """All arrays of the step's upload. Plans refer to them by index."""
 
@@ -277,8 +277,8 @@ class HostStep:
         views: Sequence[TableView] = (TableView(),),
         planners: Sequence[Planner] = (),
     ) -> HostStep | None:
-        """As `build`, from the step before: in both, the same number of sequences decode, and each context is one
-        longer. None if that is not so, or if the shapes or a plan are others. Then the step has to be built."""
+        """What `build` makes, from the step before: in both, the same number of sequences decode, and each context is
+        one longer. None if that is not so, or if the shapes or a plan are others. Then the step has to be built."""
         before, count = self.lengths, len(context_lens)
         width = self.shapes[1 + len(views)][1]
         if query_lens != before.host_query_lens or self.shapes[0] != (count,) or before.num_repeats is not None:

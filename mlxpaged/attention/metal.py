@@ -281,7 +281,7 @@ class MetalPool:
     def _grow_plan(
         self, locality: Locality, plan: Plan, lengths: HostMetadata, arrays: Sequence[IntArray], steps: int
     ) -> bool:
-        """As `Planner.grow`."""
+        """Does what `Planner.grow` says."""
         [part, *others] = plan.parts
         if others or not isinstance(part, PagedPart) or part.schedule.growth is None:
             return False

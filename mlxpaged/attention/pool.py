@@ -39,7 +39,7 @@ class Options(NamedTuple):
 
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
-"""Of the keys and the values of a pool, as its backend sees them."""
+"""The shapes of a pool's keys and values, as its backend sees them."""
 
 
 BOUND_ELEMENTS = 8

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 """Largest difference of values of about 1: far above a chip's own rounding, far below a wrong key."""
 TF32_TOLERANCE = 2e-2
-"""For float32 if MLX rounds it to TF32. The gather backend and contiguous copies use MLX's own attention. It rounds
-queries, keys, weights and values, each by up to 5e-4 of itself, and values are up to about 5."""
+"""The tolerance for float32 if MLX rounds it to TF32. The gather backend and contiguous copies use MLX's own attention.
+It rounds queries, keys, weights and values, each by up to 5e-4 of itself, and values are up to about 5."""
 
 SOFTCAP = 2.0
 """Changes scores of about 1."""
@@ -173,7 +173,7 @@ NEEDED_CASES: dict[str, Case] = {
 elements and of more, as far as serving has both."""
 
 CASES = NEEDED_CASES | MATRIX_CASES
-"""With their tunings."""
+"""All cases, with their tunings."""
 
 FUSED_CASE = "qkv_write, mixed chunks"
 """Metal works without this kernel: a fused layer then normalizes, rotates and writes in separate operations."""

@@ -56,7 +56,7 @@ class Machine:
 
 
 def default_path() -> Path:
-    """In the user's cache directory. Raises RuntimeError if the user has no home directory."""
+    """A file in the user's cache directory. Raises RuntimeError if the user has no home directory."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "mlxpaged" / "attention_tuning.json"
     configured = Path(os.environ.get("XDG_CACHE_HOME", ""))

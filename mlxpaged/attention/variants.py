@@ -15,7 +15,8 @@ BLOCK_SIZES = (8, 16, 32)
 THREADS = 128
 
 DECODE_THREADS = 256
-"""Of a threadgroup of the decode kernel: eight simdgroups. Any Mac runs 384 threads with all registers of each."""
+"""Threads of a threadgroup of the decode kernel: eight simdgroups. Any Mac runs 384 threads with all registers of
+each."""
 
 FULL_DEVICE = 1024
 """Simdgroups with which a device is busy: a Mac has up to 80 cores. With fewer, a threadgroup serves one query head, so
@@ -155,7 +156,7 @@ class DecodeVariant:
 
     @property
     def sums(self) -> int:
-        """In the registers of a lane."""
+        """Sums in the registers of a lane."""
         return VECTOR * self.heads * self.value_chunks
 
     @property
@@ -237,5 +238,5 @@ def power_of_two(number: int) -> int:
 
 
 def bytes_of(*arrays: int) -> int:
-    """Of arrays in threadgroup memory, each aligned to 16 bytes."""
+    """Bytes that arrays take in threadgroup memory, each aligned to 16 bytes."""
     return sum(-(-size // 16) * 16 for size in arrays)

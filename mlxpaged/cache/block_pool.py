@@ -18,7 +18,7 @@ DEFAULT_BLOCK_SIZE = 32
 """Tokens per block. No other place sets this default."""
 
 STATE_OF_COUNT = bytes((0, *range(2, 256), 255))
-"""By reference count: what `BlockPool.states` says of the block."""
+"""Maps a reference count to what `BlockPool.states` says of the block."""
 
 Content = TypeVar("Content")
 

@@ -11,11 +11,11 @@ from mlxpaged.api.server import Server
 from mlxpaged.cli.http_protocol import HEAD_SECONDS, LINGER_SECONDS, HttpProtocol
 
 LINGERING_SHARE = 0.25
-"""Of the open connections: so many refused ones may stay for a moment. What is beyond is closed at once."""
+"""Refused connections that may stay for a moment, as a share of the open ones. Those beyond are closed at once."""
 AT_A_TIME = 8
 """Requests that begin in one round of the event loop: 0.4 ms each on a CPU of 2023."""
 LONGEST_TURN_SECONDS = 0.25
-"""In a burst of connections, a request waits at most so long for those that come after it."""
+"""The longest that a request in a burst of connections waits for those that come after it."""
 HEALTH = b"GET /health "
 
 

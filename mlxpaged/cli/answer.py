@@ -22,7 +22,7 @@ class Answer:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_tokens: int = 0
-    """Of the answer and its thinking. 0 if the answer was ended early: the server counts at the end."""
+    """Tokens of the answer and its thinking. 0 if the answer was ended early: the server counts at the end."""
     ttft: float | None = None
     """Seconds until the first token, as the client sees it."""
     seconds: float = 0.0

@@ -74,7 +74,8 @@ ABSENT = {
 LEAST_PREFIX = 3
 """Letters that a word must have to be the beginning of a name."""
 LEAST_LIKENESS = 0.7
-"""Of difflib: 2 * M / T for M equal letters of T in both. "prot" and "port" have 0.75, "show" and "stop" 0.5."""
+"""The least ratio of difflib, 2 * M / T for M equal letters of T in both. "prot" and "port" have 0.75, "show" and
+"stop" 0.5."""
 
 
 def meant_command(word: str, known: Iterable[str]) -> str:

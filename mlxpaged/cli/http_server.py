@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DISPLAY_SECONDS = 0.1
-"""Between two looks at how far the start is."""
+"""Seconds between two checks of how far the start is."""
 GRACE_SECONDS = 2.0
 """The events of the last request get this time to reach the client. Then open connections are closed."""
 RETURN_SECONDS = 60.0
-"""Between two times that freed memory is returned to the system."""
+"""Seconds between two times that freed memory is returned to the system."""
 
 
 def run_server(

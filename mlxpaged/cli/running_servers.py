@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class RunningServer:
     pid: int
     url: str
-    """At which clients on this machine reach it."""
+    """The address at which clients on this machine reach it."""
     shared: bool
     """False for a server that another command has started for itself and ends again."""
     started: float

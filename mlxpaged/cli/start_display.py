@@ -17,7 +17,7 @@ from mlxpaged.engine.progress import Progress, Stage
 logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 10.0
-"""Between two log lines of a stage, and at most before the first one."""
+"""Seconds between two log lines of a stage, and at most before the first one."""
 
 
 class StartDisplay:

@@ -10,7 +10,7 @@ from mlxpaged.cli.visible import visible
 ERASE = "\x1b[2K"
 """Erases the terminal's line (ECMA-48, EL 2)."""
 COLUMNS = 80
-"""Of a terminal that does not say its width."""
+"""The width of a terminal that does not say it."""
 
 
 class StatusLine:

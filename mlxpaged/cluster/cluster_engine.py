@@ -48,12 +48,12 @@ from mlxpaged.models.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 JOIN_SECONDS = 120.0
-"""In which all ranks must have started and said Hello. Python and MLX take a few seconds, ssh some more."""
+"""Seconds in which all ranks must have started and said Hello. Python and MLX take a few seconds, ssh some more."""
 
 TICK_SECONDS = 0.5
 
 BLAME_SECONDS = 1.0
-"""After a failure, how long to wait for a better explanation: the neighbours of a dead rank often notice first."""
+"""Seconds to wait for a better explanation of a failure: the neighbours of a dead rank often notice first."""
 
 RESTARTS = 3
 """So many failures in a row before the model is ready again are too many."""

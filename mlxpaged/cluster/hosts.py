@@ -15,9 +15,10 @@ LOCAL = "127.0.0.1"
 
 BACKENDS = ("ring", "jaccl", "jaccl-ring")
 FIRST_PORT = 32323
-"""Of the ring, on machines in a network: the default of `mlx.launch`. Each rank and address has the next one."""
+"""The ring's first port on machines in a network: the default of `mlx.launch`. Each rank and address has the next
+one."""
 PORTS = (20_000, 32_000)
-"""Of the ring, on one machine: below those that Linux (32,768) and macOS (49,152) give to connections."""
+"""Ports of the ring on one machine: below those that Linux (32,768) and macOS (49,152) give to connections."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,12 @@ class Hosts:
 
     @property
     def addresses(self) -> frozenset[str]:
-        """From which ranks may connect."""
+        """Addresses from which ranks may connect."""
         return frozenset(ip for host in self.hosts for ip in host.ips)
 
     @property
     def first_port(self) -> int:
-        """Of the ring. On one machine alone any free ones will do."""
+        """The first port of the ring. On one machine alone any free ones will do."""
         count = sum(len(host.ips) for host in self.hosts)
         return free_ports(count) if self.are_local else FIRST_PORT
 

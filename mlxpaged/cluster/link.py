@@ -14,7 +14,7 @@ from mlxpaged.models.json_files import read_object
 from mlxpaged.models.loader import resolve_model
 
 TIMES = 7
-"""Of each size; the median counts."""
+"""Messages of each size; the median of their times counts."""
 
 DEFAULT_HIDDEN_SIZE = 4096
 
@@ -43,7 +43,7 @@ def seconds(group: mx.distributed.Group, shape: tuple[int, int]) -> float:
 
 
 def hidden_size(model: str) -> int:
-    """Of a model's config.json; from the text part of a multimodal one."""
+    """The hidden size in a model's config.json, or in the text part of a multimodal one."""
     config = read_object(Path(resolve_model(model)) / "config.json")
     text: Any = config.get("text_config") or {}
     found = text.get("hidden_size") if isinstance(text, dict) and "hidden_size" in text else config.get("hidden_size")

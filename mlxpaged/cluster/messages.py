@@ -94,7 +94,7 @@ class Replied:
 
 @dataclass(frozen=True)
 class Start:
-    """To all ranks, once, after the last one has said Hello. steps: rank 0's."""
+    """Goes to all ranks, once, after the last one has said Hello. steps: rank 0's."""
 
     config: EngineConfig
     size: int
@@ -105,7 +105,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Submit:
-    """To rank 0, as all that follow."""
+    """Goes to rank 0, as all that follow."""
 
     requests: tuple[Request, ...]
 

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 FAILED_STATUS = 1
 
 LOST_PEER = (RankLostError.__name__, DeviceError.__name__)
-"""In the reason of a failure which the other end of a link may have caused."""
+"""Names in the reason of a failure which the other end of a link may have caused."""
 
 
 def main() -> None:

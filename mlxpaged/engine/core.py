@@ -71,7 +71,7 @@ class EngineCore(Worker):
         self.loop = StepLoop(scheduler, runner, resizer, sampler, grammars, headroom, self.requests, clock)
 
     def add(self, request: Request) -> None:
-        """As `RequestTable.add`."""
+        """Queue a request, with the errors of `RequestTable.add`."""
         self.requests.add(request)
 
     def submit(self, requests: ListOf[Request]) -> list[RequestOutput]:

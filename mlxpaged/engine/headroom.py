@@ -26,7 +26,8 @@ from mlxpaged.scheduler.row_tiles import LEAST_CHUNK
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.25
-"""Between two looks at the system's free memory: they take 0.1 ms. The address space is looked at in every step."""
+"""Seconds between two readings of the system's free memory: one takes 0.1 ms. The address space is read in every
+step."""
 
 NEAR = 4
 """While less than so many of the largest steps would fit, the system's free memory is looked at in every step too."""

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Link:
-    """Between the ranks: bytes of the hidden states of one token and of the largest step, and the seconds in which the
-    ranks add them up. A model does so twice in each layer."""
+    """The link between the ranks: bytes of the hidden states of one token and of the largest step, and the seconds in
+    which the ranks add them up. A model does so twice in each layer."""
 
     token_bytes: int
     token_seconds: float
@@ -72,7 +72,7 @@ class EngineInfo:
         self.cluster: Cluster | None = None  # None if the model runs on one machine
 
     def __getstate__(self) -> dict[str, object]:
-        """Without what belongs to a process. The one that gets it sets its own tokenizer and grammars."""
+        """The state without what belongs to a process. The one that gets it sets its own tokenizer and grammars."""
         own = {"tokenizer", "grammars", "reranker"}
         return {name: value for name, value in vars(self).items() if name not in own} | {"reranker": None}
 

@@ -27,7 +27,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Of all tokens of a prompt but the first, which no logits predict.
+    """Log-probabilities of all tokens of a prompt but the first, which no logits predict.
 
     token_ids: the whole prompt. For the n tokens after the first one: logprobs[n], ranks[n], which is 1 for the most
     likely token, and the k most likely tokens, best first: top_ids[n, k], top_logprobs[n, k].
@@ -41,7 +41,7 @@ class PromptLogprobs:
 
     @classmethod
     def unknown(cls, token_ids: Sequence[int], top: int) -> PromptLogprobs:
-        """For a prompt of which nothing is computed yet. `put` fills the arrays."""
+        """Arrays for a prompt of which nothing is computed yet. `put` fills them."""
         n = len(token_ids) - 1
         return cls(
             token_ids,

@@ -117,7 +117,7 @@ class ModelRunner:
 
     @property
     def _num_groups(self) -> int:
-        """Of the block tables."""
+        """Groups of the block tables."""
         return 1 + max(view.group for view in self._caches.views)
 
     @property
@@ -202,8 +202,8 @@ class ModelRunner:
         return self.run(step, None if sampled is None else sampled.tokens, num_repeats)
 
     def run(self, step: StepInput, sampled: mx.array | None = None, num_repeats: int | None = None) -> mx.array:
-        """As `forward`, on this rank. sampled: tokens of the step in flight; rank 0's count on all ranks. num_repeats:
-        as in HostMetadata."""
+        """Does what `forward` does, on this rank. sampled: tokens of the step in flight; rank 0's count on all ranks.
+        num_repeats: as in HostMetadata."""
         more = [step.token_ids, step.wanted]
         in_flight = None
         if step.pending is not None:

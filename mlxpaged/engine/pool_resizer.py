@@ -24,7 +24,7 @@ COPY_BYTES = 64 * 2**20
 pool is copied whole, also if it is larger."""
 
 RETRY_SECONDS = 1.0
-"""After a growth that failed, the next one is tried after this time. It doubles with each failure."""
+"""Seconds after a growth that failed until the next one is tried. They double with each failure."""
 
 MAX_RETRY_SECONDS = 60.0
 
@@ -35,8 +35,8 @@ REST_SECONDS = 3600.0
 """An idle engine that has nothing to give back does not wake up more often than this without a command."""
 
 IDLE_SECONDS = 60.0
-"""After this time without a request the pool gives back half of its blocks, and half of the rest after each further
-one. What the prefix cache used last is kept longest: a person often answers within a minute, and seldom after ten."""
+"""Seconds without a request after which the pool gives back half of its blocks, and half of the rest after as many
+again. What the prefix cache used last is kept longest: a person often answers within a minute, and seldom after ten."""
 
 LEAST_SHARE = 1 / 8
 """Least share of its blocks that the pool gives back at once, but for the last ones: a smaller pool is a copy of every

@@ -43,7 +43,7 @@ class LastTables:
 
 
 class MessageWriter:
-    """Of rank 0."""
+    """Writes the messages of rank 0."""
 
     def __init__(self) -> None:
         self._last = LastTables()
@@ -73,7 +73,7 @@ class MessageWriter:
 
 
 class MessageReader:
-    """Of another rank. It must read every message, in order."""
+    """Reads them on another rank, which must read every message, in order."""
 
     def __init__(self) -> None:
         self._last = LastTables()

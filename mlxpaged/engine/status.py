@@ -16,7 +16,7 @@ from mlxpaged.scheduler.stats import SchedulerStats
 
 MAX_WAITING_LISTED = 1000
 MAX_WAITING_WATCHED = 100
-"""In a snapshot, which is taken twice a second."""
+"""Waiting requests in a snapshot, which is taken twice a second."""
 
 
 @dataclass(frozen=True)

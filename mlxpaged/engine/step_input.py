@@ -97,8 +97,8 @@ def state_rows(batch: Batch) -> list[StateRow]:
 
 
 def indices_of_pending(batch: Batch, token_ids: IntArray, last: IntArray, sampled: SampledTokens) -> IntArray:
-    """For each of the batch's tokens [T], its index in `sampled` if it is pending, else 0. Only the last token of a row
-    can be pending. last: the index of each row's last token."""
+    """Indices [T] of the batch's tokens: a token's index in `sampled` if it is pending, else 0. Only the last token of
+    a row can be pending. last: the index of each row's last token."""
     index = {sequence_id: i for i, sequence_id in enumerate(sampled.sequence_ids)}
     pending = token_ids[last] == PENDING
     indices = np.zeros_like(token_ids)

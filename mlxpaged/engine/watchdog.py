@@ -17,7 +17,7 @@ from mlxpaged.engine.stall import Stall, StepSize, Work
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.25
-"""Between two looks at what the engine thread does."""
+"""Seconds between two checks of what the engine thread does."""
 
 LEAST_SECONDS = 30.0
 """The shortest default limit of a step: kernels may be compiled in it, or the machine may be short of memory."""
@@ -32,7 +32,7 @@ LOAD_SECONDS = 900.0
 """The limit of a load between two reports. A download reports all the time, and the weights after every array."""
 
 GRACE_SECONDS = 2.0
-"""Before the process ends, the clients get this time to receive their errors."""
+"""Seconds that clients get to receive their errors before the process ends."""
 
 STALLED_STATUS = 70
 """The exit status of a server that ends because it is stalled: EX_SOFTWARE of sysexits.h."""

@@ -144,7 +144,7 @@ class Worker:
         return None
 
     def embedding_size(self) -> StepSize | None:
-        """As `step_size`, of the embedder's step."""
+        """The size of the embedder's running step."""
         return None if self.embedder is None else self.embedder.step_size
 
     def close(self) -> None:

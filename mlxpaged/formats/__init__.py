@@ -51,7 +51,7 @@ FORMATS = {
         *(NEMOTRON_NANO, COMMAND_R, APERTUS, MISTRAL, HERMES, LLAMA_4_JSON, LLAMA_4, LLAMA_3),
     )
 }
-"""By name, in the order in which they are looked for."""
+"""The formats by name, in the order in which they are searched."""
 
 
 def format_of(template: str, vocabulary: Container[str]) -> Format | None:

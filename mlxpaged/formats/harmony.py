@@ -22,7 +22,7 @@ LAST = ("<|call|>", "<|return|>")
 MARKS = (START, CHANNEL, *ENDS)
 THOUGHTS = "analysis"
 BEGIN_THOUGHT, END_THOUGHT = f"{CHANNEL}{THOUGHTS}{MESSAGE}", f"{ENDS[0]}{START}assistant"
-"""Around a thought that is the first message of an answer."""
+"""Texts around a thought that is the first message of an answer."""
 MAX_HEADER = 400
 MAX_WORDS = 3
 """Words after a tag of a header: "commentary to=functions.weather json"."""

@@ -67,7 +67,7 @@ class Markup:
         return tuple(filter(None, (*self.opening, self.call[0])))
 
     def written(self, name: str, schema: Schema | None) -> tuple[Piece, ...]:
-        """As `Format.written`. Raises InexpressibleError."""
+        """Does what `Format.written` does. Raises InexpressibleError."""
         call = f"{self.call[0]}{self.write_name(name)}{self.call[1]}"
         begin = separated(call) if self.opening else (call.removeprefix(self.call[0]),)
         end = separated(self.end, *self.closing[:1])

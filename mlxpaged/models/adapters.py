@@ -178,7 +178,7 @@ def load_adapter(model: Module, name: str, path: Path, base: Reference) -> Loade
 
 
 def digest(path: Path) -> str:
-    """Of the adapter's content."""
+    """A digest of the adapter's content."""
     found = hashlib.blake2b(digest_size=16)
     for name in (CONFIG, WEIGHTS):
         with (path / name).open("rb") as file:

@@ -37,7 +37,7 @@ class CacheLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of one token in a block of a group."""
+        """Bytes of one token in a block of a group."""
         return sum(spec.kv_layout(block_size=1).bytes_per_token for spec in self.places)
 
 

@@ -80,7 +80,7 @@ class ModelCaches:
 
     @property
     def planners(self) -> list[Planner]:
-        """Of all plans that the layers will ask for in a step. Empty if some are unknown."""
+        """The planners of all plans that the layers will ask for in a step. Empty if some are unknown."""
         known = [planner for planner in self._planners.values() if planner is not None]
         return known if self.plans_are_known else []
 
@@ -107,7 +107,7 @@ class ModelCaches:
 
     @property
     def state_shapes(self) -> Hashable:
-        """Of the states that grow. Those of other layers depend on the number of sequences only."""
+        """The shapes of the states that grow. Those of other layers depend on the number of sequences only."""
         return tuple(
             array.shape
             for layer in self.recurrent

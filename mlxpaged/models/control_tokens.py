@@ -100,7 +100,7 @@ class ControlTokens:
             return self._made_renamed(fast)
 
     def _made_renamed(self, fast: Any) -> FastTokenizer:
-        """On one thread at a time."""
+        """Makes it, on one thread at a time."""
         if self._renamed is None:
             if not isinstance(fast, FastTokenizer):
                 raise ControlTokenError("the model's tokenizer cannot encode control tokens as text")

@@ -33,7 +33,7 @@ class Download:
 
 
 def downloads() -> list[Download]:
-    """By name. Data sets and broken entries of the cache are left out."""
+    """The downloads in the order of their names. Data sets and broken entries of the cache are left out."""
     found = [
         Download(
             repo.repo_id, max(repo.revisions, key=lambda each: each.last_modified).snapshot_path, repo.size_on_disk
@@ -58,7 +58,7 @@ def repositories() -> list[CachedRepoInfo]:
 
 
 def quantization(config: dict[str, object]) -> str:
-    """For example "4-bit", "mxfp4" or "bfloat16", from a config.json."""
+    """The quantization in a config.json, as "4-bit", "mxfp4" or "bfloat16"."""
     part = config.get("quantization") or config.get("quantization_config")
     if isinstance(part, dict):
         mode, bits = part.get("mode", "affine"), part.get("bits")

@@ -129,7 +129,7 @@ def embedding_spec(path: Path) -> EmbeddingSpec:
 
 
 def stated_pooling(config: Mapping[str, Any]) -> Pooling:
-    """From "pooling_mode": NAME, or "pooling_mode_NAME": true. Raises UnsupportedModelError."""
+    """The pooling that "pooling_mode": NAME or "pooling_mode_NAME": true names. Raises UnsupportedModelError."""
     modes = config.get("pooling_mode")
     if modes is None:
         prefix = "pooling_mode_"

@@ -41,7 +41,8 @@ ROPES = ("rope", "rotary_emb")
 
 POSITIONS = (0, 1, 2, 31, 1000, 8191, 100_003, 1_000_003)
 SIZES = (1, 64, 1, 64, 1, 64, 1, 64)
-"""Of the rows of the check. Some architectures change queries from a position on, and some limit large elements."""
+"""Positions and sizes of the rows of the check. Some architectures change queries from a position on, and some limit
+large elements."""
 
 TOLERANCE = {mx.float32: 1e-4, mx.float16: 2.0**-9, mx.bfloat16: 2.0**-6}
 TF32_TOLERANCE = 2e-2

@@ -28,7 +28,7 @@ def read(path: Path) -> Any:
 
 
 def read_object(path: Path, missing_is_empty: bool = False) -> dict[str, Any]:
-    """As `read`. Raises UnsupportedModelError too if the file holds anything but an object."""
+    """Does what `read` does. Raises UnsupportedModelError too if the file holds anything but an object."""
     if missing_is_empty and not path.exists():
         return {}
     found = read(path)

@@ -40,8 +40,8 @@ PAST_WINDOW = 16
 LONGEST_WINDOW = 1024
 """The prompt passes no longer window, however small the model is: the logits of all tokens are in memory at once."""
 MAX_TOKENS_TIMES_PARAMETERS = 1.2e12
-"""Of all forward passes. The prompt passes no window that takes more. It is 2.4 TFLOP, which are 2.3 s on an M1: a
-model of 1 billion parameters passes windows up to 550 tokens, one of 4 billion up to 100."""
+"""Tokens times parameters of all forward passes. The prompt passes no window that takes more. It is 2.4 TFLOP, which
+are 2.3 s on an M1: a model of 1 billion parameters passes windows up to 550 tokens, one of 4 billion up to 100."""
 
 BLOCK_SIZE = 8
 CHUNKED, SHARING, OTHER = 0, 1, 2

@@ -60,7 +60,7 @@ def differences(logits: mx.array, expected: mx.array) -> mx.array:
 
 
 def rounding_unit(dtype: mx.Dtype) -> float:
-    """Of results that may have been products."""
+    """The unit of rounding of results that may have been products."""
     is_tf32 = dtype == mx.float32 and precision.rounds_float32()
     return precision.TF32_UNIT if is_tf32 else ROUNDING_UNITS[dtype]
 

@@ -42,7 +42,7 @@ class ShortName(NamedTuple):
 
 @functools.cache
 def short_names() -> dict[str, ShortName]:
-    """By the short name, in the order of the file."""
+    """The names by short name, in the order of the file."""
     from mlxpaged import toml
 
     rows = toml.loads(TABLE.read_text(encoding="utf-8"))

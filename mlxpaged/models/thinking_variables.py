@@ -37,7 +37,7 @@ NEAREST = {
     "xhigh": ("xhigh", "max", "high"),
     "max": ("max", "xhigh", "high"),
 }
-"""By effort of a request: those for a template, the best one first."""
+"""Maps an effort of a request to those for a template, the best one first."""
 COMMON = ("low", "medium", "high")
 """Efforts that templates write without a look at them. Others have to be in the template."""
 

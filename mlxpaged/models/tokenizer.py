@@ -161,7 +161,7 @@ class Tokenizer:
             raise TextTooLongError(f"{what}, which takes at most {self._most_encoded:,}")
 
     def mark(self, messages: Sequence[Mapping[str, Any]], *others: Any) -> tuple[Any, ...]:
-        """As `ControlTokens.mark`, for what is not to be marked before it is rendered. Raises ChatTemplateError."""
+        """Does what `ControlTokens.mark` does, before rendering. Raises ChatTemplateError."""
         try:
             return self._control.mark(self.template_source, messages, *others)
         except ControlTokenError as error:

@@ -137,5 +137,5 @@ def replacing(pattern: Any, content: str, size: Callable[[str], int]) -> float:
 
 
 def num_bytes(text: str) -> int:
-    """Of UTF-8."""
+    """Bytes of a text in UTF-8. SPACE alone counts as one."""
     return 1 if text == SPACE else len(text.encode("utf-8", "surrogatepass"))

@@ -12,7 +12,7 @@ from mlxpaged.daemon_thread import in_daemon_thread
 Result = TypeVar("Result")
 
 WAIT_SECONDS = 0.002
-"""Between two reports while a thread works. A step of another model is later by at most this."""
+"""Seconds between two reports while a thread works. A step of another model is later by at most this."""
 
 
 class Turns:

@@ -44,7 +44,8 @@ MAX_LAYERS = 4096
 FEW_LAYERS = 256
 """So many are built in 0.1 s, whatever the weights have. Some models use one layer several times."""
 MAX_EXPERTS = 2**17
-"""Of all layers, if the weights have fewer tensors. Kimi K2 has 23,424. A few architectures have an object for each."""
+"""Experts of all layers, if the weights have fewer tensors. Kimi K2 has 23,424. A few architectures have an object for
+each."""
 FREE_SIZE = 2**20
 """A size up to this is not checked here: arrays are lazy, and mlx-lm compares their shapes."""
 PACKED = 32

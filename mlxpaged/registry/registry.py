@@ -29,7 +29,7 @@ from mlxpaged.registry.model import Model
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0
-"""Between two looks at which models have been idle for too long."""
+"""Seconds between two checks of which models have been idle for too long."""
 
 UNCOUNTED_BYTES = 2 * 2**30
 """A model may free more than its weights and pools: buffers of steps. A model that lacks more than all this is refused
@@ -116,7 +116,7 @@ class Registry:
         return engine
 
     def _raise_alarm(self, stall: Stall) -> None:
-        """On the watchdog's thread."""
+        """Raises the alarm, on the watchdog's thread."""
         assert self.loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(self._end_waiting, stall)
@@ -241,7 +241,7 @@ class Registry:
 
     @property
     def progress(self) -> Progress | None:
-        """Of the model that is being loaded, or of the one that was loaded last at the start."""
+        """The progress of the model that is being loaded, or of the one that was loaded last at the start."""
         engines = sorted(self.engines, key=lambda engine: engine.state is not EngineState.LOADING)
         return next((engine.progress for engine in engines if engine.progress is not None), None)
 

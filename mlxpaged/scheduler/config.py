@@ -13,8 +13,8 @@ PREFILL_MODES = ("mixed", "separate")
 
 MOST_MULTIPLE = 4
 READING_SECONDS = 0.1
-"""In a flood of prompts, a step may take this many times as long as one without, or so long: readers read about ten
-tokens a second, and prompts get the rest."""
+"""How long a step may take in a flood of prompts: this many times as long as one without, or these seconds. Readers
+read about ten tokens a second, and prompts get the rest."""
 
 
 def step_multiple(num_prompts: int) -> int:
@@ -34,7 +34,7 @@ class SchedulerConfig:
     block_size: int = DEFAULT_BLOCK_SIZE
     """Tokens per KV block."""
     windows: tuple[int | None, ...] = (None,)
-    """For each cache group, the keys that a query of its layers sees; None for all."""
+    """Windows of the cache groups: the keys that a query of its layers sees; None for all."""
     num_swap_slots: int = 0
     """KV blocks that the swap space holds. 0: no swap space."""
     recurrent: bool = False
@@ -58,7 +58,7 @@ class SchedulerConfig:
     """Time limit of a step with prompts. It never cuts a chunk below LEAST_CHUNK tokens. 0: no limit. None: while
     sequences decode, `step_multiple` times a step without prompts."""
     tiles: RowTiles = ANY_ROWS
-    """In which a step's rows are computed. Chunks that are cut fill their last tile."""
+    """The tiles in which a step's rows are computed. Chunks that are cut fill their last tile."""
     prefix_caching: bool = True
     """Whether blocks are shared between sequences with equal prefixes."""
     cache_seed: bytes = b""

@@ -47,4 +47,4 @@ class RowTiles:
 
 
 ANY_ROWS = RowTiles()
-"""Of a device on which a row costs the same in any number."""
+"""The tiles of a device on which a row costs the same in any number."""

@@ -133,7 +133,7 @@ class Sequence:
         return self.priority - AGING_RATE * (now - self.arrival_time)
 
     def describe_priority(self, now: float) -> str:
-        """For the log."""
+        """Its priority, for the log."""
         return (
             f"priority {self.priority.name}, effective {self.effective_priority(now):.2f}, "
             f"{now - self.arrival_time:.1f} s old, preempted {self.num_preemptions} times"

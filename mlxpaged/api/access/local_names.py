@@ -20,7 +20,7 @@ CONTAINER_HOSTS = frozenset(
         "host.orb.internal",
     }
 )
-"""By these names, containers and virtual machines on this machine reach it."""
+"""Names by which containers and virtual machines on this machine reach it."""
 HOME_ZONES = ("lan", "home")
 """Routers give names in these zones to the machines of their network."""
 

@@ -23,7 +23,7 @@ from mlxpaged.models.errors import HubError, InsufficientMemoryError, ModelNotFo
 from mlxpaged.models.short_names import DEMO_MODEL, LATEST, full_name, near_names
 
 PROGRESS_SECONDS = 0.5
-"""Between two lines of a stream."""
+"""Seconds between two lines of a stream."""
 
 REPOSITORY = re.compile(r"[A-Za-z0-9_.-]{1,96}/[A-Za-z0-9_.-]{1,96}")
 SUCCESS = {"status": "success"}

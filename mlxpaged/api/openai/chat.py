@@ -107,7 +107,7 @@ class ChatRenderer(CompletionsRenderer):
         return self.chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
 
     def _finish_reason(self, finish: Finish) -> str:
-        """As in OpenAI's API, a call of the tool that `tool_choice` names ends with "stop"."""
+        """The reason in OpenAI's API, where a call of the tool that `tool_choice` names ends with "stop"."""
         calls = finish.num_calls and not self._names_tool
         return "tool_calls" if finish.reason == "stop" and calls else finish.reason
 

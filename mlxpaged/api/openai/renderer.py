@@ -110,9 +110,9 @@ def completion_logprobs(
 
 
 def top_logprobs(tokenizer: Tokenizer, token: TokenLogprobs) -> dict[str, float]:
-    """By text: the most likely tokens, and the token itself, which OpenAI adds. Of tokens with the same text (parts of
-    characters) the most likely one stays: lm-evaluation-harness takes a token for the most likely one if no
-    log-probability here is greater."""
+    """Maps texts of the most likely tokens, and of the token itself, which OpenAI adds, to log-probabilities. Of tokens
+    with the same text (parts of characters) the most likely one stays: lm-evaluation-harness takes a token for the most
+    likely one if no log-probability here is greater."""
     found: dict[str, float] = {}
     for candidate, logprob in (*token.top, (token.token_id, token.logprob)):
         found.setdefault(tokenizer.token_text(candidate), max(logprob, MIN_LOGPROB))
@@ -120,8 +120,8 @@ def top_logprobs(tokenizer: Tokenizer, token: TokenLogprobs) -> dict[str, float]
 
 
 def prompt_logprobs(tokenizer: Tokenizer, prompt: PromptLogprobs, num_top: int) -> Iterator[dict[str, Any] | None]:
-    """In vLLM's format: None for the first token, and for each other one an object of token ids, its own first. All
-    entries of a long prompt together would take a gigabyte."""
+    """Yields the entries of vLLM's format: None for the first token, and for each other one an object of token ids, its
+    own first. All entries of a long prompt together would take a gigabyte."""
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         text = tokenizer.token_text(token_id)

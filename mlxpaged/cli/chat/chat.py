@@ -37,7 +37,7 @@ class Chat:
         self._markdown = MarkdownStream(Console(file=out, highlight=False))
 
     def run(self, read: Callable[[], str]) -> None:
-        """Until the user leaves. read: returns a message, and raises EOFError at Ctrl-D and KeyboardInterrupt at
+        """Talk until the user leaves. read: returns a message, and raises EOFError at Ctrl-D and KeyboardInterrupt at
         Ctrl-C."""
         while True:
             try:

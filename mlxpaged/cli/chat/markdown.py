@@ -21,9 +21,9 @@ UP, ERASE_LINE, ERASE_BELOW = "\x1b[{}A", "\x1b[K", "\x1b[J"
 """Control sequences of ECMA-48: cursor up; erase to the end of the line, and of the screen."""
 
 LEAST_SECONDS = 0.05
-"""Between two drawings."""
+"""Seconds between two drawings."""
 DRAWING_SHARE = 0.1
-"""At most this share of the time goes into drawing: a long block takes longer, so it is drawn less often."""
+"""The largest share of the time that goes into drawing: a long block takes longer, so it is drawn less often."""
 
 
 class PlainHeading(Heading):

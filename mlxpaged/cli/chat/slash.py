@@ -21,7 +21,7 @@ NAME = re.compile(r"/[a-z]+(\s|$)")
 
 
 LEAVING = {"exit", "quit", "/exit", "/quit"}
-"""In addition to /bye: the words of shells and of other chats."""
+"""Words of shells and of other chats that do what /bye does."""
 
 
 class UsageError(Exception):

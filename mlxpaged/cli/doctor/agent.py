@@ -19,7 +19,7 @@ from mlxpaged.cli.visible import visible
 from mlxpaged.formats import FORMATS
 
 MOST_TOKENS = 4096
-"""Of an answer with its thoughts."""
+"""Tokens of an answer with its thoughts."""
 MOST_SHOWN = 600
 """Characters of a model's text that the report shows."""
 

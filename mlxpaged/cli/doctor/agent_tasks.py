@@ -119,7 +119,7 @@ class Task:
     then: Turn | None = None
     name_then: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
-    """Of the request."""
+    """Fields of the request."""
 
 
 def weather(city: str) -> tuple[str, dict[str, Any]]:

@@ -57,7 +57,7 @@ class TimedLayer:
         self._options = Options(layout.key_size**-0.5, locality, 1.0 if shape.softcap else None, sinks)
 
     def time_write(self) -> float:
-        """Of one token's keys and values."""
+        """Seconds to write one token's keys and values."""
         layout, meta = self._shape.layout, self._meta(1, 1)
         keys, values = (
             mx.zeros((1, layout.num_kv_heads, size), layout.dtype) for size in (layout.key_size, layout.value_size)

@@ -105,7 +105,7 @@ class Doctor:
         engines: list[EngineCore] = []
 
         def with_engine(measure: Callable[[EngineCore], Any]) -> Any:
-            """By the first engine, which has the pools of the shorter prompt."""
+            """Measures with the first engine, which has the pools of the shorter prompt."""
             if not engines:
                 engines.append(make_engine(served, backend, self._block_size, SIZES, SIZES.prefill_tokens))
                 self._wired = wire_memory()

@@ -56,7 +56,7 @@ def mlx_lm_rates(path: Path, sizes: Sizes) -> dict[int, float]:
 
 
 def mlx_lm_steps(model: Any, prompts: Sequence[list[int]], max_tokens: int) -> Iterator[int]:
-    """As `mlx_lm.generate` runs one prompt, and mlx-lm's server several."""
+    """Steps as `mlx_lm.generate` runs one prompt, and mlx-lm's server several."""
     if len(prompts) == 1:
         for _ in generate_step(mx.array(prompts[0]), model, max_tokens=max_tokens):
             yield 1

@@ -11,7 +11,7 @@ from mlxpaged.cli.service.manager import Job, Manager, call
 
 LABEL = "mlxpaged.server"
 THROTTLE_SECONDS = 30
-"""Between two starts of a server that fails, which may have read many gigabytes before."""
+"""Seconds between two starts of a server that fails, which may have read many gigabytes before."""
 
 
 class Launchd(Manager):

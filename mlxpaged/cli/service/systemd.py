@@ -10,7 +10,7 @@ from mlxpaged.cli.service.manager import Job, Manager, ServiceError, call
 
 UNIT = "mlxpaged.service"
 RESTART_SECONDS = 30
-"""Between two starts of a server that fails, which may have read many gigabytes before."""
+"""Seconds between two starts of a server that fails, which may have read many gigabytes before."""
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 

@@ -28,7 +28,7 @@ MAX_MEMORY = 2**30
 MAX_SOURCE = 2**18
 """Characters of a template. Those of known models have some thousand."""
 LOOK_MS = 20
-"""Between two looks at a child that renders. Memory can grow by some 100 MB meanwhile."""
+"""Milliseconds between two checks of a child that renders. Memory can grow by some 100 MB meanwhile."""
 MAX_IDLE = 4
 """Children that wait for work. There is one for each model that renders at the same time."""
 IDLE_MEMORY = 2**27
