@@ -54,6 +54,6 @@ def step_seconds(core: EngineCore, rows: int) -> float:
         batch = Batch(tuple(ScheduledSequence(each, position, 1, samples=True) for each in sequences))
         running = set(batch.sequence_ids) if position < STEPS - 1 else set()  # after the last step, no state is kept
         began = core.clock()
-        runner.finish_step(runner.forward(batch, tables, running=running))
+        runner.finish_step(runner.forward(batch, tables, None, running))
         times.append(core.clock() - began)
     return min(times)
