@@ -244,13 +244,13 @@ def test_a_template_that_shows_calls_but_no_tools_has_the_tools_told_in_its_own_
     template = f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.content }}}}{shown}{{% endfor %}}"
     with_template(monkeypatch, demo_server, template)
     prompts: list[str] = []
-    tokenizer, add = demo_server.engine.info.tokenizer, demo_server.core.add
+    tokenizer, add = demo_server.engine.info.tokenizer, demo_server.core.requests.add
 
     def watched(request: Any) -> Any:
         prompts.append(tokenizer.text_with_specials(request.prompt_token_ids))
         return add(request)
 
-    monkeypatch.setattr(demo_server.core, "add", watched)
+    monkeypatch.setattr(demo_server.core.requests, "add", watched)
     body = ask("Rome?", tools=TOOLS[:1], tool_choice="required", parallel_tool_calls=False, max_tokens=100)
     message = post(demo_server, body)["choices"][0]["message"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]

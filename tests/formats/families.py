@@ -366,14 +366,14 @@ class Prover:
 
     def _watch(self) -> None:
         """Collects the prompts."""
-        core, decode = self.server.core, self.server.core.served.tokenizer.text_with_specials
-        add = core.add
+        requests, decode = self.server.core.requests, self.server.core.served.tokenizer.text_with_specials
+        add = requests.add
 
         def watched(request: Any) -> Any:
             self.prompts.append(decode(request.prompt_token_ids))
             return add(request)
 
-        core.add = watched  # type: ignore[method-assign]
+        requests.add = watched  # type: ignore[method-assign]
 
     def write(self, *calls: tuple[str, Any], thought: str = "") -> str:
         """An answer, as the family writes it."""
