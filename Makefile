@@ -151,7 +151,7 @@ bench-host: $(STAMP)
 	$(BIN)/python benchmarks/host.py $(ARGS)
 
 bench-counts: $(STAMP)
-	$(BIN)/python -m benchmarks.step_counts $(ARGS)
+	$(BIN)/python -m tests.attention.step_counts $(ARGS)
 
 bench-scheduler: $(STAMP)
 	$(BIN)/python benchmarks/scheduler.py $(ARGS)

@@ -4,7 +4,7 @@ command buffers costs about 20 us of GPU time (ml-explore/mlx#4521).
     python benchmarks/command_buffers.py [MODEL]
 
 prints the command buffers of a decode step. It needs a Mac: elsewhere MLX composes its fused functions of many small
-operations. benchmarks/step_counts.py counts the steps of seven known models anywhere.
+operations. tests/attention/step_counts.py counts the steps of seven known models anywhere.
 
 MLX commits a command buffer after the operation with which the buffer's dispatches, or the elements of the arrays bound
 to it, pass a limit. A buffer of memory counts once for each command buffer, with the `data_size` of the array that

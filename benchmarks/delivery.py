@@ -23,7 +23,7 @@ from mlxpaged.registry.registry import Registry
 
 CLIENTS = Path(__file__).with_name("delivery_clients.py")
 POLL_SECONDS = 0.02
-ENDING_STEPS = 256
+ENDING_STEPS = 2048
 """Tokens that an answer has beside those that are measured: while all streams begin, and while one looks."""
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlxpaged.cpu import streams
+from tests.attention import step_counts
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -127,8 +128,12 @@ def test_the_benchmark_of_grammars_measures_on_a_stand_in_device(run: Callable[.
     assert ratio.startswith("ratio of tok/s ")
 
 
-def test_the_counts_of_a_decode_step_are_a_table(run: Callable[..., str]) -> None:
-    headings, _, *rows = run("step_counts.py", "--model", "Qwen3-0.6B", "--batch", "1", "2").splitlines()
+def test_the_counts_of_a_decode_step_are_a_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["step_counts.py", "--model", "Qwen3-0.6B", "--batch", "1", "2"])
+    step_counts.main()
+    headings, _, *rows = capsys.readouterr().out.splitlines()
     cells = [row.strip("| ").split(" | ") for row in (headings, *rows)]
     assert [row[:2] for row in cells] == [["model", "batch"], ["Qwen3-0.6B", "1"], ["Qwen3-0.6B", "2"]]
     for row in cells[1:]:

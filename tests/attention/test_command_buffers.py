@@ -126,7 +126,7 @@ def test_a_chunk_attends_over_copied_keys_without_further_copies(metal: None) ->
 
 
 def test_command_buffers_of_a_step_are_counted_by_the_limits_that_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = load_model("demo")
+    served = load_model("demo", joins=False)
     for name in ("OPS", "MB"):
         monkeypatch.delenv(f"MLX_MAX_{name}_PER_BUFFER", raising=False)
     with fused_functions():

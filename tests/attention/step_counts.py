@@ -1,6 +1,6 @@
 """What a decode step of known models is for a GPU, beside mlx-lm's own: counted by MLX's rules, never run.
 
-    python -m benchmarks.step_counts [--batch 1 16] [--model Qwen3-4B ...]
+    python -m tests.attention.step_counts [--batch 1 16] [--model Qwen3-4B ...]
 
 The weights are those of the 4-bit models of mlx-community, the contexts have 900 tokens, the tokens are greedy. A step
 is traced, so neither a GPU nor memory for the weights is needed. Dispatches are kernels. Before a barrier, all earlier
