@@ -26,6 +26,8 @@ from tests.support import RunningServer, running_server
 
 collect_ignore = [] if find_spec("playwright") else ["browser"]
 """`make test-page` installs Playwright."""
+MAX_ID = 2000
+"""Characters."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,6 +66,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for name, tests in shuffled:
         random.Random(f"{config.option.seed} {name}").shuffle(tests)
     items[:] = [item for _, tests in shuffled for item in tests]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test with a long id fails: pytest puts it into the environment, and with 128 kB there no process starts."""
+    if len(item.nodeid) > MAX_ID:
+        pytest.fail(f"the id of this test has {len(item.nodeid):,} characters; the limit is {MAX_ID:,}", pytrace=False)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

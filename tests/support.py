@@ -72,6 +72,11 @@ def every(step: int, values: Iterable[Any]) -> list[Any]:
     return found
 
 
+def short_id(value: object) -> str:
+    """The id of a parameter that may be long."""
+    return str(value)[:100]
+
+
 @functools.cache
 def demo_vocab_size() -> int:
     config: dict[str, Any] = json.loads((DEMO_PATH / "config.json").read_text())

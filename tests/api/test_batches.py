@@ -40,7 +40,7 @@ from tests.api.helpers import (
     write_keys,
 )
 from tests.api.test_plain_tools import TOO_MANY
-from tests.support import RunningServer, running_server, wait_until
+from tests.support import RunningServer, running_server, short_id, wait_until
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 CONFIG = EngineConfig(kv_cache_bytes=16_000_000, max_num_seqs=4)
@@ -191,7 +191,7 @@ LINE = {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": run_on("
         ([LINE | {"more": 3}], "invalid_request", 1),
         ([{}], "invalid_request", 1),
     ],
-    ids=str,
+    ids=short_id,
 )
 def test_a_file_that_is_no_batch_runs_nothing(client: OpenAI, lines: Any, code: str, number: int) -> None:
     content = lines if isinstance(lines, bytes) else "\n".join(map(json.dumps, lines)).encode()

@@ -19,7 +19,7 @@ from mlxpaged.models.loader import DEMO_PATH
 from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.models.tokenizer_limits import MAX_WRITTEN
 from tests.api.helpers import Background, ask, chat_tokens, post, raw, run_on, tokens_of
-from tests.support import RunningServer, running_server
+from tests.support import RunningServer, running_server, short_id
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 17 + 25?"}]
 
@@ -81,7 +81,7 @@ def test_the_count_is_the_one_that_the_answer_reports(demo_server: RunningServer
         ("/detokenize", {"tokens": [10**8]}, "tokens"),
         ("/detokenize", {"tokens": [2**40]}, "tokens.0"),
     ],
-    ids=str,
+    ids=short_id,
 )
 def test_what_cannot_be_done_is_refused_by_name(
     demo_server: RunningServer, path: str, body: dict[str, Any], named: str
