@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from mlxpaged.api.batches.records import LineError
+from mlxpaged.api.batches.records import READ_BYTES, LineError
 from mlxpaged.api.body import parse_json, validate
 from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.schema import Body
@@ -37,7 +37,7 @@ def check_lines(path: Path, endpoint: str) -> tuple[list[LinePlace], list[LineEr
     """Returns the requests of a file, and its errors."""
     places: dict[str, LinePlace] = {}
     errors: list[LineError] = []
-    with path.open("rb") as file:
+    with path.open("rb", READ_BYTES) as file:
         offset = 0
         for number, text in enumerate(file, start=1):
             start, offset = offset, offset + len(text)

@@ -6,6 +6,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+READ_BYTES = 2**20
+"""Buffer for files of many lines. A thread that reads leaves the interpreter lock and takes it again at once, and those
+that wait for the lock wait anew, for 5 ms. If it reads more often, they wait for as long as it works."""
+
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]

@@ -29,7 +29,7 @@ from typing import IO, Any, TypeVar
 
 from pydantic import BaseModel
 
-from mlxpaged.api.batches.records import BatchRecord, FileRecord, OutputLine
+from mlxpaged.api.batches.records import READ_BYTES, BatchRecord, FileRecord, OutputLine
 from mlxpaged.api.durable_files import append, flush_directory, make_private, owner_only, replacing
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ def result_id(batch_id: str, kind: str) -> str:
 def whole_lines(path: Path) -> Iterator[tuple[bytes, str]]:
     """The finished lines in a file, with their custom ids. A line of which the machine's end left a part is not JSON:
     its end is missing, or parts that were not written are zeros."""
-    with path.open("rb") as file:
+    with path.open("rb", READ_BYTES) as file:
         for line in file:
             with contextlib.suppress(ValueError):
                 yield line.rstrip(b"\n") + b"\n", OutputLine.model_validate_json(line).custom_id
