@@ -20,7 +20,8 @@ from mlxpaged.models.control_tokens import ControlTokenError
 MAX_BYTES = 1_000_000
 """Bytes of a text in UTF-8: no tokenizer makes more tokens of it. One thread tokenizes all prompts, so no request may
 occupy it for seconds."""
-MAX_TOKENS = 1_000_000
+MAX_TOKENS = MAX_BYTES // 4
+"""The library that makes a text of tokens lets no other thread run meanwhile: 0.1 s for a million."""
 
 
 class TokenizeRequest(Body):
@@ -134,7 +135,8 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         raise bad_parameter("tokens", f"token id {largest} is not in the vocabulary of {info.vocab_size} tokens")
     size = len(body.tokens)
     prompt = await server.tokenize(info.tokenizer, size, lambda: info.tokenizer.text_with_specials(body.tokens))
-    return JSONResponse(DetokenizeResponse(prompt=prompt).model_dump())
+    answer = DetokenizeResponse(prompt=prompt)
+    return Response(await server.prepare(request, answer.model_dump_json), media_type="application/json")
 
 
 async def tokenizer_info(request: Request) -> Response:

@@ -21,6 +21,7 @@ MAX_BYTES = {
     "tekken.json": 2**28,
     "vocab.json": 2**28,
     "*.index.json": 2**28,
+    "generation_config.json": 2**20,
     "*.json": 2**24,
     "*.jinja": 2**20,
     "*.txt": 2**28,

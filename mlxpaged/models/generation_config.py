@@ -1,11 +1,13 @@
 """Reads what a model's generation_config.json recommends: sampling parameters and end tokens.
 
-The model can run without this file. So a value that cannot be used is ignored with a warning.
+The model can run without this file. So a value that cannot be used is ignored with a warning. Older models name their
+end tokens in config.json alone.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +17,8 @@ from mlxpaged.models.json_files import read_object
 logger = logging.getLogger(__name__)
 
 FILE = "generation_config.json"
+MAX_END_TOKENS = 1000
+"""Tokens that end an answer. Models have up to ten."""
 
 
 class Limits(NamedTuple):
@@ -69,9 +73,17 @@ def read_generation_config(directory: Path) -> GenerationConfig:
             sampling[name] = int(value) if limits.whole else float(value)
         elif value is not None:
             logger.warning("%s: %s is ignored: it must be %s, got %.40r", FILE, name, limits, value)
+    return GenerationConfig(sampling, end_tokens_of(FILE, found))
+
+
+def end_tokens_of(file: str, found: Mapping[str, Any]) -> list[int]:
+    """The tokens that end an answer, as a file has them, whose name is for the warning if it is ignored."""
     given = found.get("eos_token_id")
     end_tokens = given if isinstance(given, list) else [] if given is None else [given]
-    if not all(type(token) is int and token >= 0 for token in end_tokens):
-        logger.warning("%s: eos_token_id is ignored: it must be a token id or a list of them, got %.40r", FILE, given)
-        end_tokens = []
-    return GenerationConfig(sampling, end_tokens)
+    if len(end_tokens) > MAX_END_TOKENS:
+        logger.warning("%s: eos_token_id is ignored: it has more than %d tokens", file, MAX_END_TOKENS)
+    elif not all(type(token) is int and token >= 0 for token in end_tokens):
+        logger.warning("%s: eos_token_id is ignored: it must be a token id or a list of them, got %.40r", file, given)
+    else:
+        return end_tokens
+    return []

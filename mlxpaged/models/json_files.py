@@ -9,19 +9,20 @@ from typing import Any
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.files import check_file
 
-MAX_KEYS = 320_000
-"""Keys of a file, unless it is an index of weights. A tokenizer_config.json of 40,000 added tokens has 280,000. Other
-threads wait while they are parsed."""
+MAX_VALUES = 320_000
+"""Keys of a file, or commas, unless it is an index of weights. A tokenizer_config.json of 40,000 added tokens has
+280,000. Other threads wait while it is parsed."""
 
 
 def read(path: Path) -> Any:
     """Raises UnsupportedModelError if there is no such file, if it may not be opened, if it is not JSON, or if it has
-    too many keys."""
+    too many values."""
     check_file(path)
     try:
         text = path.read_text()
-        if (count := text.count('":')) > MAX_KEYS and not path.name.endswith(".index.json"):
-            raise UnsupportedModelError(f"its {path.name} has {count:,} keys; the limit is {MAX_KEYS:,}")
+        count = max(text.count('":'), text.count(","))
+        if count > MAX_VALUES and not path.name.endswith(".index.json"):
+            raise UnsupportedModelError(f"its {path.name} has {count:,} values; the limit is {MAX_VALUES:,}")
         return json.loads(text)
     except (OSError, ValueError, RecursionError) as error:  # RecursionError: it is nested too deeply
         raise UnsupportedModelError(f"its {path.name} in {path.parent.name}/ cannot be read: {error}") from error

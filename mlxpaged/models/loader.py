@@ -32,7 +32,7 @@ from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder, weight_bytes
 from mlxpaged.models.errors import AdapterError, HubError, ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.gated_delta import route_gated_delta
-from mlxpaged.models.generation_config import read_generation_config
+from mlxpaged.models.generation_config import end_tokens_of, read_generation_config
 from mlxpaged.models.head import RowSelection, select_rows_before_head
 from mlxpaged.models.joins import join
 from mlxpaged.models.json_files import read_object
@@ -61,6 +61,7 @@ from mlxpaged.models.weight_headers import check_sizes
 
 logger = logging.getLogger(__name__)
 
+CONFIG = "config.json"
 DEMO_PATH = Path(__file__).parent / "demo"
 DEFAULT_CONTEXT_LENGTH = 4096
 """Assumed if a model's config states none."""
@@ -224,7 +225,7 @@ def load_model(
     reserved = reserved._replace(adapters=check_files(adapters))
     num_ranks = 1 if group is None else group.size()
     path = turns.during(lambda: resolve_model(name, reserved, num_ranks))
-    own_config, recommended = read_object(path / "config.json"), read_generation_config(path)
+    own_config, recommended = turns.during(lambda: (read_object(path / CONFIG), read_generation_config(path)))
     limit = context_length(own_config)
     if max_model_len is not None and max_model_len > limit:
         raise UnsupportedModelError(
@@ -294,7 +295,7 @@ def tokenizer_in(path: Path, tool_parser: str | None, end_tokens: Sequence[int])
     """The tokenizer of a model's directory. end_tokens: of its generation_config.json. Raises any exception."""
     growth = check_tokenizer_file(path)
     # Not those that mlx-lm finds: it takes them from generation_config.json without checking it.
-    ends = end_tokens or read_object(path / "config.json").get("eos_token_id")
+    ends = end_tokens or end_tokens_of(CONFIG, read_object(path / CONFIG)) or None
     return guarded(lambda: Tokenizer(load_tokenizer(path, eos_token_ids=ends), tool_parser, growth))()
 
 
@@ -356,7 +357,7 @@ def load_embedding_model(
     try:
         spec = embedding_spec(path)  # before gigabytes are loaded
         try:
-            turns.during(lambda: check_sizes(read_object(path / "config.json"), sorted(path.glob(WEIGHTS))))
+            turns.during(lambda: check_sizes(read_object(path / CONFIG), sorted(path.glob(WEIGHTS))))
             model, config = load_decoder(path)
             read_weights(model, turns.report)
             tokenizer = turns.during(lambda: tokenizer_in(path, None, ()))

@@ -80,6 +80,7 @@ def test_the_count_is_the_one_that_the_answer_reports(demo_server: RunningServer
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
         ("/detokenize", {"tokens": [10**8]}, "tokens"),
         ("/detokenize", {"tokens": [2**40]}, "tokens.0"),
+        ("/detokenize", {"tokens": [1] * 250_001}, "tokens"),
     ],
     ids=short_id,
 )

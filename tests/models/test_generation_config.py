@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from mlxpaged.api.openai.schema import ChatRequest
-from mlxpaged.models.generation_config import LIMITS, read_generation_config
+from mlxpaged.models.generation_config import LIMITS, MAX_END_TOKENS, read_generation_config
+from mlxpaged.models.loader import DEMO_PATH, read_tokenizer
+from tests.support import make_tiny_model
 
 
 def write(directory: Path, content: Any) -> Path:
@@ -24,8 +26,18 @@ def test_sampling_parameters_and_end_tokens_are_read(tmp_path: Path, caplog: pyt
     )
     assert (found.sampling, found.end_tokens) == (given, [1, 2])
     assert read_generation_config(write(tmp_path, {"eos_token_id": 0})).end_tokens == [0]
+    most = [7] * MAX_END_TOKENS
+    assert read_generation_config(write(tmp_path, {"eos_token_id": most})).end_tokens == most
     assert read_generation_config(write(tmp_path, {"temperature": None, "eos_token_id": None})) == ({}, [])
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("given", "found"), [([5, 7], {5, 7}), (5, {5}), ([5, -1], set()), ([5] * 2000, set())])
+def test_end_tokens_of_older_models_are_in_config(given: Any, found: set[int], tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path, "llama", eos_token_id=given)
+    write(directory, {"temperature": 1})
+    own = read_tokenizer(str(DEMO_PATH)).reader.eos_token_id
+    assert read_tokenizer(str(directory)).eos_token_ids == found | {own}
 
 
 @pytest.mark.parametrize("do_sample", [True, False])
@@ -53,6 +65,7 @@ def test_do_sample_has_no_effect(do_sample: bool, tmp_path: Path) -> None:
         ("eos_token_id", [2, None]),
         ("eos_token_id", [True]),
         ("eos_token_id", -1),
+        ("eos_token_id", [1] * (MAX_END_TOKENS + 1)),
     ],
 )
 def test_a_bad_value_is_ignored_and_named(

@@ -220,7 +220,11 @@ DIRECTORIES = {
     ),
     "many settings": (
         change("tokenizer_config.json", added_tokens_decoder={str(i): {"content": "x"} for i in range(200_000)}),
-        r"its tokenizer_config\.json has 400,0\d\d keys; the limit is 320,000",
+        r"its tokenizer_config\.json has 400,0\d\d values; the limit is 320,000",
+    ),
+    "many settings in a list": (
+        change("tokenizer_config.json", settings=[1] * 320_001),
+        r"its tokenizer_config\.json has 320,0\d\d values; the limit is 320,000",
     ),
     "many special tokens": (
         change("tokenizer_config.json", extra_special_tokens=[f"<{i}>" for i in range(40_001)]),
@@ -232,6 +236,10 @@ DIRECTORIES = {
     ),
     "a tokenizer that is a list": (write("tokenizer.json", "[]"), r"its tokenizer\.json is not an object"),
     "deep tokenizer": (write("tokenizer.json", "[" * 100_000), "cannot be loaded: "),
+    "a million ends": (
+        write("generation_config.json", json.dumps({"eos_token_id": [1] * 10**6})),
+        r"its generation_config\.json has 3\.0 MB; such a file has at most 1\.0 MB",
+    ),
     "deep defaults": (write("generation_config.json", "[" * 100_000), "cannot be loaded: "),
 }
 
