@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import numpy as np
 
@@ -22,29 +23,33 @@ STEPS = 3
 """Steps of each number of rows. The shortest counts: the first one compiles what it needs."""
 
 TOTAL_SECONDS = 0.5
-"""No more steps are timed after this time, or if the next ones would take longer."""
+"""No more steps are timed when they have taken this time, or if the next ones would take longer."""
 
 
-def time_rows(core: EngineCore) -> dict[int, float]:
+def time_rows(core: EngineCore, take_turn: Callable[[], None] = lambda: None) -> dict[int, float]:
     """Seconds of decoding steps by their rows, as many as can be timed. No block may be in use. The scheduler learns
-    them."""
+    them.
+
+    take_turn: called before each step, for the steps of other models.
+    """
     runner, config = core.runner, core.scheduler.config
     most = min(RECURRENT_ROWS, config.max_num_seqs) if runner.is_recurrent else config.max_num_batched_tokens
-    began, longest, seconds = core.clock(), 0.0, dict[int, float]()
+    spent, longest, seconds = 0.0, 0.0, dict[int, float]()
     with runner.uncounted():
         for rows in ROWS:
-            now = core.clock()
-            if rows <= most and now - began + longest <= TOTAL_SECONDS:
-                seconds[rows] = step_seconds(core, rows)
-                longest = max(longest, core.clock() - now)
+            if rows <= most and spent + longest <= TOTAL_SECONDS:
+                steps = step_times(core, rows, take_turn)
+                seconds[rows] = min(steps)
+                spent += sum(steps)
+                longest = max(longest, sum(steps))
     core.scheduler.learn_rows(seconds)
     times = ", ".join(f"{rows}: {1000 * seconds[rows]:.1f}" for rows in sorted(seconds))
     logger.info("milliseconds of a decoding step by its rows: %s", times)
     return seconds
 
 
-def step_seconds(core: EngineCore, rows: int) -> float:
-    """The rows share the first blocks: what they read does not matter."""
+def step_times(core: EngineCore, rows: int, take_turn: Callable[[], None]) -> list[float]:
+    """Seconds of STEPS steps. The rows share the first blocks: what they read does not matter."""
     runner, num_blocks = core.runner, core.scheduler.pool.num_blocks
     sequences = [Sequence(-1 - row, [0] * STEPS, 1) for row in range(rows)]
     blocks = np.arange(rows, dtype=np.int32).reshape(1, rows, 1) % num_blocks
@@ -53,7 +58,8 @@ def step_seconds(core: EngineCore, rows: int) -> float:
     for position in range(STEPS):
         batch = Batch(tuple(ScheduledSequence(each, position, 1, samples=True) for each in sequences))
         running = set(batch.sequence_ids) if position < STEPS - 1 else set()  # after the last step, no state is kept
+        take_turn()
         began = core.clock()
         runner.finish_step(runner.forward(batch, tables, None, running))
         times.append(core.clock() - began)
-    return min(times)
+    return times

@@ -58,6 +58,19 @@ def test_timing_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert device.now <= TOTAL_SECONDS + 0.1
 
 
+def test_other_models_take_a_turn_before_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their time is none of the steps'."""
+    device = Device(monkeypatch, tmp_path / "model", "llama", milliseconds=0.01)
+    turns = []
+
+    def take_turn() -> None:
+        turns.append(len(device.rows))
+        device.now += 1.0
+
+    assert time_rows(device.core, take_turn) == pytest.approx({rows: rows / 100_000 for rows in ROWS})
+    assert turns == [*range(len(device.rows))]
+
+
 @pytest.mark.parametrize("name", ["llama", "lfm2", "gemma3_text"])
 def test_requests_notice_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     expected = answers(Device(monkeypatch, tmp_path / "untimed", name).core)
