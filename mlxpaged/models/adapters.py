@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 CONFIG, WEIGHTS, WEIGHTS_OF_PEFT = "adapter_config.json", "adapters.safetensors", "adapter_model.safetensors"
 LEAVES = ("lora_a", "lora_b", "m")
 """Weights of an adapted layer. Only DoRA has the last one."""
+MAX_HEADER_BYTES = 2**20
+"""The header of the weights. An adapter for 7 modules of 126 layers has 1,764 tensors, of about 200 bytes each."""
 MAX_KEYS = 4096
 """Names of layers in a config. mlx-lm looks for each layer of the model in this list."""
 MAX_REASON = 300
@@ -106,7 +108,7 @@ def check_directory(path: Path) -> None:
     keys = config["lora_parameters"].get("keys") or ()
     if not isinstance(keys, Sequence) or len(keys) > MAX_KEYS:
         raise UnsupportedModelError(f"the keys in its {CONFIG} are not a list of at most {MAX_KEYS:,} names")
-    read_shapes(path / WEIGHTS)
+    read_shapes(path / WEIGHTS, MAX_HEADER_BYTES)
 
 
 def load_adapters(

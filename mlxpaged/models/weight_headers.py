@@ -114,14 +114,16 @@ def fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield name, value
 
 
-def read_shapes(path: Path) -> list[list[int]]:
-    """The shapes of the tensors of a safetensors file. Raises UnsupportedModelError if the file does not have what its
-    header says."""
+def read_shapes(path: Path, most_bytes: int = MAX_HEADER_BYTES) -> list[list[int]]:
+    """The shapes of the tensors of a safetensors file. most_bytes: of its header. Raises UnsupportedModelError if the
+    file does not have what its header says."""
     size = path.stat().st_size
     with path.open("rb") as file:
         num_bytes = int.from_bytes(file.read(8), "little")
-        if not 2 <= num_bytes <= min(MAX_HEADER_BYTES, size - 8):
+        if not 2 <= num_bytes <= size - 8:
             raise UnsupportedModelError(f"its {path.name} is not a safetensors file, or is cut short")
+        if num_bytes > most_bytes:
+            raise UnsupportedModelError(f"the header of its {path.name} has {num_bytes:,} bytes, above {most_bytes:,}")
         text = file.read(num_bytes)
     try:
         header = json.loads(text)
