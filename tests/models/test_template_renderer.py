@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,20 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_template_without_an_end_is_stopped(name: str) -> None:
     with pytest.raises(TemplateLimitError, match=r"^it takes more than 0\.05 seconds$"):
         render(ENDLESS[name], {})
+
+
+def test_a_rendering_that_is_not_watched_any_more_ends() -> None:
+    """As when the server is killed. The processor time is that of each request."""
+    command = [sys.executable, str(renderer.PROGRAM), "1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"\n"
+        for source in ("x", ENDLESS["one operation"]):
+            child.stdin.write(json.dumps({"source": source, "variables": {}}).encode() + b"\n")
+            child.stdin.flush()
+            assert child.stdout.readline() == (b'{"text": "x"}\n' if source == "x" else b"")
+        assert child.wait() == -signal.SIGXCPU
 
 
 @pytest.mark.parametrize("name", LARGE)

@@ -1,9 +1,10 @@
 """Renders chat templates: the program of a child process, which imports Jinja and nothing of this package.
 
-It first writes an empty line. Then each line of its input is a request, and the next line of its output the reply, both
-in JSON. `source` is a template. With `variables`, the reply has the rendered `text`; without, the `names` that the
-template looks up and does not set itself. An `error` has the message of whatever the template or Jinja raised, and a
-`limit` says which one the template exceeds.
+Its argument is the processor time of a request, in whole seconds, after which the system ends it: the process that
+watches it may have ended. It first writes an empty line. Then each line of its input is a request, and the next line of
+its output the reply, both in JSON. `source` is a template. With `variables`, the reply has the rendered `text`;
+without, the `names` that the template looks up and does not set itself. An `error` has the message of whatever the
+template or Jinja raised, and a `limit` says which one the template exceeds.
 
 The environment is that in which transformers renders chat templates: Jinja's sandbox, without the lines that hold tags
 alone, with `tojson`, `raise_exception`, `strftime_now`, loop controls, and tags around answers that change no text.
@@ -14,6 +15,8 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import math
+import resource
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -109,11 +112,18 @@ def answer(source: str, variables: dict[str, Any] | None = None) -> dict[str, An
     )
 
 
+def limit_time(seconds: int) -> None:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + seconds, hard))
+
+
 def main() -> None:
     output = sys.stdout.buffer
     output.write(b"\n")
     output.flush()
     for line in sys.stdin.buffer:
+        limit_time(int(sys.argv[1]))
         reply = json.dumps(answer(**json.loads(line)), ensure_ascii=False)
         output.write(reply.encode("utf-8", "surrogatepass") + b"\n")
         output.flush()

@@ -23,6 +23,8 @@ import psutil
 PROGRAM = Path(__file__).with_name("program.py")
 SECONDS = 5.0
 """Processor time of one rendering. One with 120 messages and 200,000 characters takes 10 ms."""
+LAST_SECONDS = 10
+"""Processor time after which the system ends a rendering that this process no longer watches."""
 MAX_MEMORY = 2**30
 """Bytes of a child. It begins with 20 MB; a conversation of a million tokens takes about 100 MB."""
 MAX_SOURCE = 2**18
@@ -49,7 +51,7 @@ class _Child:
     def __init__(self) -> None:
         """Raises OSError."""
         # In a session of its own, Ctrl-C does not reach it. It ends when its input does, so with this process.
-        command = [sys.executable, str(PROGRAM)]
+        command = [sys.executable, str(PROGRAM), str(LAST_SECONDS)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/", start_new_session=True
         )
