@@ -1,6 +1,7 @@
 """Joins operations of a loaded model, so that a step launches fewer of them. Nothing here knows an architecture.
 
 - The gate and up projections of a network are one product.
+- Experts are told their rows, for which MLX launches a kernel in each product (expert_rows.py).
 - The addition of a layer's residual and the norm after it are one kernel (joined_norms.py).
 
 Each join is tried on random rows beside the module as it was, and undone if other numbers come out.
@@ -17,6 +18,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlxpaged.cpu.joined_linear import Join, layers_by_name, make_joint
+from mlxpaged.models.expert_rows import ExpertsOfRows
 from mlxpaged.models.joined_norms import join_norms
 from mlxpaged.models.reference import is_rounding
 
@@ -33,6 +35,7 @@ ROWS = (1, 40)
 def join(model: Module) -> None:
     """Join what can be joined, in place. Call it before adapters are installed."""
     report("gate and up projections", *join_gate_and_up(model))
+    report("experts", *name_rows(model))
     report("additions and norms", *join_norms(model))
 
 
@@ -55,6 +58,24 @@ def join_gate_and_up(model: Module) -> tuple[int, list[str]]:
         del joint, layers, made, expected, got
         mx.clear_cache()  # else MLX keeps the memory of the separate weights, which fits no other array
     return joined, failed
+
+
+def name_rows(model: Module) -> tuple[int, list[str]]:
+    """Returns how many layers of experts are told their rows, and the paths of those whose trial failed or gave other
+    numbers."""
+    named, failed = 0, []
+    for path, layer in model.named_modules():
+        if type(layer) in (SwitchLinear, QuantizedSwitchLinear):
+            own, (x, indices) = type(layer), inputs_of(layer, 2)
+            inputs = mx.expand_dims(x, (-2, -3)), indices
+            expected = outputs_of(layer, inputs)
+            layer.__class__ = type(f"Rows{own.__name__}", (ExpertsOfRows, own), {})
+            if is_rounding(outputs_of(layer, inputs), expected) and getattr(layer, "global_scale", None) is None:
+                named += 1
+            else:
+                layer.__class__ = own
+                failed.append(path)
+    return named, failed
 
 
 def inputs_of(layer: Any, rows: int) -> tuple[mx.array, ...]:

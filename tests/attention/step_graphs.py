@@ -29,6 +29,7 @@ from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.qkv import QkvKind
 from mlxpaged.models import fused_attention, joins
 from mlxpaged.models.caches import ModelCaches
+from mlxpaged.models.expert_rows import rows_of
 from mlxpaged.models.fused_attention import FusedAttention, fuse_attention
 from mlxpaged.models.layer_finder import layer_specs
 from mlxpaged.models.layers import KV, LayerSpec, Recurrent
@@ -194,6 +195,8 @@ def join_unchecked(model: nn.Module) -> None:
     """What `joins.join` does to a model whose numbers are right, without computing its projections."""
     with mock.patch.object(mx, "eval"), mock.patch.object(joins, "is_rounding", return_value=True):
         joins.join_gate_and_up(model)
+        joins.name_rows(model)
+    rows_of.cache_clear()  # those of the trials were not computed
     joins.join_norms(model)
 
 

@@ -20,8 +20,8 @@ from mlxpaged.cpu.joined_linear import JoinedLinear, Joint
 from mlxpaged.engine.builder import load_core
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.models import loader
-from mlxpaged.models.joins import join, join_gate_and_up
+from mlxpaged.models import expert_rows, loader
+from mlxpaged.models.joins import join, join_gate_and_up, name_rows
 from mlxpaged.models.loader import load_model
 from tests.models.architectures import make_architecture
 from tests.support import every, run_requests
@@ -118,6 +118,35 @@ def test_one_product_serves_both(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(2):
         network(*rows_for(network, 2))
     assert calls == [network.joint_gate_up_proj, network.down_proj] * 2
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if "experts" in name])
+def test_experts_that_are_told_their_rows_give_the_same_numbers(name: str) -> None:
+    """Their rows are no operation of a step, up to the products that mlx-lm sorts."""
+    model = Model(KINDS[name])
+    network: Any = model.networks[0]
+    inputs = [rows_for(network, rows) for rows in (1, 3, 31, 32, 50)]
+    expected = [network(*each) for each in inputs]
+    assert name_rows(model) == (6, [])
+    assert all(mx.array_equal(network(*each), wanted) for each, wanted in zip(inputs, expected, strict=True))
+    assert [primitives(network, each).count("Arange") for each in inputs[:3]] == [0, 0, 0]
+    assert name_rows(model) == (0, []), "they are told already"
+
+
+def primitives(network: Any, inputs: list[mx.array]) -> list[str]:
+    """Of a traced call, from the second one on."""
+    network(*inputs)
+    found: list[str] = []
+    mx.export_function(lambda record: found.append(record.get("name", "")), network, *inputs)
+    return found
+
+
+def test_experts_with_other_numbers_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(experts)
+    kinds = [type(each) for each in model.modules()]
+    monkeypatch.setattr(expert_rows, "rows_of", lambda shape: mx.zeros(shape, mx.uint32))  # all read the first row
+    assert name_rows(model) == (0, [f"networks.{i}.{name}_proj" for i in (1, 0) for name in ("down", "up", "gate")])
+    assert [type(each) for each in model.modules()] == kinds
 
 
 class TwoInputs(FeedForward):
