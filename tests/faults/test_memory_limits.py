@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from mlxpaged.cpu import blas
 from mlxpaged.process_memory import CGROUP_MEMORY, MARGIN, PAGE_BYTES
 
 pytestmark = [
@@ -186,6 +187,8 @@ def test_a_limit_that_comes_while_streams_run_ends_or_completes_each(server: Lim
 
 @pytest.mark.parametrize("mebibytes", [450, 600, 750, 900])
 def test_a_start_without_enough_address_space_says_so(tmp_path: Path, mebibytes: int) -> None:
+    if mebibytes == 900 and blas.loaded is None:
+        pytest.skip("it is enough without the buffers of OpenBLAS")
     command = ["prlimit", f"--as={mebibytes * MIB}", sys.executable, "-m", "mlxpaged", "serve", "--port", "0"]
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=SECONDS, env=os.environ | {"HOME": str(tmp_path)}

@@ -7,11 +7,19 @@ import asyncio
 from tests.faults.fault import Context, fault, must, refused
 from tests.faults.streams import COMPLETIONS, completion
 from tests.faults.table import Outcome, judge
+from tests.faults.wire import Connection
 
 
 @fault("the unload of a model in use", 150)
 async def in_use(context: Context, i: int) -> Outcome:
-    return refused("", await context.request("POST", "/v1/models/tiny/unload", key="admin"), 409, code="model_busy")
+    """It runs at least this request, which is left then."""
+    connection = await Connection.open(context.server.address)
+    await connection.send(context.bytes_of(0, max_tokens=450))
+    received = await connection.read_until(b"data:")
+    must(b" 200 OK" in received, received)
+    unloaded = await context.request("POST", "/v1/models/tiny/unload", key="admin")
+    connection.close()
+    return refused("", unloaded, 409, code="model_busy")
 
 
 @fault("the unload of a model that is just asked", 30, parallel=1, seconds=60)
