@@ -11,7 +11,7 @@ TOOLS := $(VENV)/tools
 LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
 	--custom-compile-command 'make lock' $(ARGS)
 
-.PHONY: serve test test-kernels test-models test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install try-replicas test-page test-fuzz test-faults soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-scheduler bench-overload mac-report wheel train-demo families clean
+.PHONY: serve test test-kernels test-models test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-scheduler bench-overload mac-report wheel train-demo families clean
 
 serve: $(SERVE_STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -87,6 +87,13 @@ test-deploy: $(STAMP)
 # there. ARGS='--python python3.10' also tries another Python, ARGS=--whole runs all tests each time.
 test-install:
 	$(PYTHON) deploy/try_install.py $(ARGS)
+
+# All tests with the lowest versions that pyproject.toml allows. ARGS chooses tests.
+test-lowest: $(TOOLS)/.installed
+	$(TOOLS)/bin/uv pip compile --quiet --resolution lowest-direct --output-file $(VENV)/lowest.txt pyproject.toml
+	$(TOOLS)/bin/uv venv --quiet --clear --python $(BIN)/python $(VENV)/lowest
+	$(TOOLS)/bin/uv pip install --quiet --python $(VENV)/lowest/bin/python -r $(VENV)/lowest.txt -e '.[dev]'
+	$(VENV)/lowest/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 # Two replicas and a router on loopback. ARGS='--router litellm --program PATH' takes LiteLLM's proxy.
 try-replicas: $(STAMP)

@@ -75,6 +75,14 @@ class Connection(h11.Connection):
         return event
 
 
+REPLACED = (
+    *("connection_made", "data_received", "connection_lost", "pause_writing", "resume_writing"),
+    *("timeout_keep_alive_handler", "send_400_response"),
+)
+assert all(callable(getattr(H11Protocol, name, None)) for name in REPLACED)
+"""uvicorn has no settings for what these methods do."""
+
+
 class HttpProtocol(H11Protocol):
     """Uses h11 even if another parser is installed: h11 limits the size of a request's head."""
 

@@ -36,5 +36,6 @@ def select_readable(
 
 
 if __name__ == "__main__":
+    assert vars(launch)["select"] is select
     vars(launch)["select"] = select_readable
     launch.main()
