@@ -30,7 +30,7 @@ import mlx.core as mx
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.models.states import StateRow
+from mlxpaged.step import Row
 
 MIB = 2**20
 
@@ -227,7 +227,7 @@ def command_buffers(served: ServedModel, block_size: int) -> int:
     records: list[dict[str, Any]] = []
 
     def step(tokens: mx.array) -> mx.array:
-        row = StateRow(sequence_id=0, start=0, num_tokens=1)
+        row = Row(sequence_id=0, start=0, token_ids=[0])
         return mx.argmax(caches.run(served.model, tokens, [meta], [row], {0}), axis=-1)
 
     mx.export_function(records.append, step, mx.zeros((1,), mx.int32))

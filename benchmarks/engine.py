@@ -111,7 +111,6 @@ class Profile(ExitStack):
         for owner, name, part in (
             (core.scheduler, "schedule", "scheduler"),
             (core.scheduler, "update", "scheduler"),
-            (core.scheduler, "get_block_tables", "scheduler"),
             (HostStep, "build", "metadata"),
             (HostStep, "grown", "metadata"),
             (core.runner, "forward", "making the graph"),

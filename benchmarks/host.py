@@ -293,7 +293,6 @@ class Ours(ExitStack):
             (InFlightStep, "read", read),
             (InFlightStep, "tokens", property(lambda step: SampledTokens(self._sampled, step.sampled_ids))),
             (core.scheduler, "schedule", self._timed(core.scheduler.schedule, "schedule")),
-            (core.scheduler, "get_block_tables", self._timed(core.scheduler.get_block_tables, "schedule")),
             (HostStep, "grown", self._timed(HostStep.grown, "metadata and plan")),
             (HostStep, "build", self._timed(HostStep.build, "metadata and plan")),
             (HostStep, "upload", self._timed(HostStep.upload, "metadata and plan")),
@@ -356,7 +355,7 @@ class Ours(ExitStack):
 
 
 def read(step: InFlightStep) -> StepResult:
-    return StepResult({sequence_id: SampledToken(5) for sequence_id in step.sampled_ids}, set())
+    return StepResult({sequence_id: [SampledToken(5)] for sequence_id in step.sampled_ids}, set())
 
 
 def first_deciles(measured: list[dict[str, float]]) -> dict[str, float]:

@@ -110,8 +110,8 @@ class Simulation:
         seconds = self.device.seconds(contexts, chunks)
         self.now += seconds
         self.scheduler.observe(batch, seconds)
-        sampled = [row.sequence for row in batch.rows if row.samples]
-        self.scheduler.update(batch, {sequence.sequence_id: 1 for sequence in sampled})
+        sampled = [self.scheduler.sequences[row.sequence_id] for row in batch.rows if row.samples]
+        self.scheduler.update(batch, {sequence.sequence_id: [1] for sequence in sampled})
         for sequence in sampled:
             if (reason := sequence.finish_reason_after(1)) is not None:
                 self.scheduler.finish(sequence.sequence_id, reason)

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
-from mlxpaged.scheduler.batch import Batch
 from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.scheduler import Scheduler
 from mlxpaged.scheduler.sequence import FinishReason, Priority, Sequence
+from mlxpaged.step import Step
 
 
 class Clock:
@@ -59,10 +59,10 @@ def prompt(number: int, length: int, shared: int = 0) -> list[int]:
     return [*range(shared), *range(10**9 + number * 10**6, 10**9 + number * 10**6 + length - shared)]
 
 
-def commit(scheduler: Scheduler, batch: Batch) -> list[Sequence]:
+def commit(scheduler: Scheduler, batch: Step) -> list[Sequence]:
     """Every sampling row gets a token; answers of full length end. Returns the sequences that got one."""
-    sampled = [row.sequence for row in batch.rows if row.samples]
-    scheduler.update(batch, {sequence.sequence_id: 1 for sequence in sampled})
+    sampled = [scheduler.sequences[row.sequence_id] for row in batch.rows if row.samples]
+    scheduler.update(batch, {sequence.sequence_id: [1] for sequence in sampled})
     for sequence in sampled:
         reason = sequence.finish_reason_after(1)
         if reason is not None:

@@ -148,7 +148,8 @@ def follow(server: RunningServer, script: Mapping[str, str] | Callable[[str], st
         logits = np.zeros((num_logits, served.vocab_size), dtype=np.float32)
         logits[:, ends] = 4.0
         for i, row in enumerate(rows):
-            tokens, position = answer_to(row.sequence), row.context_len - row.sequence.num_prompt_tokens
+            sequence = server.core.scheduler.sequences[row.sequence_id]
+            tokens, position = answer_to(sequence), row.context_len - sequence.num_prompt_tokens
             logits[i, tokens[min(position, len(tokens) - 1)]] = 100.0
         return mx.array(logits)
 

@@ -41,7 +41,7 @@ from mlxpaged.engine.worker import Worker
 from mlxpaged.models.loader import DEMO_PATH
 from mlxpaged.registry.model import Model
 from mlxpaged.registry.registry import Registry
-from mlxpaged.scheduler.batch import BlockMoves
+from mlxpaged.step import BlockMoves
 
 Result = TypeVar("Result")
 

@@ -15,8 +15,8 @@ from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.progress import Report
 from mlxpaged.engine.rank_messages import MessageReader
 from mlxpaged.engine.ranks import Ranks
-from mlxpaged.engine.step_input import StepInput
 from mlxpaged.engine.wired_memory import wire_memory
+from mlxpaged.step import Step
 
 CALLS = {"move_blocks", "copy_blocks", "resize_pool", "clear_cache", "wire_memory", "free_memory"}
 """The calls that a message can ask for, beside that for a step."""
@@ -47,8 +47,8 @@ class Follower:
             self._runner.finish_step(self._in_flight)
             self._in_flight = None
 
-    def _run(self, step: StepInput) -> None:
-        logits = self._runner.run(step)
+    def _run(self, step: Step, sampled_ids: list[int], running: list[int]) -> None:
+        logits = self._runner.run(step, sampled_ids, running)
         self._runner.start_step(logits)
         self.finish()
         self._in_flight = logits

@@ -1,4 +1,4 @@
-"""Runs one batch through the model: uploads its metadata, and makes logits for each row that samples."""
+"""Runs one step through the model: uploads its metadata, and makes the logits that its rows want."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from mlxpaged.attention.kv_cache import resolve_backend
 from mlxpaged.attention.layout import AttentionShape
@@ -23,15 +22,14 @@ from mlxpaged.engine.rank_messages import MessageWriter
 from mlxpaged.engine.ranks import RankLostError, Ranks, least
 from mlxpaged.engine.row_tiles import largest_tile, row_tiles
 from mlxpaged.engine.step_graphs import TRACE_AT, StepGraphs
-from mlxpaged.engine.step_input import SampledTokens, StepInput
+from mlxpaged.engine.step_input import SampledTokens, block_tables, decoding_step, token_vectors
 from mlxpaged.engine.swap_space import PIECE_BYTES, SwapSpace
 from mlxpaged.engine.wired_memory import wire_memory
 from mlxpaged.models.cache_groups import CacheLayout
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.device_memory import unused_memory
 from mlxpaged.models.loader import ServedModel
-from mlxpaged.scheduler.batch import Batch, BlockMoves, ScheduledSequence
-from mlxpaged.scheduler.sequence import PENDING, Sequence
+from mlxpaged.step import PENDING, BlockMoves, Step
 
 logger = logging.getLogger(__name__)
 
@@ -145,17 +143,15 @@ class ModelRunner:
 
     def forward(
         self,
-        batch: Batch,
-        block_tables: IntArray,
+        step: Step,
         sampled: SampledTokens | None = None,
         running: Collection[int] = (),
     ) -> mx.array:
-        """Return logits [R + P, V], not yet evaluated: of the R rows that sample, or if none does, of the last token,
-        and then of the P prompt tokens whose logits are wanted, both in the order of the batch.
+        """Return logits [R + P, V], not yet evaluated: of the R tokens that are sampled from, or if there are none, of
+        the last token, and then of the P others whose logits are wanted, both in the order of the step.
 
-        Writes the keys and values of the batch's tokens into their blocks. block_tables[G, n, b]: of the batch's n rows
-        for each cache group, padded as in AttentionMetadata. sampled: tokens of the step in flight, which replace the
-        batch's pending tokens. running: ids of all running sequences; recurrent states of others are dropped. Token
+        Writes the keys and values of the step's tokens into their blocks. sampled: tokens of the step in flight, which
+        replace the pending ones. running: ids of all running sequences; recurrent states of others are dropped. Token
         ids, metadata and the plan of the Metal backend go to the device in one upload. If it raises, no recurrent state
         has changed.
 
@@ -165,55 +161,58 @@ class ModelRunner:
         if threading.get_ident() != self.thread_id:
             raise RuntimeError("the model runs on the engine thread only")
         if self.tile_size is not None:
-            return self._forward_tiles(batch, block_tables, sampled)
-        step = StepInput.of(batch, block_tables, sampled, self.is_recurrent, running)
-        tokens = None if sampled is None else sampled.tokens
+            return self._forward_tiles(step, sampled)
+        tokens, ids = (None, ()) if sampled is None else sampled
         if self._broadcast is None:
-            return self.run(step, tokens)
-        self._tell("run", step)
+            return self.run(step, ids, running, tokens)
+        self._tell("run", step, list(ids), sorted(running))
         try:
-            logits = self.run(step, tokens)
+            logits = self.run(step, ids, running, tokens)
             self.start_step(logits)  # the same arrays as on the other ranks, so that MLX orders collectives alike
         except Exception as error:
             cause = error if isinstance(error, DeviceError) else f"{type(error).__name__}: {error}"
             raise RankLostError(f"a step of several ranks failed: {cause}") from error
         return logits
 
-    def _forward_tiles(self, batch: Batch, block_tables: IntArray, sampled: SampledTokens | None) -> mx.array:
+    def _forward_tiles(self, step: Step, sampled: SampledTokens | None) -> mx.array:
         of_sampled: list[mx.array] = []
         of_prompts: list[mx.array] = []
         assert self.tile_size is not None
-        for i, tile in enumerate(row_tiles(batch, self.tile_size)):
+        for i, tile in enumerate(row_tiles(step, self.tile_size)):
             if i > 0 and not self.overlaps:
                 # A write of MLX's own operations would copy a pool that an unfinished tile still reads.
                 self.finish_step(*of_sampled, *of_prompts)
-            logits = self._forward_tile(tile.batch, block_tables[:, tile.owners], sampled, tile.num_repeats)
-            num_sampled = sum(row.samples for row in tile.batch.rows)
+            logits = self._forward_tile(tile.step, sampled, tile.num_repeats)
+            num_sampled = sum(row.num_sampled for row in tile.step.rows)
             if num_sampled:
                 of_sampled.append(logits[:num_sampled])
-            if any(row.prompt_logprobs for row in tile.batch.rows):
+            if any(row.prompt_logprobs for row in tile.step.rows):
                 of_prompts.append(logits[max(1, num_sampled) :])
         return mx.concatenate([*(of_sampled or [logits[:1]]), *of_prompts])
 
-    def _forward_tile(
-        self, batch: Batch, block_tables: IntArray, sampled: SampledTokens | None = None, num_repeats: int = 0
-    ) -> mx.array:
-        step = StepInput.of(batch, block_tables, sampled)
-        return self.run(step, None if sampled is None else sampled.tokens, num_repeats)
+    def _forward_tile(self, step: Step, sampled: SampledTokens | None = None, num_repeats: int = 0) -> mx.array:
+        tokens, ids = (None, ()) if sampled is None else sampled
+        return self.run(step, ids, (), tokens, num_repeats)
 
-    def run(self, step: StepInput, sampled: mx.array | None = None, num_repeats: int | None = None) -> mx.array:
-        """Does what `forward` does, on this rank. sampled: tokens of the step in flight; rank 0's count on all ranks.
-        num_repeats: as in HostMetadata."""
-        more = [step.token_ids, step.wanted]
+    def run(
+        self,
+        step: Step,
+        sampled_ids: ListOf[int] = (),
+        running: Collection[int] = (),
+        sampled: mx.array | None = None,
+        num_repeats: int | None = None,
+    ) -> mx.array:
+        """Does what `forward` does, on this rank. sampled: tokens of the step in flight, which are those of rank 0 on
+        all ranks. sampled_ids: their sequences. num_repeats: as in HostMetadata."""
+        more = token_vectors(step, sampled_ids)
         in_flight = None
-        if step.pending is not None:
-            in_flight = sampled if self.ranks is None else self.ranks.tokens(sampled, step.num_sampled)
-            more.append(step.pending)
-        index = self._adapters.begin(step.adapters, step.query_lens)
+        if len(more) > 2:
+            in_flight = sampled if self.ranks is None else self.ranks.tokens(sampled, len(sampled_ids))
+        index = self._adapters.begin([row.adapter for row in step.rows], step.query_lens)
         if index is not None:
             more.append(index)
         caches = self._caches
-        caches.begin(step.states)
+        caches.begin(step.rows)
         try:
             host = self._host_step(step, more, num_repeats)
             vector = host.upload()
@@ -222,16 +221,17 @@ class ModelRunner:
                 logits = self._logits(host, vector, in_flight)
             else:
                 logits = self._graphs.run(host, vector, in_flight, self._adapters.active)
-            caches.commit(step.running)
+            caches.commit(running)
         finally:
             caches.end()
             self._adapters.end()
         self.model_calls += 1
         return logits
 
-    def _host_step(self, step: StepInput, more: ListOf[IntArray], num_repeats: int | None) -> HostStep:
+    def _host_step(self, step: Step, more: ListOf[IntArray], num_repeats: int | None) -> HostStep:
         """What the step uploads: the last step's with changes, while the same sequences decode."""
-        lengths = step.query_lens, step.context_lens, step.block_tables
+        context_lens = [row.start + len(row.token_ids) for row in step.rows]
+        lengths = step.query_lens, context_lens, block_tables(step)
         layers = self._caches.views, self._caches.planners
         last, grown = self._last_step, None
         if last is not None and num_repeats is None:
@@ -301,12 +301,10 @@ class ModelRunner:
 
     def _decode(self, count: int, positions: range) -> mx.array:
         """The logits of the last of these positions, of so many sequences, each with a block of its own."""
-        tables = np.repeat(np.arange(count, dtype=np.int32).reshape(1, count, 1), self._num_groups, axis=0)
-        sequences = [Sequence(i, [PENDING] * positions.stop, 1) for i in range(count)]
         for position in positions:
-            batch = Batch(tuple(ScheduledSequence(each, position, 1, samples=True) for each in sequences))
+            step = decoding_step(range(count), position, PENDING, count, self._num_groups)
             sampled = SampledTokens(mx.arange(position, position + count, dtype=mx.int32), range(count))
-            logits = self.forward(batch, tables, sampled, range(count))
+            logits = self.forward(step, sampled, range(count))
             self.finish_step(logits)
         return logits
 

@@ -6,12 +6,14 @@ them is reserved at the start.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as ListOf
+
 import mlx.core as mx
 import numpy as np
 
 from mlxpaged.engine.logprobs import PromptRows
 from mlxpaged.engine.sampler import most_likely
-from mlxpaged.scheduler.batch import Batch
+from mlxpaged.step import Row
 
 MAX_BYTES = 256 * 2**20
 """Most bytes that the logits of prompt tokens take in a step, with all arrays that are computed from them."""
@@ -37,13 +39,12 @@ def prompt_logits_bytes(vocab_size: int, max_num_batched_tokens: int) -> int:
 class StepLogprobs:
     """The log-probabilities of all prompt tokens of a step, on the device until `read`.
 
-    logits[n, V]: those that predict the batch's prompt tokens, in its order. top: how many of the most likely tokens to
-    report for each.
+    rows: those with such tokens. tokens[n]: these. logits[n, V]: those that predict them. top: how many of the most
+    likely tokens to report for each.
     """
 
-    def __init__(self, batch: Batch, logits: mx.array, top: int) -> None:
-        self._rows = [row for row in batch.rows if row.prompt_logprobs]
-        tokens = [row.sequence.token_ids[i] for row in self._rows for i in row.prompt_logprobs]
+    def __init__(self, rows: ListOf[Row], tokens: list[int], logits: mx.array, top: int) -> None:
+        self._rows = rows
         scores = logits.astype(mx.float32)
         own = mx.take_along_axis(scores, mx.array(tokens)[:, None], axis=-1)
         total = mx.logsumexp(scores, axis=-1, keepdims=True)
@@ -60,6 +61,6 @@ class StepLogprobs:
         for row in self._rows:
             at = slice(start, start + len(row.prompt_logprobs))
             rows = PromptRows(bool(np.isfinite(totals[at]).all()), *(table[at] for table in tables))
-            found[row.sequence.sequence_id] = (row.prompt_logprobs, rows)
+            found[row.sequence_id] = (row.prompt_logprobs, rows)
             start = at.stop
         return found

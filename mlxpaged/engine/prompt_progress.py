@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from mlxpaged.engine.request import Request
-from mlxpaged.scheduler.batch import ScheduledSequence
-from mlxpaged.scheduler.sequence import AGING_RATE
+from mlxpaged.scheduler.sequence import AGING_RATE, Sequence
+from mlxpaged.step import Row
 
 Place = tuple[float, int]
 
@@ -24,16 +25,14 @@ class PromptChunk(NamedTuple):
     cached_tokens: int
 
 
-def prompt_chunks(rows: ListOf[ScheduledSequence]) -> tuple[PromptChunk, ...]:
-    """Returns what a step has computed of the prompts that are not complete after it."""
+def prompt_chunks(rows: ListOf[Row], sequences: Mapping[int, Sequence]) -> tuple[PromptChunk, ...]:
+    """Returns what a step has computed of the prompts that are not complete after it. sequences: by id, those that have
+    not ended."""
+    running = ((row, sequences[row.sequence_id]) for row in rows if not row.samples and row.sequence_id in sequences)
     return tuple(
-        PromptChunk(
-            row.sequence.request_id,
-            min(row.context_len, row.sequence.num_prompt_tokens),
-            row.sequence.num_cached_tokens,
-        )
-        for row in rows
-        if not row.samples and not row.ends_sequence
+        PromptChunk(each.request_id, min(row.context_len, each.num_prompt_tokens), each.num_cached_tokens)
+        for row, each in running
+        if not each.ends_after(row)
     )
 
 

@@ -14,9 +14,8 @@ import numpy as np
 
 from mlxpaged.attention.metadata import IntArray
 from mlxpaged.cache.table_rows import UNUSED
-from mlxpaged.engine.step_input import StepInput
-from mlxpaged.models.states import StateRow
-from mlxpaged.scheduler.batch import BlockMoves
+from mlxpaged.engine.step_input import block_tables
+from mlxpaged.step import BlockMoves, Row, Step
 
 
 class LastTables:
@@ -49,27 +48,22 @@ class MessageWriter:
         self._last = LastTables()
 
     def write(self, call: str, *arguments: Any) -> bytes:
-        """arguments: integers, BlockMoves, a StepInput, or a mapping of integers."""
+        """arguments: integers, BlockMoves, a Step without moves, or a mapping or list of integers."""
         return json.dumps([call, *map(self._plain, arguments)], separators=(",", ":")).encode()
 
     def _plain(self, argument: Any) -> Any:
-        if isinstance(argument, StepInput):
+        if isinstance(argument, Step):
             return self._plain_step(argument)
         if isinstance(argument, BlockMoves):
             return [*map(list, vars(argument).values())]
         return list(argument.items()) if isinstance(argument, Mapping) else argument
 
-    def _plain_step(self, step: StepInput) -> list[Any]:
-        ids, tables = step.sequence_ids, step.block_tables
+    def _plain_step(self, step: Step) -> list[Any]:
+        ids, tables = step.sequence_ids, block_tables(step)
         changed = np.flatnonzero(tables != self._last.expected(ids, tables.shape))
         self._last.keep(ids, tables)
-        arrays = (step.token_ids, changed, tables.reshape(-1)[changed], step.wanted)
-        pending = None if step.pending is None else step.pending.tolist()
-        lengths = [step.query_lens, step.context_lens, tables.shape]
-        return [
-            *(ids, *lengths, *(array.tolist() for array in arrays)),
-            *(pending, step.num_sampled, list(step.states), sorted(step.running)),
-        ]
+        rows = [[*row[:3], row.logits.start, row.logits.stop, *row[4:8]] for row in step.rows]
+        return [rows, tables.shape, changed.tolist(), tables.reshape(-1)[changed].tolist()]
 
 
 class MessageReader:
@@ -82,35 +76,22 @@ class MessageReader:
         """The call and its arguments. Raises ValueError or TypeError for anything that MessageWriter does not write."""
         call, *arguments = json.loads(message)
         if call == "run":
-            return call, [self._step(*arguments[0])]
+            step, *others = arguments
+            return call, [self._step(*step), *others]
         if call == "move_blocks":
             return call, [BlockMoves(*arguments[0])]
         return call, [dict(each) if isinstance(each, list) else each for each in arguments]
 
-    def _step(
-        self,
-        ids: list[int],
-        query_lens: list[int],
-        context_lens: list[int],
-        shape: list[int],
-        token_ids: list[int],
-        changed: list[int],
-        blocks: list[int],
-        wanted: list[int],
-        pending: list[int] | None,
-        num_sampled: int,
-        states: list[list[Any]],
-        running: list[int],
-    ) -> StepInput:
+    def _step(self, rows: list[list[Any]], shape: list[int], changed: list[int], blocks: list[int]) -> Step:
+        ids = [row[0] for row in rows]
         tables = self._last.expected(ids, shape)
         tables.reshape(-1)[changed] = blocks
         self._last.keep(ids, tables)
-        token_array, wanted_array = (np.asarray(each, np.int32) for each in (token_ids, wanted))
-        return StepInput(
-            *(ids, query_lens, context_lens, token_array, tables, wanted_array),
-            None if pending is None else np.asarray(pending, np.int32),
-            num_sampled,
-            [None] * len(ids),
-            [StateRow(*row) for row in states],
-            set(running),
-        )
+        return Step([row_of(row, table) for row, table in zip(rows, tables.swapaxes(0, 1), strict=True)])
+
+
+def row_of(entries: list[Any], tables: IntArray) -> Row:
+    """The row that MessageWriter has written as these entries."""
+    sequence_id, start, token_ids, first, last, num_sampled, restore, checkpoints, adapter = entries
+    logits = range(first, last)
+    return Row(sequence_id, start, token_ids, logits, num_sampled, restore, checkpoints, adapter, tables=tables)

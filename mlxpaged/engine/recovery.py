@@ -13,9 +13,9 @@ from mlxpaged.engine.request_table import RequestTable
 from mlxpaged.engine.sampler import Sampler
 from mlxpaged.engine.step import HostError
 from mlxpaged.process_memory import is_out_of_memory
-from mlxpaged.scheduler.batch import Batch, ScheduledSequence
 from mlxpaged.scheduler.scheduler import Scheduler
-from mlxpaged.scheduler.sequence import FinishReason, Sequence, SequenceStatus
+from mlxpaged.scheduler.sequence import FinishReason, Sequence, label
+from mlxpaged.step import Row, Step
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ between."""
 
 
 class Recovery:
-    """run: runs a batch to its end, while no step is in flight; it may raise HostError and DeviceError."""
+    """run: runs a step to its end, while no other step is in flight; it may raise HostError and DeviceError."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Recovery:
         headroom: Headroom,
         resizer: PoolResizer,
         requests: RequestTable,
-        run: Callable[[Batch], None],
+        run: Callable[[Step], None],
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -45,115 +45,125 @@ class Recovery:
         self._requests = requests
         self._run = run
 
-    def run_rows(self, rows: ListOf[ScheduledSequence], before: HostError | None = None) -> None:
+    def run_rows(self, rows: ListOf[Row], before: HostError | None = None) -> None:
         """Run those rows to their end whose sequences still run. before: the failure of the step that they repeat."""
         running = self._running_rows(rows)
         if running:
             try:
-                self._run(Batch(running))
+                self._run(Step(running))
             except HostError as error:
                 self.recover(running, error, before)
 
-    def recover(self, rows: ListOf[ScheduledSequence], error: HostError, before: HostError | None = None) -> None:
+    def recover(self, rows: ListOf[Row], error: HostError, before: HostError | None = None) -> None:
         """Recover from a step of these rows that the host could not run. If memory was short, a request that fails
         alone is recomputed in smaller steps before it is ended. before: as for `run_rows`."""
         is_short = is_out_of_memory(error)
         if is_short:
-            self.run_short(Batch(tuple(rows)))
+            self.run_short(Step(rows))
         log_failure(rows, error, before)
         if self._runner.is_recurrent or (is_short and len(rows) == 1):
             self._recompute(rows, error)
         else:
             self._isolate(rows, error)
 
-    def run_short(self, batch: Batch) -> None:
-        """An allocation failed in this batch: give back memory, run smaller steps, and admit no further request until
+    def run_short(self, step: Step) -> None:
+        """An allocation failed in this step: give back memory, run smaller steps, and admit no further request until
         one succeeds."""
-        self._headroom.note_failure(batch.num_tokens)
+        self._headroom.note_failure(step.num_tokens)
         self._resizer.run_short()
         self._scheduler.admits = False
 
-    def rebuild_pools(self, batches: ListOf[Batch], error: DeviceError) -> None:
+    def rebuild_pools(self, steps: ListOf[Step], error: DeviceError) -> None:
         """Replace the KV pools after a device error, and recompute the running sequences from their known tokens.
 
         MLX reports a failed command buffer late and at another call (mlx PR 3523), so the failure cannot be attributed
-        to a row. batches: those in flight, the oldest first; none if it failed between two steps. The sequences of the
+        to a row. steps: those in flight, the oldest first; none if it failed between two steps. The sequences of the
         oldest one are admitted again one at a time, each after the previous one has sampled a token. If the device
         fails again, the sequence that runs then is ended.
         """
         logger.error("a step failed on the device; KV pools are rebuilt, running sequences are recomputed: %s", error)
         if is_out_of_memory(error):
-            self.run_short(Batch(tuple(row for batch in batches for row in batch.rows)))
+            self.run_short(Step([row for step in steps for row in step.rows]))
         self._runner.rebuild_pools()
         self._runner.wire_memory()
         self._sampler.reset()
         self._scheduler.reset_cache()
-        for batch in batches:
-            self._scheduler.undo_moves(batch)
-            self._scheduler.update(batch, {})  # no token of it will be read
+        for step in steps:
+            self._scheduler.undo_moves(step)
+            self._scheduler.update(step, {})  # no token of it will be read
         message = f"the step failed on the device {MAX_STEP_FAILURES} times: {error}"
-        self._blame([row.sequence for batch in batches[:1] for row in batch.rows], message, error)
+        self._blame([row for step in steps[:1] for row in step.rows], message, error)
 
-    def _isolate(self, rows: ListOf[ScheduledSequence], error: HostError) -> None:
+    def _isolate(self, rows: ListOf[Row], error: HostError) -> None:
         """Repeat a failed step in halves until the request that makes it fail is alone, and end that request.
 
         Writing the same keys and values twice changes nothing, so the other requests lose only time.
         """
         for row in rows:
-            self._sampler.forget(row.sequence.sequence_id)  # the token counts may contain a token of the failed step
+            self._sampler.forget(row.sequence_id)  # the token counts may contain a token of the failed step
         if len(rows) > 1:
             half = len(rows) // 2
             self.run_rows(rows[:half], error)
             self.run_rows(rows[half:], error)
         else:
             for row in self._running_rows(rows):
-                self._requests.fail(row.sequence, failure_of(error))
+                self._requests.fail(self._scheduler.sequences[row.sequence_id], failure_of(error))
 
-    def _recompute(self, rows: ListOf[ScheduledSequence], error: HostError) -> None:
+    def _recompute(self, rows: ListOf[Row], error: HostError) -> None:
         """Recompute the sequences of a failed step one at a time, because the step may have changed their recurrent
         states: it cannot be repeated. A sequence whose step fails again is ended."""
         self._clear_cache_of_ended(rows)
         for row in rows:
-            self._sampler.forget(row.sequence.sequence_id)
-            self._scheduler.recompute(row.sequence)
-        self._scheduler.update(Batch(tuple(rows)), {})
-        self._blame([row.sequence for row in rows], failure_of(error), error)
+            self._sampler.forget(row.sequence_id)
+        for sequence in self._unfinished(rows):
+            self._scheduler.recompute(sequence)
+        self._scheduler.update(Step(rows), {})
+        self._blame(rows, failure_of(error), error)
 
-    def _blame(self, sequences: ListOf[Sequence], message: str, error: Exception) -> None:
+    def _blame(self, rows: ListOf[Row], message: str, error: Exception) -> None:
         """Count a failure of a step for its sequences. Those that have failed before end with an error; the others are
         admitted again one at a time."""
-        for sequence in sequences:
+        for sequence in self._unfinished(rows):
             sequence.num_step_failures += 1
-            if sequence.num_step_failures >= MAX_STEP_FAILURES and sequence.finish_reason is None:
+            if sequence.num_step_failures >= MAX_STEP_FAILURES:
                 reason = FinishReason.MEMORY if is_out_of_memory(error) else FinishReason.ERROR
                 self._requests.fail(sequence, message, reason)
 
-    def _running_rows(self, rows: ListOf[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
-        """The rows whose sequences still run. Preempted sequences lose their pending tokens here."""
+    def _running_rows(self, rows: ListOf[Row]) -> list[Row]:
+        """The rows whose sequences still run, with the tokens that are known now. The others lose their pending tokens
+        here."""
         self._clear_cache_of_ended(rows)
-        running = tuple(row for row in rows if row.sequence.status is SequenceStatus.RUNNING)
-        self._scheduler.update(Batch(tuple(row for row in rows if row not in running)), {})
-        return running
+        running = self._scheduler.running_rows(rows)
+        sequence_ids = {row.sequence_id for row in running}
+        self._scheduler.update(Step([row for row in rows if row.sequence_id not in sequence_ids]), {})
+        sequences = self._scheduler.sequences
+        return [
+            row._replace(token_ids=sequences[row.sequence_id].token_ids[row.start : row.context_len]) for row in running
+        ]
 
-    def _clear_cache_of_ended(self, rows: ListOf[ScheduledSequence]) -> None:
+    def _unfinished(self, rows: ListOf[Row]) -> list[Sequence]:
+        found = (self._scheduler.sequences.get(row.sequence_id) for row in rows)
+        return [sequence for sequence in found if sequence is not None]
+
+    def _clear_cache_of_ended(self, rows: ListOf[Row]) -> None:
         """Empty the prefix cache if a sequence of a failed step has ended: the last token of its answer may have
         published a block that is not computed."""
-        if any(row.sequence.status is SequenceStatus.FINISHED for row in rows):
+        if len(self._unfinished(rows)) < len(rows):
             self._scheduler.clear_cache()
 
 
-def failure_of(error: HostError) -> str:
-    """What the clients are told."""
-    return f"the step failed: {type(error.__cause__).__name__}: {error.__cause__}"
-
-
-def log_failure(rows: ListOf[ScheduledSequence], error: HostError, before: HostError | None) -> None:
+def log_failure(rows: ListOf[Row], error: HostError, before: HostError | None) -> None:
     """The stack says nothing of why an allocation failed, and nothing new if the repeated step fails as before: a
     request that fails in a step of 128 would have its stack in the log eight times."""
     cause = error.__cause__
-    labels = ", ".join(row.sequence.label for row in rows)
+    labels = ", ".join(label(row.sequence_id, row.request_id) for row in rows)
     is_known = before is not None and repr(before.__cause__) == repr(cause)
     if is_known or is_out_of_memory(error):
         logger.error("a step of %s failed: %s: %s", labels, type(cause).__name__, cause)
     else:
         logger.error("a step of %s failed", labels, exc_info=cause)
+
+
+def failure_of(error: HostError) -> str:
+    """What the clients are told."""
+    return f"the step failed: {type(error.__cause__).__name__}: {error.__cause__}"

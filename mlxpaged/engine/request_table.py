@@ -156,11 +156,12 @@ class RequestTable:
         self.outputs.append(self._last_output(self.by_sequence[sequence.sequence_id], message))
         return preempted
 
-    def advance(self, tokens: Mapping[int, SampledToken]) -> None:
+    def advance(self, tokens: Mapping[int, ListOf[SampledToken]]) -> None:
         """Make the outputs of sampled tokens, by sequence id, of the requests that have not ended."""
-        for sequence_id, token in tokens.items():
-            if sequence_id in self.by_sequence:
-                self.outputs.append(self._output_of(self.by_sequence[sequence_id], token))
+        for sequence_id, sampled in tokens.items():
+            for token in sampled:
+                if (running := self.by_sequence.get(sequence_id)) is not None:
+                    self.outputs.append(self._output_of(running, token))
 
     def _output_of(self, running: RunningRequest, sampled: SampledToken) -> RequestOutput:
         """The output for a sampled token. If its text cannot be made, or its constraint cannot be enforced any further,

@@ -14,9 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlxpaged.attention.metadata import IntArray
-from mlxpaged.scheduler.batch import Batch, ScheduledSequence
-from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.step import Row, Step
 
 logger = logging.getLogger(__name__)
 
@@ -26,37 +24,26 @@ tile, and a prompt reads all weights once for each tile. OpenBLAS computes up to
 another order. MLX's kernels for quantized weights read the weights once for 8 rows (quantized.cpp of its Metal
 backend)."""
 
-Forward = Callable[[Batch, IntArray], mx.array]
+Forward = Callable[[Step], mx.array]
 """The logits of a tile's rows, all of which sample."""
 
 
 class RowTile(NamedTuple):
-    """batch: rows of one token each. owners: for each row, the index of its row in the step. num_repeats: how many rows
-    at the end repeat the one before them. They fill the tile, and their logits are not read."""
+    """step: rows of one token each. num_repeats: how many rows at the end repeat the one before them. They fill the
+    tile, and their logits are not read."""
 
-    batch: Batch
-    owners: list[int]
+    step: Step
     num_repeats: int
 
 
-def row_tiles(batch: Batch, size: int) -> Iterator[RowTile]:
+def row_tiles(step: Step, size: int) -> Iterator[RowTile]:
     """The tiles of a step, in the order of its tokens. A token attends to those of earlier tiles and of its own one."""
-    rows: list[ScheduledSequence] = []
-    owners: list[int] = []
-    for i, row in enumerate(batch.rows):
-        for start in range(row.start, row.context_len):
-            is_last = start + 1 == row.context_len
-            predicted = range(start + 1, start + 2) if start + 1 in row.prompt_logprobs else range(0)
-            rows.append(
-                row._replace(start=start, num_tokens=1, samples=row.samples and is_last, prompt_logprobs=predicted)
-            )
-            owners.append(i)
+    rows = [one for row in step.rows for one in row.tokens()]
     for first in range(0, len(rows), size):
         tile = rows[first : first + size]
         num_repeats = size - len(tile)
-        repeated = tile[-1]._replace(samples=False, prompt_logprobs=range(0))
-        owned = owners[first : first + size]
-        yield RowTile(Batch((*tile, *[repeated] * num_repeats)), owned + owned[-1:] * num_repeats, num_repeats)
+        repeated = tile[-1]._replace(logits=range(0), num_sampled=0)
+        yield RowTile(Step([*tile, *[repeated] * num_repeats]), num_repeats)
 
 
 def largest_tile(forward: Forward, num_groups: int) -> int:
@@ -66,11 +53,10 @@ def largest_tile(forward: Forward, num_groups: int) -> int:
     beside other rows. num_groups: of the block tables.
     """
     for size in TILE_SIZES:
-        sequence = Sequence(0, list(range(size)), 1)
-        rows = [ScheduledSequence(sequence, position, 1, samples=True) for position in range(size)]
-        tables = np.zeros((num_groups, size, 1), np.int32)
-        logits = forward(Batch(rows), tables)
-        moved = forward(Batch(rows[-1:] + rows[:-1]), tables)
+        tables = np.zeros((num_groups, 1), np.int32)
+        rows = Row(0, 0, range(size), range(size), num_sampled=size, tables=tables).tokens()
+        logits = forward(Step(rows))
+        moved = forward(Step(rows[-1:] + rows[:-1]))
         if bool(mx.array_equal(mx.concatenate([logits[-1:], logits[:-1]]), moved, equal_nan=True)):
             logger.info("batch-invariant: each forward pass has %d rows", size)
             return size

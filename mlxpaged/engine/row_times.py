@@ -5,11 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import numpy as np
-
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.scheduler.batch import Batch, ScheduledSequence
-from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.engine.step_input import decoding_step
 
 logger = logging.getLogger(__name__)
 
@@ -51,15 +48,13 @@ def time_rows(core: EngineCore, take_turn: Callable[[], None] = lambda: None) ->
 def step_times(core: EngineCore, rows: int, take_turn: Callable[[], None]) -> list[float]:
     """Seconds of STEPS steps. The rows share the first blocks: what they read does not matter."""
     runner, num_blocks = core.runner, core.scheduler.pool.num_blocks
-    sequences = [Sequence(-1 - row, [0] * STEPS, 1) for row in range(rows)]
-    blocks = np.arange(rows, dtype=np.int32).reshape(1, rows, 1) % num_blocks
-    tables = np.repeat(blocks, len(core.scheduler.config.groups), axis=0)
+    sequence_ids, num_groups = range(-rows, 0), len(core.scheduler.config.groups)
     times = []
     for position in range(STEPS):
-        batch = Batch(tuple(ScheduledSequence(each, position, 1, samples=True) for each in sequences))
-        running = set(batch.sequence_ids) if position < STEPS - 1 else set()  # after the last step, no state is kept
+        step = decoding_step(sequence_ids, position, 0, num_blocks, num_groups)
+        running = sequence_ids if position < STEPS - 1 else ()  # after the last step, no state is kept
         take_turn()
         began = core.clock()
-        runner.finish_step(runner.forward(batch, tables, None, running))
+        runner.finish_step(runner.forward(step, None, running))
         times.append(core.clock() - began)
     return times

@@ -16,7 +16,7 @@ from mlxpaged.engine.model_runner import device_errors
 from mlxpaged.engine.prompt_logits import StepLogprobs
 from mlxpaged.engine.sampler import SampledToken, Samples
 from mlxpaged.engine.step_input import SampledTokens
-from mlxpaged.scheduler.batch import Batch, ScheduledSequence
+from mlxpaged.step import Row, Step
 
 
 class HostError(Exception):
@@ -31,7 +31,7 @@ class StepResult(NamedTuple):
     """tokens: the sampled tokens by sequence id. invalid: ids of sequences whose logits are not finite.
     prompt_logprobs: by sequence id."""
 
-    tokens: dict[int, SampledToken]
+    tokens: dict[int, list[SampledToken]]
     invalid: set[int]
     prompt_logprobs: Mapping[int, PromptResult] = MappingProxyType({})
 
@@ -39,22 +39,25 @@ class StepResult(NamedTuple):
 class InFlightStep:
     """A step that is launched and whose tokens are not read yet.
 
-    batch: what the forward pass computes. rows: those whose sequences still ran when the previous step was processed.
-    started: seconds on the engine's clock. logits[R + P, V]: as `ModelRunner.forward` returns them. top: the most
-    likely tokens to report for each of the P prompt tokens; None if P is 0. is_usual: whether other steps take as long:
-    it moves no blocks, and was not traced.
+    scheduled: what the forward pass computes. rows: those whose sequences still ran when the previous step was
+    processed. started: seconds on the engine's clock. logits[R + P, V]: as `ModelRunner.forward` returns them. prompts:
+    the P prompt tokens. top: the most likely tokens to report for each of them. is_usual: whether other
+    steps take as long: it moves no blocks, and was not traced. sampled_ids: the sequence of each sampled token.
     """
 
-    def __init__(self, batch: Batch, started: float, logits: mx.array, top: int | None = None) -> None:
-        self.batch = batch
+    def __init__(
+        self, scheduled: Step, started: float, logits: mx.array, prompts: ListOf[int] = (), top: int = 0
+    ) -> None:
+        self.scheduled = scheduled
         self.started = started
         self.is_usual = True
-        self.rows: ListOf[ScheduledSequence] = batch.rows
+        self.rows: ListOf[Row] = scheduled.rows
         self.sampled_ids: list[int] = []
         self._prompt_logprobs: StepLogprobs | None = None
-        if top is not None:
-            projected = max(1, sum(row.samples for row in batch.rows))
-            self._prompt_logprobs = StepLogprobs(batch, logits[projected:], top)
+        if prompts:
+            projected = logits.shape[0] - len(prompts)
+            rows = [row for row in scheduled.rows if row.prompt_logprobs]
+            self._prompt_logprobs = StepLogprobs(rows, list(prompts), logits[projected:], top)
             logits = logits[mx.arange(projected)]  # a copy: a slice would keep all rows until the sampler has run
         self.logits: mx.array | None = logits
         self._max_logits = logits.max(axis=-1)
@@ -65,13 +68,20 @@ class InFlightStep:
         """The sampled tokens on the device, for the forward pass of the next step."""
         return None if self._samples is None else SampledTokens(self._samples.tokens, self.sampled_ids)
 
-    def logits_of(self, rows: ListOf[ScheduledSequence]) -> mx.array:
-        """The logits of these rows, which all sample, in the order of the batch."""
+    def logits_of(self, sequence_ids: ListOf[int]) -> mx.array:
+        """The logits from which the tokens of these sequences are sampled. sequence_ids: of each token, in the order of
+        the step."""
         assert self.logits is not None
-        if len(rows) == self.logits.shape[0]:
+        if len(sequence_ids) == self.logits.shape[0]:
             return self.logits
-        sampling = [row for row in self.batch.rows if row.samples]
-        return self.logits[mx.array([i for i, row in enumerate(sampling) if row in rows])]
+        chosen = set(sequence_ids)
+        return self.logits[mx.array([i for i, each in enumerate(self._projected) if each in chosen])]
+
+    @property
+    def _projected(self) -> list[int]:
+        """The sequences of the rows of logits. A step that samples nothing still projects its last token."""
+        rows = self.scheduled.rows
+        return [row.sequence_id for row in rows for _ in range(row.num_sampled)] or [rows[-1].sequence_id]
 
     @property
     def is_sampled(self) -> bool:
@@ -97,11 +107,11 @@ class InFlightStep:
             maxima: list[float] = self._max_logits.tolist()  # type: ignore[assignment]
             sampled = [] if self._samples is None else self._samples.read()
             prompts = {} if self._prompt_logprobs is None else self._prompt_logprobs.read()
-        # A step that samples nothing still projects its last row.
-        projected = [row for row in self.batch.rows if row.samples] or self.batch.rows[-1:]
-        rows = zip(projected, maxima, strict=True)
-        invalid = {row.sequence.sequence_id for row, maximum in rows if not math.isfinite(maximum)}
+        projected = zip(self._projected, maxima, strict=True)
+        invalid = {sequence_id for sequence_id, maximum in projected if not math.isfinite(maximum)}
         invalid |= {sequence_id for sequence_id, (_, rows) in prompts.items() if not rows.is_finite}
-        running = {row.sequence.sequence_id for row in self.rows}
-        tokens = {i: token for i, token in zip(self.sampled_ids, sampled, strict=True) if i in running}
+        tokens: dict[int, list[SampledToken]] = {row.sequence_id: [] for row in self.rows if row.samples}
+        for sequence_id, token in zip(self.sampled_ids, sampled, strict=True):
+            if sequence_id in tokens:
+                tokens[sequence_id].append(token)
         return StepResult(tokens, invalid, prompts)

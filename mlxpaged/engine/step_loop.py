@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
 
+import mlx.core as mx
+
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
@@ -22,9 +24,9 @@ from mlxpaged.engine.step import HostError, InFlightStep, PromptResult
 from mlxpaged.engine.step_log import StepLog
 from mlxpaged.engine.worker import DeviceClock
 from mlxpaged.process_memory import is_out_of_memory
-from mlxpaged.scheduler.batch import Batch, ScheduledSequence
 from mlxpaged.scheduler.scheduler import Scheduler
 from mlxpaged.scheduler.sequence import FinishReason, SequenceStatus
+from mlxpaged.step import Row, Step
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ class StepLoop:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Schedule and launch one batch, after a part of the KV pools is resized if they are to grow or shrink. Returns
+        """Schedule and launch one step, after a part of the KV pools is resized if they are to grow or shrink. Returns
         the outputs of the step that ended, and writes a line into the debug log.
 
         A request that makes its step fail ends with an error. An exception that leaves this method means that the
@@ -76,90 +78,84 @@ class StepLoop:
         """
         started = self._clock()
         self.resize_pools()
-        batch = self._schedule()
+        scheduled = self._schedule()
         try:
-            if not self._move_blocks(batch):
+            if not self._move_blocks(scheduled):
                 self._finish_in_flight()
-                self._recovery.run_rows(batch.rows)
+                self._recovery.run_rows(scheduled.rows)
             elif self._runner.overlaps:
-                self.overlap_step(batch)
-            elif batch.rows:
-                self._run(batch)
+                self.overlap_step(scheduled)
+            elif scheduled.rows:
+                self._run(scheduled)
         except HostError as error:
-            self._recover(batch, error)
+            self._recover(scheduled, error)
         except DeviceError as error:
-            self._rebuild_pools(error, batch)
+            self._rebuild_pools(error, scheduled)
         self._log.write(self.num_steps, self._clock() - started, self._scheduler)
         return self._requests.take_outputs()
 
-    def _run(self, batch: Batch) -> None:
-        """Run a batch to its end: forward pass, sampler, tokens, text. No other step may be in flight."""
-        step = self._launch(batch)
+    def _run(self, scheduled: Step) -> None:
+        """Run a step to its end: forward pass, sampler, tokens, text. No other step may be in flight."""
+        step = self._launch(scheduled)
         self._sample(step)
         self._runner.finish_step(*step.results)
         self._process(step)
 
-    def overlap_step(self, batch: Batch) -> None:
-        """Launch a batch, and process the previous step's tokens while the device works.
+    def overlap_step(self, scheduled: Step) -> None:
+        """Launch a step, and process the previous step's tokens while the device works.
 
         Sampled tokens go from one forward pass into the next on the device. Only the sampler of grammars, penalties and
         thinking budgets waits for the host. The host then knows all earlier tokens, so they are exact in every step.
         What was sampled for a sequence that the previous token has ended is dropped.
         """
-        step = self._launch(batch, self._in_flight) if batch.rows else None
+        step = self._launch(scheduled, self._in_flight) if scheduled.rows else None
         self._finish_in_flight()
         if step is not None:
             self._sample(step)
         self._in_flight = step
 
-    def _schedule(self) -> Batch:
-        """The next batch. It may be empty while sequences wait for the pool to grow."""
+    def _schedule(self) -> Step:
+        """The next step. It may be empty while sequences wait for the pool to grow."""
         self._scheduler.max_tokens = self._headroom.tokens(self._requests.longest)
-        batch = self._scheduler.schedule()
-        self._log.start_step(batch, self._requests.by_sequence, self._clock())
-        if batch.rows:
+        scheduled = self._scheduler.schedule()
+        self._log.start_step(scheduled, self._requests.by_sequence, self._clock())
+        if scheduled.rows:
             self.num_steps += 1
-        nothing_runs = self._scheduler.has_unfinished() and not batch.rows and self._in_flight is None
+        nothing_runs = self._scheduler.has_unfinished() and not scheduled.rows and self._in_flight is None
         self.waits_for_memory = nothing_runs and not self._resizer.is_due
         if nothing_runs and not self._resizer.can_wait:
             raise RuntimeError(f"nothing can be scheduled: {self._scheduler.stats()}")
-        return batch
+        return scheduled
 
-    def _move_blocks(self, batch: Batch) -> bool:
-        """Swap and copy the blocks of a batch. Returns False if that failed: sequences that need them are preempted."""
-        if not batch.moves:
+    def _move_blocks(self, scheduled: Step) -> bool:
+        """Swap and copy the blocks of a step. Returns False if that failed: sequences that need them are preempted."""
+        if not scheduled.moves:
             return True
         try:
-            self._runner.move_blocks(batch.moves)
+            self._runner.move_blocks(scheduled.moves)
         except RankLostError:
             raise
         except Exception as error:
             logger.exception("KV blocks could not be moved; the sequences that need them are recomputed")
             if is_out_of_memory(error):
-                self._recovery.run_short(batch)
-            self._scheduler.undo_moves(batch)
+                self._recovery.run_short(scheduled)
+            self._scheduler.undo_moves(scheduled)
             self._runner.finish_step()  # raises DeviceError if the device caused the failure
             return False
         return True
 
-    def _launch(self, batch: Batch, previous: InFlightStep | None = None) -> InFlightStep:
+    def _launch(self, scheduled: Step, previous: InFlightStep | None = None) -> InFlightStep:
         """Launch the forward pass, and the sampler if it needs no token that is on the device. The sampled tokens of
         the previous step replace the pending ones there."""
-        started, tables = self._clock(), self._scheduler.get_block_tables(batch.sequence_ids)
-        traced = self._runner.num_traced
+        started, traced, requests = self._clock(), self._runner.num_traced, self._requests.by_sequence
         try:
-            self._headroom.require(batch.num_tokens, lambda: max(row.context_len for row in batch.rows))
+            self._headroom.require(scheduled.num_tokens, lambda: max(row.context_len for row in scheduled.rows))
             running = {each.sequence_id for each in self._scheduler.running} if self._runner.is_recurrent else set()
-            logits = self._runner.forward(batch, tables, None if previous is None else previous.tokens, running)
-            requests = self._requests.by_sequence
-            tops = (requests[row.sequence.sequence_id].num_top for row in batch.rows if row.prompt_logprobs)
-            top = max(tops, default=None)
-            if top is not None and self._runner.tile_size is not None:
-                top = max(top, INVARIANT_TOP)  # of equal logits, which are the best depends on it
-            step = InFlightStep(batch, started, logits, top)
-            step.is_usual = not batch.moves and self._runner.num_traced == traced
-            sampling = [row for row in batch.rows if row.samples]
-            if not any(requests[row.sequence.sequence_id].needs_tokens for row in sampling):
+            logits = self._runner.forward(scheduled, None if previous is None else previous.tokens, running)
+            step = InFlightStep(scheduled, started, logits, *self._prompt_tokens(scheduled, logits))
+            step.is_usual = not scheduled.moves and self._runner.num_traced == traced
+            sampling = [row for row in scheduled.rows if row.num_sampled]
+            if not any(requests[row.sequence_id].needs_tokens for row in sampling):
                 self._launch_sampler(step, sampling)
         except (DeviceError, RankLostError):
             raise
@@ -168,10 +164,21 @@ class StepLoop:
         self._runner.start_step(*step.results)
         return step
 
+    def _prompt_tokens(self, scheduled: Step, logits: mx.array) -> tuple[list[int], int]:
+        """The prompt tokens that the last rows of logits are for, and how many of the most likely ones to report."""
+        if logits.shape[0] == max(1, scheduled.num_sampled):
+            return [], 0
+        requests = self._requests.by_sequence
+        asked = [(row.prompt_logprobs, requests[row.sequence_id]) for row in scheduled.rows if row.prompt_logprobs]
+        top = max(each.num_top for _, each in asked)
+        if self._runner.tile_size is not None:
+            top = max(top, INVARIANT_TOP)  # of equal logits, which are the best depends on it
+        return [each.sequence.token_ids[position] for positions, each in asked for position in positions], top
+
     def _sample(self, step: InFlightStep) -> None:
         """Leave out the sequences that the previous step has ended, and launch the sampler if it has waited for the
         tokens of that step. The device may still compute the logits."""
-        step.rows = [row for row in step.batch.rows if row.sequence.status is SequenceStatus.RUNNING]
+        step.rows = self._scheduler.running_rows(step.scheduled.rows)
         if step.is_sampled:
             return
         try:
@@ -180,12 +187,12 @@ class StepLoop:
             raise HostError from error
         self._runner.start_step(*step.results)
 
-    def _launch_sampler(self, step: InFlightStep, rows: ListOf[ScheduledSequence]) -> None:
-        samples = self._sampler.sample(step.logits_of(rows), self._sampling_rows(rows)) if rows else None
-        step.set_samples([row.sequence.sequence_id for row in rows], samples)
+    def _launch_sampler(self, step: InFlightStep, rows: ListOf[Row]) -> None:
+        ids = [row.sequence_id for row in rows for _ in range(row.num_sampled)]
+        step.set_samples(ids, self._sampler.sample(step.logits_of(ids), self._sampling_rows(rows)) if rows else None)
 
-    def _sampling_rows(self, rows: ListOf[ScheduledSequence]) -> list[SamplingRow]:
-        running = [(self._requests.by_sequence[row.sequence.sequence_id], row.context_len) for row in rows]
+    def _sampling_rows(self, rows: ListOf[Row]) -> list[SamplingRow]:
+        running = [(self._requests.by_sequence[row.sequence_id], at) for row in rows for at in row.sampled]
         constrained = [(each.matcher, each.forbidden(at)) for each, at in running if each.matcher is not None]
         masks = iter(self._grammars.masks(constrained) if constrained else ())
         return [each.sampling_row(at, None if each.matcher is None else next(masks)) for each, at in running]
@@ -196,7 +203,7 @@ class StepLoop:
         now = self._clock()
         # The device began the step when it was launched, or when the previous step was done if that was later.
         if step.is_usual:
-            self._scheduler.observe(step.batch, now - max(step.started, self.device.read_at))
+            self._scheduler.observe(step.scheduled, now - max(step.started, self.device.read_at))
         self.device.read_at = now
         self._headroom.note_success()
         self._scheduler.admits = True
@@ -209,9 +216,11 @@ class StepLoop:
                 discarded.add(sequence.sequence_id)
                 self._sampler.forget(sequence.sequence_id)
         for row in step.rows if invalid else ():
-            if row.sequence.status is SequenceStatus.SWAPPED:  # it may have shared blocks with one that failed
-                self._scheduler.recompute(row.sequence)
-        self._scheduler.update(Batch(step.rows), {sequence_id: token.token_id for sequence_id, token in tokens.items()})
+            swapped = self._scheduler.sequences.get(row.sequence_id)
+            if swapped is not None and swapped.status is SequenceStatus.SWAPPED:
+                self._scheduler.recompute(swapped)  # it may have shared blocks with one that failed
+        token_ids = {sequence_id: [token.token_id for token in sampled] for sequence_id, sampled in tokens.items()}
+        self._scheduler.update(Step(step.rows), token_ids)
         # A step that only decodes samples every row, and pays nothing for prompts.
         self.prompt_chunks = ()
         if prompt_logprobs or len(tokens) < len(step.rows):
@@ -219,20 +228,19 @@ class StepLoop:
         self._requests.advance(tokens)
 
     def _process_prompts(
-        self, rows: ListOf[ScheduledSequence], prompt_logprobs: Mapping[int, PromptResult], discarded: set[int]
+        self, rows: ListOf[Row], prompt_logprobs: Mapping[int, PromptResult], discarded: set[int]
     ) -> None:
         """Commit what a step computed of prompts, except for sampled tokens. discarded: ids of preempted sequences."""
-        self.prompt_chunks = prompt_chunks(rows)
+        self.prompt_chunks = prompt_chunks(rows, self._scheduler.sequences)
         # What a sequence computed in this step is discarded too if a failure of the previous step preempted it.
         requests = self._requests.by_sequence
-        valid = {row.sequence.sequence_id for row in rows} & requests.keys() - discarded
+        valid = {row.sequence_id for row in rows} & requests.keys() - discarded
         for sequence_id, (positions, computed) in prompt_logprobs.items():
             if sequence_id in valid:
                 requests[sequence_id].add_prompt_logprobs(positions, computed)
         for row in rows:
-            if row.ends_sequence and row.sequence.sequence_id in valid:
-                output = self._requests.end(row.sequence.sequence_id, FinishReason.LENGTH, None)
-                self._requests.outputs.append(output)
+            if row.sequence_id in valid and requests[row.sequence_id].sequence.ends_after(row):
+                self._requests.outputs.append(self._requests.end(row.sequence_id, FinishReason.LENGTH, None))
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
@@ -261,13 +269,13 @@ class StepLoop:
     def step_size(self) -> StepSize:
         """The size of the step that was scheduled last, and the time of all that run. The watchdog asks on its own
         thread while a step runs, so this only reads what does not change."""
-        last, in_flight = self._log.batch, self._in_flight
+        last, in_flight = self._log.scheduled, self._in_flight
         seconds = self._scheduler.expected_seconds(last)
-        if in_flight is not None and in_flight.batch is not last and seconds is not None:
-            before = self._scheduler.expected_seconds(in_flight.batch)
+        if in_flight is not None and in_flight.scheduled is not last and seconds is not None:
+            before = self._scheduler.expected_seconds(in_flight.scheduled)
             seconds = None if before is None else before + seconds
-        rows = last.rows if in_flight is None else [*last.rows, *in_flight.batch.rows]
-        request_ids = frozenset(row.sequence.request_id for row in rows)
+        rows = last.rows if in_flight is None else [*last.rows, *in_flight.scheduled.rows]
+        request_ids = frozenset(row.request_id for row in rows)
         return StepSize(len(last), last.num_tokens, seconds, request_ids)
 
     def _finish_in_flight(self) -> None:
@@ -275,15 +283,15 @@ class StepLoop:
             self._process(self._in_flight)
             self._in_flight = None
 
-    def _recover(self, batch: Batch, error: HostError) -> None:
+    def _recover(self, scheduled: Step, error: HostError) -> None:
         try:
             self._finish_in_flight()
-            self._recovery.recover(batch.rows, error)
+            self._recovery.recover(scheduled.rows, error)
         except DeviceError as device_error:
-            self._rebuild_pools(device_error, batch)
+            self._rebuild_pools(device_error, scheduled)
 
-    def _rebuild_pools(self, error: DeviceError, *batches: Batch) -> None:
+    def _rebuild_pools(self, error: DeviceError, *steps: Step) -> None:
         if self._runner.ranks is not None:  # another rank may be in another step: only all of them can begin anew
             raise RankLostError(f"a step of several ranks failed: {error}") from error
         in_flight, self._in_flight = self._in_flight, None
-        self._recovery.rebuild_pools([*([in_flight.batch] if in_flight is not None else ()), *batches], error)
+        self._recovery.rebuild_pools([*([in_flight.scheduled] if in_flight is not None else ()), *steps], error)

@@ -18,8 +18,7 @@ from mlxpaged.models.cache_groups import cache_layout, one_group
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.layers import KV, is_per_sequence
 from mlxpaged.models.loader import ServedModel
-from mlxpaged.scheduler.batch import Batch, ScheduledSequence
-from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.step import Row, Step
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +76,12 @@ def peak_of_chunk(served: ServedModel, tokens: int, block_size: int) -> int:
     layout = one_group(served.kv_layers) if own_caches else cache_layout(served.kv_layers, served.max_model_len)
     count = CacheGroups(layout.windows, block_size).blocks_needed(tokens, tokens)
     runner = ModelRunner(served, count, block_size, "auto", layout=layout)
-    sequence = Sequence(0, [0] * tokens, 1)
-    sequence.adapter = next(iter(served.adapters.names), None)  # a step with adapters takes more
-    batch = Batch((ScheduledSequence(sequence, 0, tokens, samples=True),))
-    tables = np.arange(count, dtype=np.int32).reshape(len(layout.windows), 1, -1)
+    adapter = next(iter(served.adapters.names), None)  # a step with adapters takes more
+    tables = np.arange(count, dtype=np.int32).reshape(len(layout.windows), -1)
+    row = Row(0, 0, [0] * tokens, range(tokens - 1, tokens), num_sampled=1, adapter=adapter, tables=tables)
     before = int(mx.get_active_memory())
     mx.reset_peak_memory()
-    runner.finish_step(runner.forward(batch, tables))
+    runner.finish_step(runner.forward(Step([row])))
     peak = int(mx.get_peak_memory()) - before
     del runner
     mx.clear_cache()

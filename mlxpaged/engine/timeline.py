@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from mlxpaged.scheduler.batch import ScheduledSequence
 from mlxpaged.scheduler.sequence import Sequence, SequenceStatus
+from mlxpaged.step import Row
 
 
 class Phase(Enum):
@@ -59,11 +59,11 @@ class TimelineRecorder:
         self._seconds[self._phase] += now - self._since
         self._phase, self._since = phase, now
 
-    def schedule(self, row: ScheduledSequence, now: float) -> None:
+    def schedule(self, row: Row, now: float) -> None:
         """A step is about to run this row of the sequence."""
         sequence = self._sequence
         if self._phase is Phase.QUEUED or sequence.num_preemptions > self._preemptions:
-            decodes = row.num_tokens == 1 and sequence.num_output_tokens > 0  # swapped in, or all but one token cached
+            decodes = row.decodes and sequence.num_output_tokens > 0  # swapped in, or all but one token cached
             self._enter(Phase.DECODE if decodes else Phase.PREFILL, now)
         self._preemptions = sequence.num_preemptions
         prompt = sequence.num_prompt_tokens

@@ -17,7 +17,8 @@ from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 from mlxpaged.models.cache_groups import CacheLayout, one_group
 from mlxpaged.models.layers import LayerSpec, PerSequence, Recurrent, kv_layers
-from mlxpaged.models.states import RecurrentLayer, SequenceCaches, StateRow, StateStep
+from mlxpaged.models.states import RecurrentLayer, SequenceCaches, StateStep
+from mlxpaged.step import Row
 
 
 class ModelCaches:
@@ -128,7 +129,7 @@ class ModelCaches:
         model: Any,
         tokens: mx.array,
         metas: Sequence[AttentionMetadata],
-        rows: Sequence[StateRow] = (),
+        rows: Sequence[Row] = (),
         running: Container[int] = (),
     ) -> mx.array:
         """Logits [T, 1, V] of the tokens [T], of a whole step: `begin`, `forward`, `commit` and `end`."""
@@ -140,7 +141,7 @@ class ModelCaches:
         finally:
             self.end()
 
-    def begin(self, rows: Sequence[StateRow]) -> None:
+    def begin(self, rows: Sequence[Row]) -> None:
         """rows: the sequences of the step, if the model has recurrent layers."""
         self.state_step.begin(rows if self.states else ())
 

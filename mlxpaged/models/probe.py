@@ -39,8 +39,8 @@ from mlxpaged.models.probe_steps import (
     steps,
 )
 from mlxpaged.models.reference import Reference, differences
-from mlxpaged.models.states import StateRow
 from mlxpaged.models.turns import Turns
+from mlxpaged.step import Row
 
 logger = logging.getLogger(__name__)
 
@@ -100,11 +100,11 @@ class PagedRun:
         num_blocks = 1 + max(map(max, self._tables.values()))
         self.caches = ModelCaches(specs, num_blocks, BLOCK_SIZE, layer_types=(ProbedLayer, ProbedLatentLayer))
 
-    def __call__(self, step: Sequence[StateRow], logits_rows: int | None = None) -> mx.array:
+    def __call__(self, step: Sequence[Row], logits_rows: int | None = None) -> mx.array:
         """The logits of all rows of a step, [T, vocabulary]; [logits_rows, vocabulary] if the head selects rows. Raises
         UnsupportedModelError if the model does not run, or returns another number of rows."""
         lens = [row.num_tokens for row in step]
-        contexts = [row.start + row.num_tokens for row in step]
+        contexts = [row.context_len for row in step]
         meta = AttentionMetadata.build(lens, contexts, [self._tables[row.sequence_id] for row in step], BLOCK_SIZE)
         ids = [token for row in step for token in self._part(row)]
         index = self._adapters.begin([None if row.sequence_id == OTHER else self._adapter for row in step], lens)
@@ -124,10 +124,10 @@ class PagedRun:
             raise UnsupportedModelError(f"its output head returns {logits.shape[0]} rows of logits, not {wanted}")
         return logits[:, 0]
 
-    def _part(self, row: StateRow) -> list[int]:
+    def _part(self, row: Row) -> list[int]:
         """The row's tokens. Other tokens are the prompt backwards."""
         tokens = self._tokens[::-1] if row.sequence_id == OTHER else self._tokens
-        return tokens[row.start : row.start + row.num_tokens]
+        return [tokens[position] for position in row.token_ids]
 
 
 def probe(
@@ -157,9 +157,7 @@ def probe(
     return [completed(spec, layers) for spec in specs]
 
 
-def differences_of(
-    step: Sequence[StateRow], logits: mx.array, reference: Reference
-) -> Iterator[tuple[str, list[float]]]:
+def differences_of(step: Sequence[Row], logits: mx.array, reference: Reference) -> Iterator[tuple[str, list[float]]]:
     """What the sequences of a step compute, and how far each row of logits is from the reference."""
     first = 0
     for row in step:

@@ -19,7 +19,7 @@ Attention modules are also called with 8 rows each, two to seven times, to find 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mlx.nn.layers.base import Module
@@ -27,7 +27,7 @@ from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache, make_prompt_cac
 from mlx_lm.utils import get_total_parameters
 
 from mlxpaged.models.layers import leaves
-from mlxpaged.models.states import StateRow
+from mlxpaged.step import Row
 
 SHORT_PROMPT = 32
 """Tokens of the prompt if no window needs more."""
@@ -61,7 +61,14 @@ WINDOW_FIELDS = (
 """Where mlx-lm's models keep how many tokens a layer sees or selects."""
 
 
-def steps(length: int, shares_blocks: bool = True) -> list[list[StateRow]]:
+def positions(
+    sequence_id: int, start: int, count: int, restore: int | None = None, checkpoints: Sequence[tuple[int, int]] = ()
+) -> Row:
+    """A row of `count` tokens, whose positions stand for the tokens: what is probed does not depend on these."""
+    return Row(sequence_id, start, range(start, start + count), restore=restore, checkpoints=checkpoints)
+
+
+def steps(length: int, shares_blocks: bool = True) -> list[list[Row]]:
     """The ragged steps for a prompt of `length` tokens. As in the scheduler's steps, decoding rows are first.
 
     1. A new sequence of other tokens, and the first chunk of the prompt, which leaves a checkpoint.
@@ -74,19 +81,19 @@ def steps(length: int, shares_blocks: bool = True) -> list[list[StateRow]]:
     shared, chunk, end = shared_tokens(length), length - 13, length - 2
     checkpoints = [(shared, CHECKPOINT)] if shares_blocks else []
     planned = [
-        [StateRow(OTHER, 0, 5), StateRow(CHUNKED, 0, chunk, None, checkpoints)],
+        [positions(OTHER, 0, 5), positions(CHUNKED, 0, chunk, None, checkpoints)],
         [
-            StateRow(OTHER, 5, 1),
-            StateRow(CHUNKED, chunk, end - chunk),
-            StateRow(SHARING, shared, end - 1 - shared, CHECKPOINT),
+            positions(OTHER, 5, 1),
+            positions(CHUNKED, chunk, end - chunk),
+            positions(SHARING, shared, end - 1 - shared, CHECKPOINT),
         ],
-        [StateRow(OTHER, 6, 1), StateRow(CHUNKED, end, 1), StateRow(SHARING, end - 1, 1)],
-        [StateRow(SHARING, end, 1), StateRow(CHUNKED, end + 1, 1)],
+        [positions(OTHER, 6, 1), positions(CHUNKED, end, 1), positions(SHARING, end - 1, 1)],
+        [positions(SHARING, end, 1), positions(CHUNKED, end + 1, 1)],
     ]
     return [[row for row in step if shares_blocks or row.sequence_id != SHARING] for step in planned]
 
 
-HEAD_STEP = [StateRow(OTHER, 0, 3), StateRow(CHUNKED, 0, 5)]
+HEAD_STEP = [positions(OTHER, 0, 3), positions(CHUNKED, 0, 5)]
 """The step with which a layer is tried as the output head."""
 HEAD_ROWS = [2, 5, 6, 7]
 """The rows of it that are selected: the last one of the other tokens, and the last three of the prompt."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -20,23 +20,10 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 
 from mlxpaged.attention.latent import LatentLayer
 from mlxpaged.attention.token_groups import Masks, TokenGroup, running_group
+from mlxpaged.step import Row
 
 State = list[mx.array | None]
 """The arrays of one layer, [n, ...] each for n sequences. An entry that the layer never sets is None."""
-
-
-class StateRow(NamedTuple):
-    """Tokens `start` to `start + num_tokens` of a sequence, and where its state comes from: nothing at start 0, the
-    checkpoint `restore`, or else the state after the token before `start`.
-
-    checkpoints: (position, id) of the checkpoints to take, in order; start < position <= start + num_tokens.
-    """
-
-    sequence_id: int
-    start: int
-    num_tokens: int
-    restore: int | None = None
-    checkpoints: Sequence[tuple[int, int]] = ()
 
 
 @dataclass
@@ -55,7 +42,7 @@ class Group(TokenGroup):
     taken: list[tuple[int, int]] = field(default_factory=list)
 
 
-def make_groups(rows: Iterable[StateRow], stack: bool = True) -> list[Group]:
+def make_groups(rows: Iterable[Row], stack: bool = True) -> list[Group]:
     """The calls of a step, in the order of its tokens. The leading rows of one token that continue a sequence decode
     together if `stack`. Every other row is alone, and cut at its checkpoints."""
     groups: list[Group] = []
@@ -96,7 +83,7 @@ class StateStep:
         self.groups: list[Group] = []
         self.alone: list[Group] = []
 
-    def begin(self, rows: Sequence[StateRow]) -> None:
+    def begin(self, rows: Sequence[Row]) -> None:
         self.groups, self.alone = make_groups(rows), make_groups(rows, stack=False)
         self.num_tokens = self.groups[-1].last if self.groups else 0
 

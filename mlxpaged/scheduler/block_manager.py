@@ -11,12 +11,12 @@ from mlxpaged.cache.block_table import BlockTable
 from mlxpaged.cache.groups import blocks_for
 from mlxpaged.cache.prefix_cache import CachedBlock, Content, PrefixCache
 from mlxpaged.cache.table_rows import TableRows
-from mlxpaged.scheduler.batch import BlockMoves
 from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.pool_size import PoolSize
 from mlxpaged.scheduler.recurrent import Recurrent, Stateless
 from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.scheduler.sequence_kv import RoomLookup
+from mlxpaged.step import BlockMoves
 
 
 @dataclass(frozen=True)

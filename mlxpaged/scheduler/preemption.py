@@ -16,10 +16,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
-from mlxpaged.scheduler.batch import BlockMoves, ScheduleBuilder
 from mlxpaged.scheduler.block_manager import BlockManager
 from mlxpaged.scheduler.queue import SequenceQueue, WaitingQueue
+from mlxpaged.scheduler.schedule_builder import ScheduleBuilder
 from mlxpaged.scheduler.sequence import Sequence, SequenceStatus
+from mlxpaged.step import BlockMoves
 
 logger = logging.getLogger(__name__)
 

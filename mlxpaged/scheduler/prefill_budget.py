@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ListOf
 
-from mlxpaged.scheduler.batch import Batch, ScheduledSequence
 from mlxpaged.scheduler.config import MOST_MULTIPLE, READING_SECONDS, SchedulerConfig, step_multiple
 from mlxpaged.scheduler.row_tiles import LEAST_CHUNK, RowTiles
 from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.scheduler.step_cost import OUTLIER, Costs, StepCost
+from mlxpaged.step import Row, Step
 
 
 class PrefillBudget:
@@ -76,10 +76,10 @@ class PrefillLimits:
         self._cost = StepCost(self._tiles, seconds)
         self.forget()
 
-    def observe(self, batch: Batch, seconds: float) -> None:
+    def observe(self, step: Step, seconds: float) -> None:
         """Learn from a step: the device computed these rows, and nothing else, in `seconds`. The next steps make up for
         what it took, not for what was estimated: a GPU's times are not as linear as the estimates."""
-        contexts, chunks = work_of(batch)
+        contexts, chunks = work_of(step.rows)
         if chunks and (estimate := self._cost.estimate(contexts, chunks)) is not None:
             self._last.seconds -= min(seconds, OUTLIER * estimate) - estimate
         self._cost.observe(contexts, chunks, seconds)
@@ -87,27 +87,26 @@ class PrefillLimits:
     def learn(self) -> None:
         self._cost.costs()
 
-    def expected_seconds(self, batch: Batch) -> float | None:
-        return self._cost.expected_seconds(*work_of(batch))
+    def expected_seconds(self, step: Step) -> float | None:
+        return self._cost.expected_seconds(*work_of(step.rows))
 
     def row_seconds(self) -> dict[int, float]:
         return self._cost.row_seconds()
 
-    def budget(
-        self, rows: ListOf[ScheduledSequence], decoding: Iterable[int], tokens: int, num_prompts: int
-    ) -> PrefillBudget:
-        """The budget of a step of at most `tokens` that has these rows already. decoding: context lengths of all
-        decoding sequences; they wait for the step if it has no rows. num_prompts: that wait or are computed."""
+    def budget(self, contexts: ListOf[int], decoding: Iterable[int], tokens: int, num_prompts: int) -> PrefillBudget:
+        """The budget of a step of at most `tokens`. contexts: of the tokens that it has already. decoding: context
+        lengths of all decoding sequences; they wait for the step if it has no tokens. num_prompts: that wait or are
+        computed."""
         logits, tiles = self._config.max_prompt_logits, self._tiles
-        if rows:
+        num_rows = len(contexts)
+        if contexts:
             share = int((1 - self._config.decode_preference) * tokens)
-            tokens = max(0, min(tokens - len(rows), max(1, share)))
+            tokens = max(0, min(tokens - num_rows, max(1, share)))
         limit = self._config.max_step_seconds
-        contexts = [row.context_len for row in rows]
         delayed = contexts or list(decoding)
         costs = None if limit == 0 or not (delayed or limit) else self._cost.costs()
         if costs is None:
-            self._last = PrefillBudget(tokens, logits, len(rows), tiles)
+            self._last = PrefillBudget(tokens, logits, num_rows, tiles)
             return self._last
         seconds = -costs.linear_seconds(contexts)
         if limit is not None:
@@ -115,9 +114,9 @@ class PrefillLimits:
         else:
             plain, multiple = costs.step_seconds(delayed), step_multiple(num_prompts)
             seconds += max(multiple * plain, READING_SECONDS if multiple == MOST_MULTIPLE else 0.0)
-            seconds -= max(0.0, -self._last.seconds) if rows else 0.0  # what the last step took beyond its limit
+            seconds -= max(0.0, -self._last.seconds) if contexts else 0.0  # what the last step took beyond its limit
             tokens = tokens if seconds > 0 else 0
-        self._last = PrefillBudget(tokens, logits, len(rows), tiles, costs, seconds)
+        self._last = PrefillBudget(tokens, logits, num_rows, tiles, costs, seconds)
         return self._last
 
     def forget(self) -> None:
@@ -130,7 +129,17 @@ class PrefillLimits:
         return 0.0 if costs is None else costs.prefill_seconds(start, tokens, self._config.max_num_batched_tokens)
 
 
-def work_of(batch: Batch) -> tuple[list[int], list[tuple[int, int]]]:
-    """Context lengths of the decoding rows, and (start, tokens) of the prompt chunks."""
-    contexts = [row.context_len for row in batch.rows if row.num_tokens == 1]
-    return contexts, [(row.start, row.num_tokens) for row in batch.rows if row.num_tokens > 1]
+def work_of(rows: ListOf[Row]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Context lengths of the decoding tokens, each of which the device computes as a row, and (start, tokens) of the
+    prompt chunks."""
+    contexts: list[int] = []
+    chunks: list[tuple[int, int]] = []
+    for row in rows:
+        start, num_tokens = row.start, len(row.token_ids)
+        if num_tokens == 1:
+            contexts.append(start + 1)
+        elif row.decodes:
+            contexts += range(start + 1, start + num_tokens + 1)
+        else:
+            chunks.append((start, num_tokens))
+    return contexts, chunks

@@ -21,19 +21,21 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as ListOf
 from typing import NamedTuple
 
 from mlxpaged.cache.block_pool import BlockUsage, OutOfBlocksError
 from mlxpaged.cache.table_rows import IntArray
 from mlxpaged.scheduler.admission import AdmissionControl, check_fits
-from mlxpaged.scheduler.batch import Batch, ScheduleBuilder
 from mlxpaged.scheduler.block_manager import BlockManager
 from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.preemption import Preemption
 from mlxpaged.scheduler.prefill_budget import PrefillLimits
 from mlxpaged.scheduler.queue import ORDER, SequenceQueue, WaitingQueue, short_first
+from mlxpaged.scheduler.schedule_builder import ScheduleBuilder
 from mlxpaged.scheduler.sequence import AGING_RATE, FinishReason, Sequence, SequenceStatus
 from mlxpaged.scheduler.stats import SchedulerStats
+from mlxpaged.step import Row, Step
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +135,8 @@ class Scheduler:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> Batch:
-        """Choose the next step's tokens and take the blocks that they need. Pass every batch to `update`; at most one
+    def schedule(self) -> Step:
+        """Choose the next step's tokens and take the blocks that they need. Pass every step to `update`; at most one
         more may be scheduled before that. It is empty only if no sequence is unfinished, or all wait for `update`."""
         builder = ScheduleBuilder()
         self._changed.clear()
@@ -146,20 +148,20 @@ class Scheduler:
             self._add_prompts(builder)
         elif self._is_turn_of_decodes():
             self._add_decodes(builder)
-            if builder.rows:
+            if builder:
                 self._count_skipped_step()
             else:
                 self._add_prompts(builder)
         else:
             self._add_prompts(builder)
-            if not builder.rows:
+            if not builder:
                 self._add_decodes(builder)
         self.blocks.size.relieve()
-        return Batch(tuple(builder.rows), self.blocks.take_moves())
+        return Step(builder.build(self._tables_of), self.blocks.take_moves())
 
-    def observe(self, batch: Batch, seconds: float) -> None:
+    def observe(self, step: Step, seconds: float) -> None:
         """Learn from a step: the device computed all these rows, and nothing else, in `seconds`."""
-        self._prefill.observe(batch, seconds)
+        self._prefill.observe(step, seconds)
 
     def learn_rows(self, seconds: Mapping[int, float]) -> None:
         """Begin with what decoding steps of so many rows, with short contexts, took before the first request."""
@@ -169,47 +171,45 @@ class Scheduler:
         """Make the estimate of `expected_seconds` from the steps so far."""
         self._prefill.learn()
 
-    def expected_seconds(self, batch: Batch) -> float | None:
-        """The time of a batch by the latest estimate; None if it cannot tell. Any thread may ask."""
-        return self._prefill.expected_seconds(batch)
+    def expected_seconds(self, step: Step) -> float | None:
+        """The time of a step by the latest estimate; None if it cannot tell. Any thread may ask."""
+        return self._prefill.expected_seconds(step)
 
     def row_seconds(self) -> dict[int, float]:
         """The median seconds of the latest steps without prompts, by their rows."""
         return self._prefill.row_seconds()
 
-    def update(self, batch: Batch, token_ids: dict[int, int]) -> None:
-        """Commit a batch that the device has finished, with the tokens that it sampled (sequence id -> token). The
-        engine decides which answers end with them, and calls `finish` for those.
+    def update(self, step: Step, token_ids: Mapping[int, ListOf[int]]) -> None:
+        """Commit a step that the device has finished, with the tokens that it sampled, by sequence id. The engine
+        decides which answers end with them, and calls `finish` for those.
 
-        Sequences that ended since `schedule` are ignored. Preempted ones without a token here sample it again later.
+        A row may have fewer tokens than it sampled: the others were rejected, and as many of the row's last tokens are
+        taken back with them. Sequences that ended since `schedule` are ignored. Preempted ones without tokens here
+        sample them again later.
         """
-        for row in batch.rows:
-            sequence = row.sequence
-            if sequence.status is SequenceStatus.RUNNING:
-                sequence.num_committed_tokens = row.context_len
-            elif sequence.status is SequenceStatus.FINISHED:
+        for row in step.rows:
+            sequence = self.sequences.get(row.sequence_id)
+            if sequence is None:
                 continue
-            elif sequence.sequence_id not in token_ids:
+            sampled = token_ids.get(row.sequence_id, ())
+            is_running = sequence.status is SequenceStatus.RUNNING
+            if is_running:
+                sequence.num_committed_tokens = row.start + len(row.token_ids)
+            elif not sampled:
                 sequence.drop_pending_tokens()
                 continue
-            if not row.samples:
-                continue
-            sequence.fill_token(token_ids[sequence.sequence_id])
-            self._queue_forks(sequence)
-            if sequence.status is SequenceStatus.RUNNING:
-                self.blocks.publish(sequence)  # the token may be the last of a block that the step in flight computes
+            if row.num_sampled:
+                sequence.fill_tokens(sampled)
+                if len(sampled) < row.num_sampled:
+                    sequence.take_back(row.num_sampled - len(sampled))
+                self._queue_forks(sequence)
+                if is_running:  # the last token may fill a block that the step in flight computes
+                    self.blocks.publish(sequence)
 
-    def get_block_tables(self, sequence_ids: Iterable[int]) -> IntArray:
-        """Block ids [G, n, b] of n sequences, in order, for each cache group; entries without a block are -1. Raises
-        KeyError for an id without blocks."""
-        rows = []
-        for sequence_id in sequence_ids:
-            table = self.sequences[sequence_id].kv.table
-            if table is None or not table.row_numbers:
-                raise KeyError(f"sequence {sequence_id} has no blocks")
-            rows.append(table.row_numbers)
-        selected = self.blocks.tables.select([row for group in zip(*rows, strict=True) for row in group])
-        return selected.reshape(len(self.blocks.groups), len(rows), selected.shape[1])
+    def running_rows(self, rows: ListOf[Row]) -> list[Row]:
+        """Those rows whose sequences still run."""
+        running = {sequence.sequence_id for sequence in self.running}
+        return [row for row in rows if row.sequence_id in running]
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
@@ -256,10 +256,10 @@ class Scheduler:
         """Discard what the steps in flight compute for a sequence. Sequences that share it are recomputed too."""
         self._preemption.recompute(sequence)
 
-    def undo_moves(self, batch: Batch) -> None:
-        """Recompute the sequences that need the moves of a batch, because these failed at least in part. The previous
+    def undo_moves(self, step: Step) -> None:
+        """Recompute the sequences that need the moves of a step, because these failed at least in part. The previous
         step may still be in flight: it did not fail, and its tokens will be read."""
-        self._preemption.undo_moves(batch.moves, list(self.sequences.values()))
+        self._preemption.undo_moves(step.moves, list(self.sequences.values()))
 
     def clear_cache(self) -> int:
         """Empty the prefix cache. Running sequences keep their blocks. Returns the number of blocks that it held."""
@@ -309,7 +309,7 @@ class Scheduler:
             return
         decoding = (len(sequence.token_ids) for sequence in filter(is_decoding, self.running))
         num_prompts = len(prefilling) + len(waiting)
-        budget = self._prefill.budget(builder.rows, decoding, self.max_tokens, num_prompts)
+        budget = self._prefill.budget(builder.contexts, decoding, self.max_tokens, num_prompts)
         refused = 0
         for sequence in short_first(heapq.merge(prefilling, waiting, key=ORDER)):
             if budget.tokens == 0:
@@ -335,9 +335,16 @@ class Scheduler:
 
     def _add(self, builder: ScheduleBuilder, sequence: Sequence, num_tokens: int) -> None:
         start, restore = sequence.num_computed_tokens, self.blocks.states.take_restore(sequence)
-        builder.add(sequence, num_tokens, restore)
+        num_sampled = sequence.compute(num_tokens)
         self.blocks.publish(sequence)
-        builder.take_checkpoints(self.blocks.states.take_checkpoints(sequence, start, num_tokens))
+        checkpoints = self.blocks.states.take_checkpoints(sequence, start, num_tokens)
+        builder.add(sequence, start, num_sampled, restore, checkpoints)
+
+    def _tables_of(self, sequences: Iterable[Sequence]) -> IntArray:
+        """Block ids [n, G, b] of n sequences for each cache group; entries without a block are UNUSED."""
+        tables = [sequence.kv.table for sequence in sequences]
+        numbers = [number for table in tables if table is not None for number in table.row_numbers]
+        return self.blocks.tables.select(numbers).reshape(len(tables), len(self.blocks.groups), -1)
 
     def _grow(self, sequence: Sequence, num_tokens: int, builder: ScheduleBuilder) -> bool:
         """Take blocks for the next `num_tokens` tokens, and preempt other sequences if needed. Returns False if that is
@@ -424,7 +431,7 @@ class Scheduler:
 
     def _queue_forks(self, parent: Sequence) -> None:
         """Queue the forks of a sequence whose prompt is computed, or which has ended."""
-        for fork in self._forks.pop(parent.sequence_id, ()):
+        for fork in self._forks.pop(parent.sequence_id, ()) if self._forks else ():
             self.waiting.add(fork)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as ListOf
 from enum import Enum, IntEnum
 
 from mlxpaged.scheduler.sequence_kv import SequenceKV
+from mlxpaged.step import PENDING, Row
 
 
 class Priority(IntEnum):
@@ -53,10 +55,6 @@ LEGAL_TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
     SequenceStatus.PREEMPTED: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
     SequenceStatus.FINISHED: frozenset(),
 }
-
-
-PENDING = -1
-"""Stands for a token that a step in flight samples. The next step is scheduled before the host has read that token."""
 
 
 class IllegalTransitionError(RuntimeError):
@@ -121,8 +119,7 @@ class Sequence:
 
     @property
     def label(self) -> str:
-        """Its name in the log."""
-        return f"sequence {self.sequence_id}{f' of {self.request_id}' if self.request_id else ''}"
+        return label(self.sequence_id, self.request_id)
 
     def __repr__(self) -> str:
         progress = f"{self.num_computed_tokens}/{len(self.token_ids)}"
@@ -187,15 +184,33 @@ class Sequence:
         if to is not SequenceStatus.RUNNING:  # it holds no blocks
             self.num_computed_tokens = self.num_committed_tokens = 0
 
-    def expect_token(self) -> None:
-        """Append PENDING for the token that a scheduled step will sample."""
+    def ends_after(self, row: Row) -> bool:
+        """Whether it is complete with this row: max_tokens is 0, and the row has the prompt's last token."""
+        return self.max_tokens == 0 and row.context_len == self.num_prompt_tokens
+
+    def compute(self, num_tokens: int) -> int:
+        """A scheduled step computes its next tokens. Returns how many tokens the step samples after them: PENDING is
+        appended for each."""
+        end = self.num_computed_tokens = self.num_computed_tokens + num_tokens
+        if end < len(self.token_ids) or not self.max_tokens:
+            return 0
         self.token_ids.append(PENDING)
         self.num_pending_tokens += 1
+        return 1
 
-    def fill_token(self, token_id: int) -> None:
-        """Replace the first pending token. Steps finish in order."""
-        self.token_ids[self.num_known_tokens] = token_id
-        self.num_pending_tokens -= 1
+    def fill_tokens(self, token_ids: ListOf[int]) -> None:
+        """Replace the first pending tokens. Steps finish in order."""
+        first, count = self.num_known_tokens, len(token_ids)
+        self.token_ids[first : first + count] = token_ids
+        self.num_pending_tokens -= count
+
+    def take_back(self, count: int) -> None:
+        """Remove the last pending tokens, which were rejected, and as many of the last computed ones."""
+        del self.token_ids[-count:]
+        self.num_pending_tokens -= count
+        if self._status is SequenceStatus.RUNNING:
+            self.num_computed_tokens -= count
+            self.num_committed_tokens -= count
 
     def drop_pending_tokens(self) -> None:
         """Remove the tokens that no step in flight will sample any more."""
@@ -209,3 +224,8 @@ class Sequence:
         if self.num_output_tokens >= self.max_tokens:
             return FinishReason.LENGTH
         return None
+
+
+def label(sequence_id: int, request_id: str) -> str:
+    """Its name in the log."""
+    return f"sequence {sequence_id}{f' of {request_id}' if request_id else ''}"

@@ -137,9 +137,9 @@ def count_tokens_fed(server: RunningServer) -> list[int]:
     """Grows by one entry per forward pass: the tokens that went through the model."""
     forward, fed = server.core.runner.forward, []
 
-    def counting(batch: Any, tables: Any, *rest: Any) -> Any:
+    def counting(batch: Any, *rest: Any) -> Any:
         fed.append(batch.num_tokens)
-        return forward(batch, tables, *rest)
+        return forward(batch, *rest)
 
     server.core.runner.forward = counting  # type: ignore[method-assign]
     return fed

@@ -41,11 +41,11 @@ def failing(server: RunningServer, token: int) -> Iterator[list[int]]:
     runner = server.core.runner
     forward, failed = runner.forward, []
 
-    def faulty(batch: Any, tables: Any, *rest: Any) -> Any:
-        if any(token in row.sequence.token_ids[row.start : row.context_len] for row in batch.rows):
+    def faulty(batch: Any, *rest: Any) -> Any:
+        if any(token in row.token_ids for row in batch.rows):
             failed.append(len(batch.rows))
             raise RuntimeError("injected fault")
-        return forward(batch, tables, *rest)
+        return forward(batch, *rest)
 
     runner.forward = faulty  # type: ignore[method-assign]
     try:
@@ -140,11 +140,11 @@ def test_a_failure_that_does_not_repeat_loses_no_request(server: RunningServer) 
     runner = server.core.runner
     forward, failures = runner.forward, []
 
-    def faulty_now_and_then(batch: Any, tables: Any, *rest: Any) -> Any:
+    def faulty_now_and_then(batch: Any, *rest: Any) -> Any:
         if len(batch.rows) == 6 and len(failures) < 3:
             failures.append(batch)
             raise RuntimeError("injected fault")
-        return forward(batch, tables, *rest)
+        return forward(batch, *rest)
 
     runner.forward = faulty_now_and_then  # type: ignore[method-assign]
     try:

@@ -134,7 +134,8 @@ def prompt_of(server: RunningServer, messages: list[dict[str, Any]]) -> str:
 
     def watched(batch: Any, *args: Any) -> Any:
         for row in batch.rows:
-            shown.append(tokenizer.text_with_specials(row.sequence.token_ids[: row.sequence.num_prompt_tokens]))
+            sequence = server.core.scheduler.sequences[row.sequence_id]
+            shown.append(tokenizer.text_with_specials(sequence.token_ids[: sequence.num_prompt_tokens]))
         return forward(batch, *args)
 
     server.core.runner.forward = watched  # type: ignore[method-assign]

@@ -67,11 +67,11 @@ def failing_forward(server: RunningServer, fault: Exception, times: int = 10**9,
     """The first `times` forward passes of `least` tokens or more with the request of SHORT tokens fail, or with any if
     there is none. Yields the tokens of all passes."""
     runner = server.core.runner
-    forward, seen, failures = runner.forward, [], []
+    forward, sequences, seen, failures = runner.forward, server.core.scheduler.sequences, [], []
 
     def faulty(batch: Any, *rest: Any) -> Any:
         seen.append(batch.num_tokens)
-        hit = times < 10**9 or any(row.sequence.max_tokens == SHORT for row in batch.rows)
+        hit = times < 10**9 or any(sequences[row.sequence_id].max_tokens == SHORT for row in batch.rows)
         if hit and batch.num_tokens >= least and len(failures) < times:
             failures.append(batch)
             raise fault

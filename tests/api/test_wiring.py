@@ -20,14 +20,14 @@ def fresh_server() -> Iterator[RunningServer]:
 
 
 def watched(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[list[list[int]]], int]]:
-    """(batch, block tables of the groups, blocks in use) of every forward pass."""
+    """(batch, block tables of the rows, blocks in use) of every forward pass."""
     passes: list[tuple[Any, list[list[list[int]]], int]] = []
     runner, pool = server.core.runner, server.core.scheduler.pool
     forward = runner.forward
 
-    def watching(batch: Any, tables: Any, *rest: Any) -> Any:
-        passes.append((batch, tables.tolist(), pool.usage().used))
-        return forward(batch, tables, *rest)
+    def watching(batch: Any, *rest: Any) -> Any:
+        passes.append((batch, [row.tables.tolist() for row in batch.rows], pool.usage().used))
+        return forward(batch, *rest)
 
     monkeypatch.setattr(runner, "forward", watching)
     return passes

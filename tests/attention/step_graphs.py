@@ -33,7 +33,7 @@ from mlxpaged.models.expert_rows import rows_of
 from mlxpaged.models.fused_attention import FusedAttention, fuse_attention
 from mlxpaged.models.layer_finder import layer_specs
 from mlxpaged.models.layers import KV, LayerSpec, Recurrent
-from mlxpaged.models.states import StateRow
+from mlxpaged.step import Row
 
 CONTEXT = 900
 BLOCKS = 16
@@ -235,7 +235,7 @@ def our_step(
         arrays = iter(state[1:])
         for layer in caches.recurrent:
             layer.bind([[next(arrays) for _ in layer.likes]])
-        return caches.run(model, state[0], [meta], [StateRow(i, context - 1, 1) for i in range(batch)])[rows, -1]
+        return caches.run(model, state[0], [meta], [Row(i, context - 1, [0]) for i in range(batch)])[rows, -1]
 
     return trace(model, [mx.zeros((batch,), mx.int32), *itertools.chain(*states)], run)
 

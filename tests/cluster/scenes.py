@@ -12,7 +12,7 @@ from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.ranks import RankLostError
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.scheduler.batch import Batch
+from mlxpaged.step import Step
 from tests.cluster.ranks import MESSAGES, ring_bytes
 
 NUM_TOKENS = 16
@@ -47,7 +47,7 @@ def count_bytes(core: EngineCore, outcome: Outcome) -> None:
     inner: Any = getattr(model, "language_model", model)
     hidden, shares_vocabulary = inner.args.hidden_size, getattr(inner, "sharding_group", None) is not None
 
-    def counting_forward(batch: Batch, *arguments: Any) -> Any:
+    def counting_forward(batch: Step, *arguments: Any) -> Any:
         logits = forward(batch, *arguments)
         needed = 2 * (count - 1) / count * 2 * len(model.layers) * batch.num_tokens * hidden
         needed += (count - 1) / count * logits.size if shares_vocabulary else 0
@@ -79,7 +79,7 @@ def count_overlapped(core: EngineCore, outcome: Outcome) -> None:
     """Count the steps that are launched before the one before them has ended."""
     overlap_step = core.loop.overlap_step
 
-    def counting(batch: Batch) -> None:
+    def counting(batch: Step) -> None:
         outcome.overlapped += 1
         overlap_step(batch)
 

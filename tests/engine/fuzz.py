@@ -11,8 +11,8 @@ import pytest
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.step import InFlightStep
-from mlxpaged.scheduler.batch import Batch
 from mlxpaged.scheduler.sequence import Priority
+from mlxpaged.step import Step
 from tests.engine.hybrid import Run, TinyModel, assert_balanced, request
 
 VOCABULARY = range(1, 200)
@@ -73,7 +73,7 @@ def let_calls_fail(patch: pytest.MonkeyPatch, core: EngineCore, rng: random.Rand
     def is_host_hit(num_rows: int) -> bool:
         return (num_rows > 1 or core.runner.is_recurrent) and is_hit()
 
-    def failing_forward(batch: Batch, *args: object) -> object:
+    def failing_forward(batch: Step, *args: object) -> object:
         if is_host_hit(len(batch.rows)):
             raise ValueError("injected")
         logits = forward(batch, *args)  # type: ignore[arg-type]

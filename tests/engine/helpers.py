@@ -31,14 +31,14 @@ def make_core(served: ServedModel, blocks: int = 100, swap_blocks: int = 0, **op
     return core
 
 
-def let_steps_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def let_steps_fail(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on, every tenth step of several rows fails on the device, by chance. No request is hit twice without a
     token in between: that would end it."""
     rng, read = random.Random(1), InFlightStep.read
 
     def sometimes_failing(step: InFlightStep) -> Any:
-        hit_before = any(row.sequence.num_step_failures for row in step.batch.rows)
-        if len(step.batch.rows) > 1 and not hit_before and rng.random() < 0.1:
+        hit_before = any(each.num_step_failures for each in core.scheduler.sequences.values())
+        if len(step.scheduled.rows) > 1 and not hit_before and rng.random() < 0.1:
             raise DeviceError("injected")
         return read(step)
 

@@ -26,8 +26,8 @@ from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.cache_groups import cache_layout
 from mlxpaged.models.layers import state_bytes
 from mlxpaged.models.loader import load_model
-from mlxpaged.scheduler.batch import Batch
 from mlxpaged.scheduler.sequence import Priority
+from mlxpaged.step import Step
 from tests.answers import Answer, greedy_answer
 from tests.models.architectures import QWEN3_5, VOCAB_SIZE, nested, random_weights
 from tests.support import make_tiny_model, poison_new_blocks
@@ -38,7 +38,7 @@ class Run:
     """What an engine did: outputs by request, and the batches that it ran."""
 
     outputs: dict[str, list[RequestOutput]] = field(default_factory=dict)
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[Step] = field(default_factory=list)
 
     def tokens(self, name: str) -> list[int]:
         return [token for output in self.outputs.get(name, ()) for token in output.token_ids]
@@ -53,7 +53,7 @@ class Run:
     def num_computed(self, request_id: str | None = None) -> int:
         """Tokens that were run through the model, of one request or all."""
         rows = [row for batch in self.batches for row in batch.rows]
-        return sum(row.num_tokens for row in rows if request_id in (None, row.sequence.request_id))
+        return sum(row.num_tokens for row in rows if request_id in (None, row.request_id))
 
 
 class TinyModel:
@@ -139,7 +139,7 @@ def run(core: EngineCore, requests: list[Request], before_step: Callable[[int], 
     """Run requests that arrive together to their ends. before_step: called with the number of each step."""
     result, schedule = Run(), core.scheduler.schedule
 
-    def noting_schedule() -> Batch:
+    def noting_schedule() -> Step:
         result.batches.append(schedule())
         return result.batches[-1]
 

@@ -32,8 +32,7 @@ from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence
 from mlxpaged.models.loader import ServedModel, load_model, own_embedding_model
-from mlxpaged.scheduler.batch import Batch, ScheduledSequence
-from mlxpaged.scheduler.sequence import Sequence as SequenceOfTokens
+from mlxpaged.step import Row, Step
 from tests.answers import Answer, greedy_answer
 from tests.engine.hybrid import Run, request, run
 from tests.models.architectures import ARCHITECTURES, REFUSED, is_installed, make_architecture
@@ -146,7 +145,7 @@ def test_adapters_and_their_model_answer_in_the_same_batches(adapted: Adapted) -
     requests = requests_of([text(3, 1), text(20, 2), text(45, 3)])
     result = run(core, requests)
     assert_answers(adapted, result, requests)
-    mixed = [batch for batch in result.batches if len({row.sequence.adapter for row in batch.rows}) == 3]
+    mixed = [batch for batch in result.batches if len({row.adapter for row in batch.rows}) == 3]
     assert any(row.num_tokens > 1 for batch in mixed for row in batch.rows)
     assert any(all(row.num_tokens == 1 for row in batch.rows) for batch in mixed)
     answers = {tuple(result.tokens(f"1 {adapter}")) for adapter in EACH}
@@ -254,13 +253,12 @@ def test_answers_without_an_adapter_are_equal_to_the_last_bit(adapted: Adapted) 
 def operations(served: ServedModel, adapters: Sequence[str | None]) -> int:
     """Of the graph of one decode step, on MLX's side."""
     core = build_engine(EngineConfig(kv_cache_bytes=2**20, attention_backend="gather"), served)
-    sequences = [SequenceOfTokens(i, [20 + i], 2) for i in range(len(adapters))]
-    for sequence, adapter in zip(sequences, adapters, strict=True):
-        sequence.adapter = adapter
-    batch = Batch(tuple(ScheduledSequence(each, 0, 1, samples=True) for each in sequences))
-    tables = np.arange(len(adapters), dtype=np.int32).reshape(1, -1, 1)
+    rows = [
+        Row(i, 0, [20 + i], range(1), num_sampled=1, adapter=adapter, tables=np.array([[i]], np.int32))
+        for i, adapter in enumerate(adapters)
+    ]
     graph = StringIO()
-    mx.export_to_dot(graph, core.runner.forward(batch, tables, None, {0, 1, 2}))
+    mx.export_to_dot(graph, core.runner.forward(Step(rows), None, {0, 1, 2}))
     return graph.getvalue().count("shape=rectangle")
 
 

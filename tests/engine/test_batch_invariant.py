@@ -25,8 +25,8 @@ from mlxpaged.engine.row_tiles import largest_tile
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.cache_groups import cache_layout
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.scheduler.batch import Batch
 from mlxpaged.scheduler.sequence import Priority
+from mlxpaged.step import Step
 from tests.engine.hybrid import Hybrid, TinyModel, assert_balanced
 from tests.metal_on_cpu import Interpreter
 from tests.models.architectures import VOCAB_SIZE, make_architecture
@@ -262,7 +262,7 @@ def test_contradicting_settings_are_refused(wrong: dict[str, Any]) -> None:
 def test_a_device_that_computes_places_differently_gets_smaller_tiles() -> None:
     """As OpenBLAS does with 12 rows: here the fifth row of a product is rounded otherwise."""
 
-    def forward(batch: Batch, _tables: object) -> mx.array:
+    def forward(batch: Step) -> mx.array:
         positions = mx.array([[float(row.start)] for row in batch.rows])
         return positions + (mx.arange(len(batch))[:, None] >= 4) * 1e-3
 

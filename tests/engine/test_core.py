@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep, StepResult
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.scheduler.batch import Batch
 from mlxpaged.scheduler.sequence import FinishReason, Priority
+from mlxpaged.step import Step
 from tests.support import make_tiny_model, poison_new_blocks, run_requests
 
 POISONED_TOKEN = 77
@@ -68,11 +69,11 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-def fail_when(core: EngineCore, condition: Callable[[Batch], bool]) -> list[Batch]:
+def fail_when(core: EngineCore, condition: Callable[[Step], bool]) -> list[Step]:
     """Let the forward pass of some batches raise, after half the work is done. Returns the batches that were tried."""
     forward, tried = core.runner.forward, []
 
-    def failing(batch: Batch, *args: Any) -> mx.array:
+    def failing(batch: Step, *args: Any) -> mx.array:
         tried.append(batch)
         logits = forward(batch, *args)
         if condition(batch):
@@ -83,8 +84,9 @@ def fail_when(core: EngineCore, condition: Callable[[Batch], bool]) -> list[Batc
     return tried
 
 
-def holds_poisoned_token(batch: Batch) -> bool:
-    return any(POISONED_TOKEN in row.sequence.token_ids[: row.sequence.num_prompt_tokens] for row in batch.rows)
+def holds_poisoned_token(core: EngineCore, batch: Step) -> bool:
+    sequences = [core.scheduler.sequences[row.sequence_id] for row in batch.rows]
+    return any(POISONED_TOKEN in each.token_ids[: each.num_prompt_tokens] for each in sequences)
 
 
 def test_one_step_is_one_model_call_and_one_attention_call_per_layer(core: EngineCore, overlaps: bool) -> None:
@@ -107,7 +109,7 @@ def test_a_failing_request_ends_with_its_error_and_its_neighbours_never_notice(
     core: EngineCore, served: ServedModel
 ) -> None:
     expected = run_requests(make_core(served), PROMPTS, max_tokens=12)
-    fail_when(core, holds_poisoned_token)
+    fail_when(core, partial(holds_poisoned_token, core))
     for i, prompt in enumerate(PROMPTS):
         submit(core, str(i), prompt)
     submit(core, "culprit", [20, POISONED_TOKEN, 21])
@@ -123,20 +125,26 @@ def test_a_failing_request_ends_with_its_error_and_its_neighbours_never_notice(
 
 def test_the_stack_of_a_failure_is_logged_once(core: EngineCore, caplog: pytest.LogCaptureFixture) -> None:
     """The failed step is repeated in halves, and each of them that has the culprit fails too."""
-    tried = fail_when(core, holds_poisoned_token)
+    poisoned: list[bool] = []
+
+    def holds_culprit(batch: Step) -> bool:
+        poisoned.append(holds_poisoned_token(core, batch))
+        return poisoned[-1]
+
+    fail_when(core, holds_culprit)
     for i, prompt in enumerate(PROMPTS):
         submit(core, str(i), prompt)
     submit(core, "culprit", [20, POISONED_TOKEN, 21])
     run(core)
     failed = [record for record in caplog.records if "failed" in record.getMessage()]
-    assert len(failed) == sum(map(holds_poisoned_token, tried)) > 2
+    assert len(failed) == sum(poisoned) > 2
     assert [record.exc_info is not None for record in failed] == [True] + [False] * (len(failed) - 1)
     assert all("injected" in record.getMessage() for record in failed[1:])
 
 
 def test_a_batch_that_fails_once_loses_no_request(core: EngineCore, served: ServedModel) -> None:
     expected = run_requests(make_core(served), PROMPTS, max_tokens=12)
-    tried: list[Batch] = []
+    tried: list[Step] = []
     tried = fail_when(core, lambda batch: len(tried) == 4)
     for i, prompt in enumerate(PROMPTS):
         submit(core, str(i), prompt)
@@ -150,13 +158,18 @@ def test_a_request_that_shares_blocks_with_a_failing_one_computes_them_itself(
 ) -> None:
     prefix = list(range(100, 170))
     [expected] = run_requests(make_core(served), [[*prefix, 30]], max_tokens=12)
-    fail_when(core, holds_poisoned_token)
+    fail_when(core, partial(holds_poisoned_token, core))
     submit(core, "culprit", [*prefix, POISONED_TOKEN])
     submit(core, "dependant", [*prefix, 30])
     outputs = run(core)
     assert outputs["culprit"][-1].error
     assert tokens(outputs["dependant"]) == expected
     assert core.stats().scheduler.preemptions_total == 1
+
+
+def num_output_tokens(core: EngineCore, step: InFlightStep) -> int:
+    """Of the first sequence of a step."""
+    return core.scheduler.sequences[step.rows[0].sequence_id].num_output_tokens
 
 
 def lose_pools_when(monkeypatch: pytest.MonkeyPatch, condition: Callable[[InFlightStep], bool]) -> list[InFlightStep]:
@@ -182,7 +195,7 @@ def test_a_device_error_loses_no_request_and_nothing_stale_is_reused(
     run_requests(core, prompts, max_tokens=12)
     assert core.scheduler.pool.usage().cached > 0
     failed: list[InFlightStep] = []
-    failed = lose_pools_when(monkeypatch, lambda step: not failed and step.rows[0].sequence.num_output_tokens == 5)
+    failed = lose_pools_when(monkeypatch, lambda step: not failed and num_output_tokens(core, step) == 5)
     for i, prompt in enumerate(prompts):
         submit(core, str(i), [*prompt, 7])
     cached = []
@@ -200,7 +213,7 @@ def test_a_request_whose_steps_keep_failing_on_the_device_ends_and_its_neighbour
     core: EngineCore, served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run_requests(make_core(served), PROMPTS, max_tokens=12)
-    failed = lose_pools_when(monkeypatch, lambda step: holds_poisoned_token(step.batch))
+    failed = lose_pools_when(monkeypatch, lambda step: holds_poisoned_token(core, step.scheduled))
     for i, prompt in enumerate(PROMPTS):
         submit(core, str(i), prompt)
     submit(core, "culprit", [20, POISONED_TOKEN, 21])
@@ -215,7 +228,7 @@ def test_a_request_on_trial_after_a_device_error_does_not_end_for_the_failure_of
     core: EngineCore, served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [expected] = run_requests(make_core(served), [PROMPTS[0]], max_tokens=12)
-    failed = lose_pools_when(monkeypatch, lambda step: holds_poisoned_token(step.batch))
+    failed = lose_pools_when(monkeypatch, lambda step: holds_poisoned_token(core, step.scheduled))
     submit(core, "culprit", [20, POISONED_TOKEN, 21])
     submit(core, "sound", PROMPTS[0])
     while len(failed) < 2:
@@ -237,7 +250,7 @@ def test_a_block_that_a_failed_step_left_incomplete_is_not_reused_after_its_answ
     [expected] = run_requests(make_core(served), [[*prompt, *free[:5], 7]], max_tokens=12)
     forward = core.runner.forward
 
-    def failing(batch: Batch, *args: Any) -> mx.array:
+    def failing(batch: Step, *args: Any) -> mx.array:
         if any(row.start == 31 for row in batch.rows):
             raise RuntimeError("injected")
         return forward(batch, *args)
@@ -256,7 +269,7 @@ def test_what_a_failure_makes_the_engine_recompute_counts_as_prefill(
     now = [0.0]
     core = build_engine(EngineConfig(kv_cache_bytes=1_000_000), served, lambda: now[0])
     failed: list[InFlightStep] = []
-    failed = lose_pools_when(monkeypatch, lambda step: not failed and step.rows[0].sequence.num_output_tokens == 5)
+    failed = lose_pools_when(monkeypatch, lambda step: not failed and num_output_tokens(core, step) == 5)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     core.add(Request("first", PROMPTS[0], params, 0.0, timeline=True))
     prefills = []
@@ -356,8 +369,8 @@ def test_logits_that_are_not_finite_fail_their_request_instead_of_choosing_a_tok
     [expected] = run_requests(make_core(served), [PROMPTS[0]], max_tokens=12)
     forward = core.runner.forward
 
-    def spoiling(batch: Batch, *args: Any) -> mx.array:
-        spoiled = [[holds_poisoned_token(Batch((row,)))] for row in batch.rows if row.samples]
+    def spoiling(batch: Step, *args: Any) -> mx.array:
+        spoiled = [[holds_poisoned_token(core, Step((row,)))] for row in batch.rows if row.samples]
         return mx.where(mx.array(spoiled), mx.nan, forward(batch, *args))
 
     core.runner.forward = spoiling  # type: ignore[method-assign]
@@ -379,12 +392,12 @@ def test_what_was_swapped_out_of_a_step_with_infinite_logits_is_recomputed(serve
     submit(core, "sharer", prompt, max_tokens=5)
     forward, calls = core.runner.forward, []
 
-    def spoiling(batch: Batch, *args: Any) -> mx.array:
+    def spoiling(batch: Step, *args: Any) -> mx.array:
         logits = forward(batch, *args)
         calls.append(batch)
         if len(calls) > 1:
             return logits
-        table = batch.rows[0].sequence.kv.table
+        table = core.scheduler.sequences[batch.rows[0].sequence_id].kv.table
         assert table is not None
         for layer in core.runner.layers:
             keys, values = layer.kv.read_blocks(table.block_ids)
@@ -409,7 +422,7 @@ def test_the_engine_measures_its_steps_and_cuts_prompts_to_the_limit(
     now, read, seconds = [0.0], InFlightStep.read, []
 
     def slow_read(step: InFlightStep) -> StepResult:
-        seconds.append(0.01 + step.batch.num_tokens / 1000)
+        seconds.append(0.01 + step.scheduled.num_tokens / 1000)
         now[0] += seconds[-1]
         return read(step)
 
@@ -433,7 +446,7 @@ def observed(core: EngineCore) -> list[tuple[int, float]]:
     found: list[tuple[int, float]] = []
     observe = core.scheduler.observe
 
-    def noting(batch: Batch, seconds: float) -> None:
+    def noting(batch: Step, seconds: float) -> None:
         found.append((batch.num_tokens, seconds))
         observe(batch, seconds)
 
@@ -443,7 +456,7 @@ def observed(core: EngineCore) -> list[tuple[int, float]]:
 
 def test_of_a_step_that_is_run_again_in_halves_each_is_learned_with_its_own_time(core: EngineCore) -> None:
     found = observed(core)
-    tried: list[Batch] = []
+    tried: list[Step] = []
     tried = fail_when(core, lambda batch: len(tried) == 1)
     for i in range(4):
         submit(core, str(i), [i, *range(20, 29)])

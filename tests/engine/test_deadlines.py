@@ -16,9 +16,9 @@ from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.scheduler.batch import Batch
 from mlxpaged.scheduler.scheduler import Scheduler
 from mlxpaged.scheduler.sequence import FinishReason, Sequence
+from mlxpaged.step import Step
 from tests.scheduler.simulation import make_scheduler
 from tests.scheduler.test_deadlines import teach
 from tests.support import every, make_tiny_model, poison_new_blocks, run_requests
@@ -162,7 +162,7 @@ def test_a_deadline_is_not_given_up_while_the_prompt_advances_fast_enough() -> N
         assert missed(deadlines, now) == []
         batch = scheduler.schedule()
         now += batch.num_tokens / 100
-        scheduler.update(batch, {1: 5})
+        scheduler.update(batch, {1: [5]})
     assert missed(deadlines, 100.0) == []
 
 
@@ -181,7 +181,7 @@ def test_a_request_whose_deadline_cannot_be_met_never_runs(
     clock = Clock()
     forward = ModelRunner.forward
 
-    def timed(self: ModelRunner, batch: Batch, *rest: Any) -> Any:
+    def timed(self: ModelRunner, batch: Step, *rest: Any) -> Any:
         clock.now += batch.num_tokens / 100
         return forward(self, batch, *rest)
 

@@ -78,8 +78,8 @@ def test_answers_do_not_depend_on_overlap_preemption_or_failures(
 ) -> None:
     blocks, swap = POOLS[pool]
     monkeypatch.setattr(ModelRunner, "overlaps", overlaps)
-    let_steps_fail(monkeypatch)
     core = make_core(served, blocks, swap, prefill_mode=mode, max_num_batched_tokens=64)
+    let_steps_fail(core, monkeypatch)
     add_mix(core)
     assert texts_of(core) == expected
     stats = core.stats().scheduler
@@ -95,7 +95,7 @@ def test_constrained_requests_are_in_every_step_when_steps_overlap(
     forward = ModelRunner.forward
 
     def noting(runner: ModelRunner, batch: Any, *args: Any) -> Any:
-        rows.append({row.sequence.sequence_id for row in batch.rows})
+        rows.append({row.sequence_id for row in batch.rows})
         return forward(runner, batch, *args)
 
     monkeypatch.setattr(ModelRunner, "forward", noting)

@@ -21,8 +21,7 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.step_input import SampledTokens
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.scheduler.batch import Batch, ScheduledSequence
-from mlxpaged.scheduler.sequence import PENDING, Sequence
+from mlxpaged.step import PENDING, Row, Step
 from tests.support import make_tiny_model, run_requests
 
 
@@ -36,14 +35,14 @@ def runner(served: ServedModel) -> ModelRunner:
     return ModelRunner(served, num_blocks=8, block_size=8, backend="auto")
 
 
-def rows(*parts: tuple[list[int], int, int]) -> Batch:
+def rows(*parts: tuple[list[int], int, int]) -> Step:
     """Of each sequence of tokens, those from `start` on, `count` of them."""
-    return Batch(
-        tuple(
-            ScheduledSequence(Sequence(i, tokens, 4), start, count, samples=start + count == len(tokens))
-            for i, (tokens, start, count) in enumerate(parts)
-        )
-    )
+    found = []
+    for i, (tokens, start, count) in enumerate(parts):
+        samples = start + count == len(tokens)
+        logits = range(start + count - samples, start + count)
+        found.append(Row(i, start, tokens[start : start + count], logits, int(samples)))
+    return Step(found)
 
 
 on_cpu = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="only for the CPU backend")
@@ -52,8 +51,13 @@ TABLES = [[5, 2, -1], [0, -1, -1], [7, 1, 3]]
 LONG = [9, 8, 7, 6, 5, 4, 3, 2, 1, 2]
 
 
-def forward(runner: ModelRunner, batch: Batch, tables: list[list[int]] = TABLES) -> mx.array:
-    return runner.forward(batch, np.array([tables[: len(batch)]], dtype=np.int32))
+def forward(runner: ModelRunner, batch: Step, tables: list[list[int]] = TABLES) -> mx.array:
+    return runner.forward(with_tables(batch, tables))
+
+
+def with_tables(batch: Step, tables: list[list[int]]) -> Step:
+    found = zip(batch.rows, tables, strict=False)
+    return Step([row._replace(tables=np.array([table], dtype=np.int32)) for row, table in found])
 
 
 def test_logits_are_those_of_the_model_for_the_rows_that_sample_in_order(
@@ -116,7 +120,7 @@ def test_whatever_the_model_has_to_know_of_a_step_is_one_upload(
     seen = CountingMlx()
     monkeypatch.setattr(model_runner, "mx", seen)
     monkeypatch.setattr(metadata, "mx", seen)
-    logits = runner.forward(batch, np.array([TABLES], np.int32), sampled)
+    logits = runner.forward(with_tables(batch, TABLES), sampled)
     assert [upload.shape for upload in seen.uploads] == [((3 + pending) * 24 + 8 + 3 * 8,)]
     np.testing.assert_allclose(np.array(logits), expected, atol=1e-4)
 

@@ -221,7 +221,7 @@ def test_whatever_happens_answers_are_those_of_requests_alone(
     read = InFlightStep.read
 
     def sometimes_failing(step: InFlightStep) -> Any:
-        hit_before = any(row.sequence.num_step_failures for row in step.batch.rows)
+        hit_before = any(each.num_step_failures for each in core.scheduler.sequences.values())
         if rng.random() < 0.1 and not hit_before:  # a second device error in a row ends a request
             raise DeviceError("injected")
         return read(step)

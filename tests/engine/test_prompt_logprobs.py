@@ -19,8 +19,8 @@ from mlxpaged.engine.prompt_logits import BYTES_PER_LOGIT, max_prompt_logits
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep
-from mlxpaged.scheduler.batch import Batch, ScheduledSequence
 from mlxpaged.scheduler.sequence import FinishReason, Sequence
+from mlxpaged.step import Row, Step
 from tests.engine.hybrid import Hybrid, TinyModel, run
 from tests.models.architectures import VOCAB_SIZE
 from tests.support import make_tiny_model
@@ -150,7 +150,7 @@ def test_failed_steps_lose_none(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
     failed: list[str] = []
     forward, read = ModelRunner.forward, InFlightStep.read
 
-    def failing_forward(runner: ModelRunner, batch: Batch, *args: Any) -> mx.array:
+    def failing_forward(runner: ModelRunner, batch: Step, *args: Any) -> mx.array:
         logits = forward(runner, batch, *args)
         if any(row.start == 30 for row in batch.rows) and not failed:
             failed.append("host")
@@ -158,7 +158,7 @@ def test_failed_steps_lose_none(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
         return logits
 
     def failing_read(step: InFlightStep) -> Any:
-        if any(row.start == 46 for row in step.batch.rows) and len(failed) == 1:
+        if any(row.start == 46 for row in step.scheduled.rows) and len(failed) == 1:
             failed.append("device")
             raise DeviceError("injected")
         return read(step)
@@ -179,9 +179,9 @@ def test_what_another_requests_failure_discards_is_computed_again(
     core = tiny.engine(max_num_batched_tokens=24, max_num_seqs=2)
     forward, fail = core.runner.forward, core.scheduler.fail
 
-    def spoiling_forward(batch: Batch, *args: Any) -> mx.array:
+    def spoiling_forward(batch: Step, *args: Any) -> mx.array:
         logits = forward(batch, *args)
-        bad = [row.sequence.request_id == "bad" and row.start == 3 for row in batch.rows if row.samples]
+        bad = [row.request_id == "bad" and row.start == 3 for row in batch.rows if row.samples]
         return mx.concatenate([logits[:1] * mx.nan, logits[1:]]) if any(bad) else logits
 
     def sharing_fail(*arguments: Any) -> list[Sequence]:
@@ -205,9 +205,9 @@ def test_what_another_requests_failure_discards_is_computed_again(
 def test_logits_that_are_not_finite_end_the_request(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = ModelRunner.forward
 
-    def broken(runner: ModelRunner, batch: Batch, *args: Any) -> mx.array:
+    def broken(runner: ModelRunner, batch: Step, *args: Any) -> mx.array:
         logits = forward(runner, batch, *args)
-        bad = any(row.sequence.request_id == "bad" and row.prompt_logprobs for row in batch.rows)
+        bad = any(row.request_id == "bad" and row.prompt_logprobs for row in batch.rows)
         return mx.concatenate([logits[:-1], logits[-1:] * mx.nan]) if bad else logits
 
     monkeypatch.setattr(ModelRunner, "forward", broken)
@@ -234,7 +234,7 @@ def test_a_step_computes_a_limited_number_of_logits_and_other_prompts_do_not_wai
     check(tiny, logprobs_of(done.outputs["a"]), PROMPT)
     check(tiny, logprobs_of(done.outputs["b"]), OTHER)
     assert max(sum(len(row.prompt_logprobs) for row in batch.rows) for batch in done.batches) == 11
-    assert [row.sequence.request_id for row in done.batches[0].rows] == ["a", "plain"]
+    assert [row.request_id for row in done.batches[0].rows] == ["a", "plain"]
     assert done.batches[0].rows[1].num_tokens == len(OTHER) + 1
 
 
@@ -262,13 +262,13 @@ def test_without_tokens_to_generate_a_request_ends_with_its_prompt(
 @pytest.mark.parametrize("top", [0, 1, 20])
 def test_the_memory_that_is_reserved_for_them_is_enough(top: int) -> None:
     vocab_size, rows = 50_000, 40
-    sequence = Sequence(0, list(range(rows + 1)), 1)
-    batch = Batch((ScheduledSequence(sequence, 0, rows + 1, True, prompt_logprobs=range(1, rows + 1)),))
+    prompt = list(range(rows + 1))
+    batch = Step([Row(0, 0, prompt, range(rows + 1), num_sampled=1)])
     hidden, head = mx.random.normal((rows + 1, 16)), mx.random.normal((16, vocab_size)).astype(mx.bfloat16)
     mx.eval(hidden, head)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    step = InFlightStep(batch, 0.0, hidden.astype(mx.bfloat16) @ head, top)
+    step = InFlightStep(batch, 0.0, hidden.astype(mx.bfloat16) @ head, prompt[1:], top)
     mx.eval(step.results)
     assert mx.get_peak_memory() - before <= rows * vocab_size * BYTES_PER_LOGIT
     del step

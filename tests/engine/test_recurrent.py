@@ -15,8 +15,8 @@ from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.step import InFlightStep
-from mlxpaged.scheduler.batch import Batch
 from mlxpaged.scheduler.sequence import FinishReason
+from mlxpaged.step import Step
 from tests.engine.hybrid import Hybrid, Run, assert_balanced, request, run
 
 rng = random.Random(5)
@@ -177,8 +177,8 @@ def fail_when(
     forward, sample = core.runner.forward, core.sampler.sample
     names: list[str] = []
 
-    def noting_forward(batch: Batch, *args: Any) -> mx.array:
-        names[:] = [row.sequence.request_id for row in batch.rows]
+    def noting_forward(batch: Step, *args: Any) -> mx.array:
+        names[:] = [row.request_id for row in batch.rows]
         if what == "before" and fails(names):
             failed.append(list(names))
             raise ValueError("injected")
@@ -233,10 +233,10 @@ def spoil(patch: pytest.MonkeyPatch, core: EngineCore, name: str, after_tokens: 
     """Let a request's logits be NaN from a number of tokens on."""
     forward = core.runner.forward
 
-    def spoiling(batch: Batch, *args: Any) -> mx.array:
+    def spoiling(batch: Step, *args: Any) -> mx.array:
         logits = forward(batch, *args)
         sampling = [row for row in batch.rows if row.samples]
-        bad = [row.sequence.request_id == name and row.context_len > after_tokens for row in sampling]
+        bad = [row.request_id == name and row.context_len > after_tokens for row in sampling]
         return mx.where(mx.array(bad)[:, None], mx.nan, logits) if any(bad) else logits
 
     patch.setattr(core.runner, "forward", spoiling)

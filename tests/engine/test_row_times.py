@@ -11,9 +11,9 @@ from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.row_times import RECURRENT_ROWS, ROWS, TOTAL_SECONDS, time_rows
-from mlxpaged.engine.step_input import StepInput
 from mlxpaged.models.loader import load_model
 from mlxpaged.models.states import RecurrentLayer
+from mlxpaged.step import Step
 from tests.models.architectures import make_architecture
 from tests.support import run_requests
 
@@ -30,8 +30,8 @@ class Device:
         self.core = build_engine(EngineConfig(kv_cache_bytes=1_000_000, max_step_ms=0), served, lambda: self.now)
         run = self.core.runner.run
 
-        def timed(step: StepInput, *args: object) -> object:
-            rows = len(step.query_lens)
+        def timed(step: Step, *args: object) -> object:
+            rows = len(step)
             self.now += rows * milliseconds / 1000 * (1 if rows in self.rows else 10)
             self.rows.append(rows)
             return run(step, *args)  # type: ignore[arg-type]
@@ -105,8 +105,8 @@ def test_a_step_that_moves_blocks_or_is_traced_teaches_nothing(tmp_path: Path, m
     monkeypatch.setattr(type(core.runner), "num_traced", property(lambda runner: traced.count))
     run, observe, learned = core.runner.run, core.scheduler.observe, []
 
-    def tracing(step: StepInput, *args: object) -> object:
-        traced.count += len(step.query_lens) == 2
+    def tracing(step: Step, *args: object) -> object:
+        traced.count += len(step) == 2
         return run(step, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(core.runner, "run", tracing)

@@ -97,8 +97,8 @@ def test_answers_do_not_depend_on_overlap_preemption_forks_or_failures(
     swap: int,
 ) -> None:
     monkeypatch.setattr(ModelRunner, "overlaps", overlaps)
-    let_steps_fail(monkeypatch)
     core = make_core(served, blocks, swap, max_num_batched_tokens=64)
+    let_steps_fail(core, monkeypatch)
     add_mix(core)
     assert texts_of(core) == expected
     assert (core.stats().scheduler.preemptions_total > 0) or blocks == 100

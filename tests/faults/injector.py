@@ -74,7 +74,7 @@ def before(owner: Any, name: str, place: str, ids: Callable[..., Iterable[str]] 
 
 
 def of_batch(_runner: Any, batch: Any, *_: Any) -> list[str]:
-    return [row.sequence.request_id for row in batch.rows]
+    return [row.request_id for row in batch.rows]
 
 
 def of_request(running: Any, *_: Any) -> list[str]:

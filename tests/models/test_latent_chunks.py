@@ -13,7 +13,7 @@ import pytest
 from mlxpaged.attention import latent
 from mlxpaged.attention.latent import ExpandedChunk, LatentLayer, make_latent_groups
 from mlxpaged.attention.metadata import AttentionMetadata
-from mlxpaged.scheduler.batch import Batch
+from mlxpaged.step import Step
 from tests.metal_on_cpu.fixtures import metal, metal_on_cpu
 from tests.models.architectures import is_installed, make_architecture
 from tests.models.test_architectures import BRIEF, WHOLE, Case, assert_same
@@ -120,7 +120,7 @@ def test_after_a_step_that_failed_in_a_chunk_the_others_go_on(
     update_and_fetch, forward = ExpandedChunk.update_and_fetch, core.runner.forward
     rows, failures = [0], []
 
-    def noting(batch: Batch, *args: Any) -> mx.array:
+    def noting(batch: Step, *args: Any) -> mx.array:
         rows[0] = len(batch)
         return forward(batch, *args)
 

@@ -24,7 +24,7 @@ from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.loader import DEMO_PATH, ServedModel, context_length, load_model, resolve_model
 from mlxpaged.models.short_names import DEMO_MODEL
 from mlxpaged.models.turns import Turns
-from mlxpaged.scheduler.batch import Batch
+from mlxpaged.step import Step
 from tests.support import SMALL, demo_vocab_size, make_tiny_model, run_requests
 
 
@@ -293,7 +293,7 @@ def test_only_the_rows_that_are_sampled_reach_the_output_head(
     core = build_engine(config, served)
     forward, sampled = core.runner.forward, []
 
-    def noting(batch: Batch, *args: Any) -> mx.array:
+    def noting(batch: Step, *args: Any) -> mx.array:
         sampled.append(max(1, sum(row.samples for row in batch.rows)))
         return forward(batch, *args)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,8 @@ from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.models.states import Group, RecurrentLayer, StateRow, StateStep, make_groups
-from mlxpaged.scheduler.batch import Batch, ScheduledSequence
-from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.models.states import Group, RecurrentLayer, StateStep, make_groups
+from mlxpaged.step import Row, Step
 from tests.models.architectures import make_architecture
 
 BLOCK_SIZE = 8
@@ -31,8 +30,12 @@ def spans(groups: Iterable[Group]) -> list[tuple[int, int, list[int]]]:
     return [(group.first, group.last, group.sequence_ids) for group in groups]
 
 
+def tokens(sequence_id: int, start: int, count: int, **more: Any) -> Row:
+    return Row(sequence_id, start, [0] * count, **more)
+
+
 def test_decoding_rows_are_one_group_and_each_chunk_is_alone() -> None:
-    rows = [StateRow(3, 7, 1), StateRow(5, 9, 1), StateRow(1, 0, 6), StateRow(2, 4, 3)]
+    rows = [tokens(3, 7, 1), tokens(5, 9, 1), tokens(1, 0, 6), tokens(2, 4, 3)]
     groups = make_groups(rows)
     assert spans(groups) == [(0, 2, [3, 5]), (2, 8, [1]), (8, 11, [2])]
     assert [group.is_rows for group in groups] == [True, False, False]
@@ -40,37 +43,37 @@ def test_decoding_rows_are_one_group_and_each_chunk_is_alone() -> None:
 
 
 def test_a_chunk_is_cut_at_its_checkpoints() -> None:
-    groups = make_groups([StateRow(1, 4, 20, restore=6, checkpoints=[(8, 0), (16, 1)])])
+    groups = make_groups([tokens(1, 4, 20, restore=6, checkpoints=[(8, 0), (16, 1)])])
     assert spans(groups) == [(0, 4, [1]), (4, 12, [1]), (12, 20, [1])]
     assert [group.restore for group in groups] == [6, None, None]
     assert [group.taken for group in groups] == [[(0, 0)], [(0, 1)], []]
 
 
 def test_a_checkpoint_at_the_end_of_a_chunk_makes_no_empty_group() -> None:
-    [group] = make_groups([StateRow(1, 0, 8, checkpoints=[(8, 3)])])
+    [group] = make_groups([tokens(1, 0, 8, checkpoints=[(8, 3)])])
     assert (group.first, group.last, group.is_fresh, group.taken) == (0, 8, True, [(0, 3)])
 
 
 def test_only_the_first_piece_of_a_new_prompt_is_fresh() -> None:
-    groups = make_groups([StateRow(1, 0, 12, checkpoints=[(8, 3)])])
+    groups = make_groups([tokens(1, 0, 12, checkpoints=[(8, 3)])])
     assert [group.is_fresh for group in groups] == [True, False]
 
 
 def test_a_row_of_one_token_that_starts_or_restores_does_not_decode_with_the_others() -> None:
-    rows = [StateRow(1, 5, 1), StateRow(2, 0, 1), StateRow(3, 8, 1, restore=0), StateRow(4, 5, 1)]
+    rows = [tokens(1, 5, 1), tokens(2, 0, 1), tokens(3, 8, 1, restore=0), tokens(4, 5, 1)]
     groups = make_groups(rows)
     assert spans(groups) == [(0, 1, [1]), (1, 2, [2]), (2, 3, [3]), (3, 4, [4])]
     assert [group.is_rows for group in groups] == [True, False, False, False]
 
 
 def test_a_decoding_row_takes_its_checkpoint_from_the_group() -> None:
-    [group] = make_groups([StateRow(1, 5, 1), StateRow(2, 7, 1, checkpoints=[(8, 4)])])
+    [group] = make_groups([tokens(1, 5, 1), tokens(2, 7, 1, checkpoints=[(8, 4)])])
     assert group.taken == [(1, 4)]
 
 
 def test_a_group_selects_its_part_of_what_has_a_row_per_token() -> None:
     rows = mx.arange(12).reshape(6, 1, 2)
-    decoding, chunk = make_groups([StateRow(1, 5, 1), StateRow(2, 7, 1), StateRow(3, 0, 4)])
+    decoding, chunk = make_groups([tokens(1, 5, 1), tokens(2, 7, 1), tokens(3, 0, 4)])
     assert decoding.select(rows, 6).tolist() == rows[:2].tolist()
     assert chunk.select(rows, 6).tolist() == rows[2:].swapaxes(0, 1).tolist()
     offsets = mx.array([5, 7, 0, 1, 2, 3])
@@ -85,7 +88,7 @@ def test_a_step_evaluates_the_states_of_its_sequences_and_no_checkpoint_of_an_ea
     step = StateStep()
     layer = RecurrentLayer([((2,), mx.float32)], step)
 
-    def run(*rows: StateRow) -> list[Any]:
+    def run(*rows: Row) -> list[Any]:
         """One step of a module that adds one to its state. Returns what is evaluated."""
         step.begin(rows)
         for index, group in enumerate(layer.groups):
@@ -97,10 +100,10 @@ def test_a_step_evaluates_the_states_of_its_sequences_and_no_checkpoint_of_an_ea
         step.end()
         return [array[:, 0].tolist() for array in layer.arrays]
 
-    assert run(StateRow(1, 0, 8, checkpoints=[(4, 0), (6, 1)])) == [[3.0], [1.0], [2.0]]
-    assert run(StateRow(1, 8, 1)) == [[4.0]]
-    assert run(StateRow(1, 9, 1), StateRow(2, 6, 2, restore=1)) == [[5.0], [3.0]]
-    assert run(StateRow(1, 10, 1), StateRow(2, 8, 1, checkpoints=[(9, 0)])) == [[6.0, 4.0], [4.0]]
+    assert run(tokens(1, 0, 8, checkpoints=[(4, 0), (6, 1)])) == [[3.0], [1.0], [2.0]]
+    assert run(tokens(1, 8, 1)) == [[4.0]]
+    assert run(tokens(1, 9, 1), tokens(2, 6, 2, restore=1)) == [[5.0], [3.0]]
+    assert run(tokens(1, 10, 1), tokens(2, 8, 1, checkpoints=[(9, 0)])) == [[6.0, 4.0], [4.0]]
 
 
 # -- states ----------------------------------------------------------------------------------------------------------
@@ -112,24 +115,37 @@ class Scene:
 
     runner: ModelRunner
     plain: Any
-    sequences: dict[int, Sequence] = field(default_factory=dict)
+    sequences: dict[int, list[int]] = field(default_factory=dict)
 
     def add(self, number: int) -> None:
         tokens = np.random.default_rng(number).integers(1, 256, BLOCK_SIZE * BLOCKS_EACH)
-        self.sequences[number] = Sequence(number, tokens.tolist(), 1)
+        self.sequences[number] = tokens.tolist()
+
+    def row(
+        self,
+        number: int,
+        start: int,
+        count: int,
+        restore: int | None = None,
+        checkpoints: Sequence[tuple[int, int]] = (),
+        blocks: Sequence[int] = (),
+    ) -> Row:
+        """A row that samples. blocks: by default, those of the sequence."""
+        own, end = range(number * BLOCKS_EACH, (number + 1) * BLOCKS_EACH), start + count
+        tables = np.array([blocks or own], dtype=np.int32)
+        ids, logits = self.sequences[number][start:end], range(end - 1, end)
+        return Row(number, start, ids, logits, 1, restore, checkpoints, tables=tables)
 
     def logits(self, *rows: tuple[Any, ...]) -> list[list[float]]:
         """Of the last token of each row: sequence, start, num_tokens, and perhaps restore and checkpoints."""
-        batch = Batch(tuple(ScheduledSequence(self.sequences[n], at, num, True, *more) for n, at, num, *more in rows))
-        tables = np.array([[range(n * BLOCKS_EACH, (n + 1) * BLOCKS_EACH) for n, *_ in rows]], dtype=np.int32)
-        logits = self.runner.forward(batch, tables, None, set(self.sequences))
+        logits = self.runner.forward(Step([self.row(*row) for row in rows]), None, set(self.sequences))
         self.runner.finish_step(logits)
         values: Any = logits.tolist()
         return values  # type: ignore[no-any-return]
 
     def expected(self, number: int, length: int) -> list[float]:
         """mlx-lm's logits after the first `length` tokens of a sequence."""
-        tokens = mx.array([self.sequences[number].token_ids[:length]])
+        tokens = mx.array([self.sequences[number][:length]])
         return self.plain(tokens, cache=make_prompt_cache(self.plain))[0, -1].tolist()  # type: ignore[no-any-return]
 
     def check(self, *rows: tuple[Any, ...]) -> None:
@@ -177,23 +193,23 @@ def test_sequences_that_join_leave_skip_steps_and_change_places_keep_their_state
 
 
 def test_a_later_row_starts_from_a_checkpoint_that_an_earlier_row_of_the_step_takes(scene: Scene) -> None:
-    scene.sequences[1].token_ids[:16] = scene.sequences[0].token_ids[:16]
-    shared = np.array([[[0, 1, 2, 3], [0, 1, 6, 7]]], dtype=np.int32)
-    rows = ((0, 0, 20, True, None, ((8, 5), (16, 4))), (1, 16, 3, True, 4, ()))
-    batch = Batch(tuple(ScheduledSequence(scene.sequences[n], *more) for n, *more in rows))
-    first, second = scene.runner.forward(batch, shared, None, {0, 1}).tolist()  # type: ignore[misc]
+    scene.sequences[1][:16] = scene.sequences[0][:16]
+    rows = scene.row(0, 0, 20, None, ((8, 5), (16, 4))), scene.row(1, 16, 3, 4, blocks=[0, 1, 6, 7])
+    first, second = scene.runner.forward(Step(rows), None, {0, 1}).tolist()  # type: ignore[misc]
     assert first == pytest.approx(scene.expected(0, 20), abs=2e-3)
     assert second == pytest.approx(scene.expected(1, 19), abs=2e-3)
 
 
 def test_a_row_starts_from_a_checkpoint_that_a_decoding_row_of_the_same_step_takes(scene: Scene) -> None:
     """The id had another state before. Of the decoding rows, the second one takes it."""
-    scene.sequences[2].token_ids[:16] = scene.sequences[1].token_ids[:16]
+    scene.sequences[2][:16] = scene.sequences[1][:16]
     scene.check((0, 0, 8, None, ((8, 4),)), (1, 0, 15))
-    tables = np.array([[[0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 10, 11]]], dtype=np.int32)
-    rows = ((0, 8, 1, True), (1, 15, 1, True, None, ((16, 4),)), (2, 16, 3, True, 4, ()))
-    batch = Batch(tuple(ScheduledSequence(scene.sequences[n], *more) for n, *more in rows))
-    logits: Any = scene.runner.forward(batch, tables, None, {0, 1, 2}).tolist()
+    rows = (
+        scene.row(0, 8, 1),
+        scene.row(1, 15, 1, None, ((16, 4),)),
+        scene.row(2, 16, 3, 4, blocks=[4, 5, 10, 11]),
+    )
+    logits: Any = scene.runner.forward(Step(rows), None, {0, 1, 2}).tolist()
     for row, number, length in zip(logits, (0, 1, 2), (9, 16, 19), strict=True):
         assert row == pytest.approx(scene.expected(number, length), abs=2e-3)
 

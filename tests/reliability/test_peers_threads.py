@@ -70,10 +70,10 @@ def raising(
     """So many forward passes with a prompt that has this first token raise. The first one has so many rows. Yields the
     errors."""
     runner = server.core.runner
-    forward, raised = runner.forward, []
+    forward, sequences, raised = runner.forward, server.core.scheduler.sequences, []
 
     def failing(batch: Any, *rest: Any) -> Any:
-        is_marked = any(row.sequence.token_ids[0] == marked for row in batch.rows)
+        is_marked = any(sequences[row.sequence_id].token_ids[0] == marked for row in batch.rows)
         if is_marked and len(raised) < times and (raised or len(batch.rows) >= rows):
             raised.append(error)
             raise error

@@ -9,11 +9,11 @@ from typing import Any
 
 from mlxpaged.cache.block_pool import BlockPool
 from mlxpaged.scheduler import scheduler as scheduler_module
-from mlxpaged.scheduler.batch import Batch, BlockMoves, ScheduledSequence
 from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.queue import ORDER
 from mlxpaged.scheduler.scheduler import Scheduler
 from mlxpaged.scheduler.sequence import PENDING, FinishReason, Priority, Sequence, SequenceStatus
+from mlxpaged.step import BlockMoves, Row, Step
 
 PREEMPTOR = 999_999
 
@@ -79,11 +79,16 @@ def token_after(token_ids: list[int]) -> int:
     return hash(tuple(token_ids)) % 997
 
 
-def commit(scheduler: Scheduler, batch: Batch, tokens: dict[int, int]) -> list[Sequence]:
+def sequences_of(scheduler: Scheduler, rows: Iterable[Row]) -> list[Sequence]:
+    """Those that have not ended."""
+    return [scheduler.sequences[row.sequence_id] for row in rows if row.sequence_id in scheduler.sequences]
+
+
+def commit(scheduler: Scheduler, batch: Step, tokens: dict[int, int]) -> list[Sequence]:
     """Update the scheduler, and finish the sequences whose answers these tokens end, as the engine does. Returns
     them."""
-    scheduler.update(batch, tokens)
-    sampled = [row.sequence for row in batch.rows if row.samples and row.sequence.finish_reason is None]
+    scheduler.update(batch, {sequence_id: [token] for sequence_id, token in tokens.items()})
+    sampled = sequences_of(scheduler, (row for row in batch.rows if row.samples))
     ends = [(seq, seq.finish_reason_after(tokens[seq.sequence_id])) for seq in sampled if seq.sequence_id in tokens]
     return [scheduler.finish(seq.sequence_id, reason) for seq, reason in ends if reason is not None]
 
@@ -101,11 +106,11 @@ class Simulation:
         self.growth_steps = growth_steps
         self.growing_since = 0
         self.num_growths = self.num_shrinks = 0
-        self.in_flight: Batch | None = None
+        self.in_flight: Step | None = None
         self.added: list[Sequence] = []
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> group, tokens up to this one
         self.swapped: dict[tuple[int, int], tuple[int, ...]] = {}  # (swap slot, offset) -> the same
-        self.places: dict[ScheduledSequence, list[tuple[int, int]]] = {}  # (block, offset) that a step wrote
+        self.places: dict[int, list[tuple[int, int]]] = {}  # by the id of a row: (block, offset) that it wrote
         self.sampled: dict[tuple[int, int], int] = {}  # (sequence, position) -> token, on the device
         self.ended: dict[int, FinishReason] = {}
         self.computed: Counter[int] = Counter()
@@ -125,12 +130,12 @@ class Simulation:
     def has_work(self) -> bool:
         return self.scheduler.has_unfinished() or self.in_flight is not None
 
-    def step(self) -> Batch:
+    def step(self) -> Step:
         self.grow()
         batch, due = self.schedule()
         self.move(batch.moves)
         self.compute(batch.rows)
-        self.batches.append([(row.sequence.sequence_id, row.num_tokens) for row in batch.rows])
+        self.batches.append([(row.sequence_id, row.num_tokens) for row in batch.rows])
         for each in due:
             self.update(each)
         return batch
@@ -167,7 +172,7 @@ class Simulation:
         self.num_shrinks += 1
         self.check_books()
 
-    def schedule(self) -> tuple[Batch, list[Batch]]:
+    def schedule(self) -> tuple[Step, list[Step]]:
         """The next batch, and those whose tokens are read once it runs."""
         known = self.unfinished
         preemptions = {seq.sequence_id: seq.num_preemptions for seq in known}
@@ -175,7 +180,8 @@ class Simulation:
         starving = [seq for seq in known if seq.skipped_steps >= scheduler_module.STARVATION_BOUND]
         was_running = set(self.scheduler.running)
         batch, before = self.scheduler.schedule(), self.in_flight
-        served = [row.sequence for row in batch.rows]
+        served = sequences_of(self.scheduler, batch.rows)
+        self.check_rows(batch.rows)
         for seq in served:
             assert seq.num_preemptions == preemptions[seq.sequence_id], "it was preempted in this step"
         gainers = served + [seq for seq in self.scheduler.running if seq not in was_running]
@@ -209,24 +215,24 @@ class Simulation:
         rows = [row for each in failed for row in each.rows]
         for row in rows:
             self.forget(row)
-        running = [row.sequence for row in rows if row.sequence.status is SequenceStatus.RUNNING]
+        concerned = sequences_of(self.scheduler, rows)
+        running = [seq for seq in concerned if seq.status is SequenceStatus.RUNNING]
         culprit = None
         if choose is None:
-            for row in rows:
-                if row.sequence.finish_reason is None:
-                    self.end_failed(row.sequence)
+            for seq in dict.fromkeys(concerned):
+                self.end_failed(seq)
             self.scheduler.reset_cache()
             self.slots.clear()
         else:
             culprit = choose(running) if running else None
-            if any(row.sequence.status is not SequenceStatus.RUNNING for row in rows):
+            if len(running) < len(rows):
                 self.scheduler.reset_cache()
-        for row in rows:
-            if row.sequence.status in (SequenceStatus.PREEMPTED, SequenceStatus.SWAPPED):
-                self.scheduler.recompute(row.sequence)
+        for seq in sequences_of(self.scheduler, rows):
+            if seq.status in (SequenceStatus.PREEMPTED, SequenceStatus.SWAPPED):
+                self.scheduler.recompute(seq)
         for each in failed:
             for row in each.rows:
-                if row.sequence is culprit and culprit.status is SequenceStatus.RUNNING:
+                if culprit and row.sequence_id == culprit.sequence_id and culprit.status is SequenceStatus.RUNNING:
                     self.end_failed(culprit)
             self.run_again(each)
 
@@ -237,8 +243,8 @@ class Simulation:
             self.scheduler.finish(seq.sequence_id, FinishReason.ERROR)
         self.note_end(seq)
 
-    def run_again(self, batch: Batch) -> None:
-        alive = [row for row in batch.rows if row.sequence.status is SequenceStatus.RUNNING]
+    def run_again(self, batch: Step) -> None:
+        alive = self.scheduler.running_rows(batch.rows)
         self.compute(alive)
         self.update(batch, alive)
 
@@ -266,11 +272,11 @@ class Simulation:
             self.update(each)
         self.run_again(batch)
 
-    def forget(self, row: ScheduledSequence) -> None:
+    def forget(self, row: Row) -> None:
         """A step wrote nothing, or nothing right, into the blocks that the sequence had then."""
-        for place in self.places.pop(row):
+        for place in self.places.pop(id(row)):
             self.slots.pop(place, None)
-        self.sampled.pop((row.sequence.sequence_id, row.context_len), None)
+        self.sampled.pop((row.sequence_id, row.context_len), None)
 
     def move(self, moves: BlockMoves) -> None:
         """In the order of BlockMoves. Blocks move as they are, also if parts were never written."""
@@ -289,22 +295,22 @@ class Simulation:
                     target.pop((to, offset), None)
             target.update(held)
 
-    def compute(self, rows: Iterable[ScheduledSequence]) -> None:
+    def compute(self, rows: Iterable[Row]) -> None:
         """What the device does: write, read, sample. Only the device knows the tokens that it sampled before."""
         size, groups = self.scheduler.config.block_size, self.scheduler.config.groups
         contexts = []
         written: set[tuple[int, int]] = set()
         for row in rows:
-            seq = row.sequence
-            assert seq.kv.table is not None
+            seq = self.scheduler.sequences[row.sequence_id]
+            assert row.tables is not None
             tokens = [
                 self.sampled[seq.sequence_id, position] if token == PENDING else token
                 for position, token in enumerate(seq.token_ids[: row.context_len])
             ]
-            self.places[row] = []
-            for group, (ids, window) in enumerate(zip(seq.kv.table.ids, groups.windows, strict=True)):
+            places_of_row = self.places[id(row)] = []
+            for group, (ids, window) in enumerate(zip(row.tables.tolist(), groups.windows, strict=True)):
                 places = [(ids[p // size], p % size) for p in range(row.context_len)]
-                self.places[row] += places[row.start :]
+                places_of_row += places[row.start :]
                 for position in range(row.start, row.context_len):
                     assert places[position] not in written, "two sequences write to one place"
                     written.add(places[position])
@@ -313,25 +319,25 @@ class Simulation:
                 contexts.append((row, tokens, group, list(enumerate(places))[first:]))
         for row, tokens, group, seen in contexts:
             for position, place in seen:
-                assert self.slots[place] == (group, *tokens[: position + 1]), f"{row.sequence} reads foreign KV"
-        for row, tokens in {row: tokens for row, tokens, _, _ in contexts}.items():
-            self.computed[row.sequence.sequence_id] += row.num_tokens
+                assert self.slots[place] == (group, *tokens[: position + 1]), f"{row} reads foreign KV"
+        for row, tokens in {id(row): (row, tokens) for row, tokens, _, _ in contexts}.values():
+            self.computed[row.sequence_id] += row.num_tokens
             if row.samples:
-                self.sampled[row.sequence.sequence_id, row.context_len] = token_after(tokens)
+                self.sampled[row.sequence_id, row.context_len] = token_after(tokens)
 
-    def update(self, batch: Batch, rows: Iterable[ScheduledSequence] | None = None) -> None:
+    def update(self, batch: Step, rows: Iterable[Row] | None = None) -> None:
         tokens = {
-            row.sequence.sequence_id: self.sampled[row.sequence.sequence_id, row.context_len]
+            row.sequence_id: self.sampled[row.sequence_id, row.context_len]
             for row in (batch.rows if rows is None else rows)
             if row.samples
         }
-        live = [row for row in (batch.rows if rows is None else rows) if row.sequence.finish_reason is None]
+        sequences = self.scheduler.sequences
+        live = [row for row in (batch.rows if rows is None else rows) if row.sequence_id in sequences]
         for row in live:
-            self.read_logprobs(row.sequence, row.prompt_logprobs)
+            self.read_logprobs(sequences[row.sequence_id], row.prompt_logprobs)
+        complete = [row.sequence_id for row in live if sequences[row.sequence_id].ends_after(row)]
         ended = commit(self.scheduler, batch, tokens)
-        ended += [
-            self.scheduler.finish(row.sequence.sequence_id, FinishReason.LENGTH) for row in live if row.ends_sequence
-        ]
+        ended += [self.scheduler.finish(sequence_id, FinishReason.LENGTH) for sequence_id in complete]
         for seq in ended:
             self.note_end(seq)
         self.check_books()
@@ -367,16 +373,16 @@ class Simulation:
         assert seq.finish_reason is not None
         self.ended[seq.sequence_id] = seq.finish_reason
 
-    def check_tables(self, running: list[Sequence]) -> None:
-        """The rows that a step gets, kept from step to step, equal the tables."""
-        held = [(seq.sequence_id, seq.kv.table.ids) for seq in running if seq.kv.table]
-        width = max((len(ids[0]) for _, ids in held), default=0)
-        tables = [
-            [[*ids, *[-1] * (width - len(ids))] for ids in group]
-            for group in zip(*(ids for _, ids in held), strict=True)
-        ]
-        kept = self.scheduler.get_block_tables([sequence_id for sequence_id, _ in held])
-        assert kept.tolist() == tables or not held
+    def check_rows(self, rows: Iterable[Row]) -> None:
+        """A row has the tokens of its sequence and its block tables, padded to the longest of the step."""
+        held = [(row, self.scheduler.sequences[row.sequence_id]) for row in rows]
+        width = max((len(seq.kv.table.ids[0]) for _, seq in held if seq.kv.table), default=0)
+        for row, seq in held:
+            assert seq.kv.table is not None
+            assert row.tables is not None
+            assert row.tables.tolist() == [[*ids, *[-1] * (width - len(ids))] for ids in seq.kv.table.ids]
+            assert row.token_ids == seq.token_ids[row.start : row.context_len]
+            assert set(row.logits) <= set(range(row.start, row.context_len))
 
     def check_books(self) -> None:
         """Blocks add up, reference counts equal the tables that hold them, and no sequence is in two queues."""
@@ -395,7 +401,6 @@ class Simulation:
             if seq.kv.table is not None:
                 holders.update(seq.kv.table.block_ids)
         running = [s for s in unfinished if s.status is SequenceStatus.RUNNING]
-        self.check_tables(running)
         assert counts_agree(pool, holders)
         assert pool.shared(range(pool.num_blocks)) == {block for block, count in holders.items() if count > 1}
         for block in range(pool.num_blocks):

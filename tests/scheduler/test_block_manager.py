@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mlxpaged.cache.block_pool import BlockUsage, OutOfBlocksError
-from mlxpaged.scheduler.batch import Batch
 from mlxpaged.scheduler.sequence import FinishReason, Priority, Sequence, SequenceStatus
+from mlxpaged.step import Step
 from tests.scheduler.simulation import Simulation, answer, make_scheduler, sequence, undisturbed
 
 HIGH, NORMAL, LOW = Priority
@@ -15,7 +15,7 @@ PROMPT = list(range(10))
 # -- swap ------------------------------------------------------------------------------------------------------------
 
 
-def swapped(num_swap_slots: int = 8, prefix_caching: bool = False) -> tuple[Simulation, Sequence, Batch]:
+def swapped(num_swap_slots: int = 8, prefix_caching: bool = False) -> tuple[Simulation, Sequence, Step]:
     """A LOW one of 10 + 1 tokens for which a HIGH one has just been admitted to a pool of 4 blocks."""
     scheduler = make_scheduler(
         num_blocks=4, max_num_batched_tokens=64, num_swap_slots=num_swap_slots, prefix_caching=prefix_caching
@@ -449,7 +449,8 @@ def test_separate_steps_do_either_and_decoding_gets_its_share(decode_preference:
     decodes = 0
     for _ in range(100):
         batch = simulation.step()
-        kinds = {row.start >= row.sequence.num_prompt_tokens for row in batch.rows}
+        prompts = {seq.sequence_id: seq.num_prompt_tokens for seq in simulation.added}
+        kinds = {row.start >= prompts[row.sequence_id] for row in batch.rows}
         assert len(kinds) == 1
         decodes += kinds == {True}
         if kinds == {False}:

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from mlxpaged.scheduler.batch import Batch, ScheduledSequence
 from mlxpaged.scheduler.scheduler import Scheduler
 from mlxpaged.scheduler.sequence import Priority, Sequence
+from mlxpaged.step import Row, Step
 from tests.scheduler.simulation import FakeClock, Simulation, make_scheduler, sequence
 
 HIGH, NORMAL, LOW = Priority
@@ -90,7 +90,8 @@ def test_urgent_arrivals_starve_neither_sequences_without_nor_those_with_late_de
             else:
                 patient.append(seq)
             simulation.add(seq)
-        admitted += [row.sequence for row in simulation.step().rows]
+        served = set(simulation.step().sequence_ids)
+        admitted += [seq for seq in simulation.added if seq.sequence_id in served]
         clock.now += 1.0
     before_late = admitted[: admitted.index(late)]
     assert all(seq.arrival_time <= late.deadline or seq in patient for seq in before_late)
@@ -128,8 +129,8 @@ def test_a_waiting_sequence_that_ends_leaves_the_others_in_order() -> None:
 def teach(scheduler: Scheduler, lengths: range = range(50, 451, 50)) -> None:
     """Steps with prompts, each token of which takes the same time."""
     for length in lengths:
-        row = ScheduledSequence(sequence(10_000, 500), 0, length, samples=False)
-        scheduler.observe(Batch((row,)), SECONDS_PER_TOKEN * length)
+        row = Row(10_000, 0, range(length))
+        scheduler.observe(Step((row,)), SECONDS_PER_TOKEN * length)
 
 
 def test_deadline_estimates_count_the_remaining_tokens() -> None:

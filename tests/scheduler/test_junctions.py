@@ -8,11 +8,11 @@ from mlxpaged.cache.block_pool import BlockPool
 from mlxpaged.cache.block_table import BlockTable
 from mlxpaged.cache.prefix_cache import PrefixCache
 from mlxpaged.cache.table_rows import TableRows
-from mlxpaged.scheduler.batch import Batch
 from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.junctions import Junctions
 from mlxpaged.scheduler.scheduler import Scheduler
 from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.step import Step
 
 SIZE = 4
 
@@ -95,9 +95,9 @@ def test_a_junction_ends_with_the_prompt_that_made_it() -> None:
     assert junctions_of(junctions, fourth) == []
 
 
-def run_step(scheduler: Scheduler) -> Batch:
+def run_step(scheduler: Scheduler) -> Step:
     batch = scheduler.schedule()
-    scheduler.update(batch, {row.sequence.sequence_id: 1 for row in batch.rows if row.samples})
+    scheduler.update(batch, {row.sequence_id: [1] for row in batch.rows if row.samples})
     return batch
 
 
@@ -112,7 +112,7 @@ def test_checkpoints_are_taken_at_junctions_and_at_the_last_whole_block_of_a_pro
     assert second.start == 8
     assert second.restore == first.checkpoints[0][1]
     scheduler.add(sequence(2, *PREFIX, *range(20, 34), 7))
-    rows = [row for row in run_step(scheduler).rows if row.sequence.sequence_id == 2]
+    rows = [row for row in run_step(scheduler).rows if row.sequence_id == 2]
     assert [(row.start, row.restore) for row in rows] == [(20, first.checkpoints[1][1])]
 
 
@@ -125,6 +125,6 @@ def test_a_prompt_whose_shared_blocks_have_no_checkpoint_computes_them_and_takes
     starts = []
     for number in (1, 2):
         scheduler.add(sequence(number, *PREFIX, *range(100 * number, 100 * number + 9)))
-        [row] = (row for row in run_step(scheduler).rows if row.sequence.sequence_id == number)
+        [row] = (row for row in run_step(scheduler).rows if row.sequence_id == number)
         starts.append((row.start, [position for position, _ in row.checkpoints]))
     assert starts == [(0, [8, 16]), (8, [16])]

@@ -431,7 +431,7 @@ def test_a_storm_of_long_prompts_leaves_every_running_stream_its_token_a_step(de
         simulation.add(sequence(number, 200, max_tokens=2))
         decoding = {seq.sequence_id for seq in scheduler.running if seq.num_output_tokens}
         batch = simulation.step()
-        tokens = {row.sequence.sequence_id: row.num_tokens for row in batch.rows}
+        tokens = {row.sequence_id: row.num_tokens for row in batch.rows}
         assert decoding <= set(tokens)
         assert {tokens[number] for number in decoding} == {1}
         assert batch.num_tokens <= 64

@@ -36,8 +36,8 @@ def test_removing_a_sequence_that_is_not_in_the_queue_raises() -> None:
 def step(scheduler: Scheduler) -> list[tuple[int, int]]:
     """Sequences and their tokens. Each sequence that samples gets a token."""
     batch = scheduler.schedule()
-    commit(scheduler, batch, {row.sequence.sequence_id: 1 for row in batch.rows if row.samples})
-    return [(row.sequence.sequence_id, row.num_tokens) for row in batch.rows]
+    commit(scheduler, batch, {row.sequence_id: 1 for row in batch.rows if row.samples})
+    return [(row.sequence_id, row.num_tokens) for row in batch.rows]
 
 
 def large_scheduler(**options: Any) -> Scheduler:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mlxpaged.scheduler.batch import Batch
 from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.scheduler import Scheduler
 from mlxpaged.scheduler.sequence import FinishReason, Priority, Sequence, SequenceStatus
+from mlxpaged.step import Step
 
 SIZE = 4
 
@@ -19,9 +19,9 @@ def sequence(number: int, *tokens: int, priority: Priority = Priority.NORMAL) ->
     return Sequence(number, list(tokens), 8, priority=priority)
 
 
-def run_step(scheduler: Scheduler) -> Batch:
+def run_step(scheduler: Scheduler) -> Step:
     batch = scheduler.schedule()
-    scheduler.update(batch, {row.sequence.sequence_id: 1 for row in batch.rows if row.samples})
+    scheduler.update(batch, {row.sequence_id: [1] for row in batch.rows if row.samples})
     return batch
 
 
@@ -62,7 +62,7 @@ def test_a_running_prompt_goes_on_from_a_checkpoint_that_another_one_took_furthe
     scheduler.add(ahead)
     run_step(scheduler)
     scheduler.add(behind)
-    rows = [row for _ in range(3) for row in run_step(scheduler).rows if row.sequence is behind]
+    rows = [row for _ in range(3) for row in run_step(scheduler).rows if row.sequence_id == 1]
     assert [(row.start, row.num_tokens) for row in rows[:1]] == [(60, 1)]
     assert rows[0].restore is not None
 
@@ -81,7 +81,7 @@ def test_a_failed_step_takes_its_checkpoints_and_those_who_started_from_them_alo
     assert len(checkpoints) == checkpoints.num_reserved == 0
     scheduler.update(batch, {})
     [row] = scheduler.schedule().rows
-    assert (row.sequence, row.start, row.restore) == (second, 0, None)
+    assert (row.sequence_id, row.start, row.restore) == (1, 0, None)
 
 
 def test_without_checkpoints_nothing_is_reused() -> None:
@@ -98,8 +98,8 @@ def test_an_evicted_block_takes_its_checkpoint_along() -> None:
     while scheduler.has_unfinished():
         batch = run_step(scheduler)
         for row in batch.rows:
-            if row.sequence.num_output_tokens == 8:
-                scheduler.finish(row.sequence.sequence_id, FinishReason.LENGTH)
+            if scheduler.sequences[row.sequence_id].num_output_tokens == 8:
+                scheduler.finish(row.sequence_id, FinishReason.LENGTH)
     checkpoints = scheduler.blocks.states.checkpoints
     assert len(checkpoints) == 1
     scheduler.pool.allocate(16)

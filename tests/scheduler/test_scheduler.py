@@ -44,7 +44,7 @@ def test_only_the_last_chunk_of_a_prompt_samples() -> None:
     for _ in range(3):
         batch = scheduler.schedule()
         samples.append([(row.start, row.num_tokens, row.samples) for row in batch.rows])
-        scheduler.update(batch, {1: 7})
+        scheduler.update(batch, {1: [7]})
     assert samples == [[(0, 8, False)], [(8, 8, False)], [(16, 4, True)]]
 
 
@@ -96,23 +96,13 @@ def test_an_answer_ends_at_its_stop_token() -> None:
 # -- block tables ----------------------------------------------------------------------------------------------------
 
 
-def test_block_tables_name_the_exact_blocks_of_each_sequence() -> None:
+def test_each_row_has_the_exact_blocks_of_its_sequence() -> None:
     scheduler = make_scheduler(block_size=4)
     scheduler.add(sequence(1, 9))
     scheduler.add(sequence(2, 4))
     batch = scheduler.schedule()
-    assert scheduler.get_block_tables(batch.sequence_ids).tolist() == [[[0, 1, 2], [3, -1, -1]]]
-    assert scheduler.get_block_tables([2]).tolist() == [[[3]]]
-    assert scheduler.get_block_tables([]).size == 0
-
-
-def test_block_tables_of_unknown_or_waiting_sequences_raise() -> None:
-    scheduler = make_scheduler()
-    with pytest.raises(KeyError):
-        scheduler.get_block_tables([7])
-    scheduler.add(sequence(7, 2))
-    with pytest.raises(KeyError):
-        scheduler.get_block_tables([7])
+    tables = [row.tables.tolist() for row in batch.rows if row.tables is not None]
+    assert tables == [[[0, 1, 2]], [[3, -1, -1]]]
 
 
 # -- admission -------------------------------------------------------------------------------------------------------
@@ -304,11 +294,11 @@ def test_what_a_failed_sequence_published_in_that_step_is_unpublished_and_recomp
     assert culprit.finish_reason is FinishReason.ERROR
     assert dependant.status is SequenceStatus.PREEMPTED
     assert stranger.status is SequenceStatus.RUNNING
-    simulation.scheduler.update(batch, {3: next_token(stranger)})
+    simulation.scheduler.update(batch, {3: [next_token(stranger)]})
     simulation.slots.update({(b, o): tuple(stranger.token_ids[: o + 1]) for b in range(64) for o in range(4)})
     simulation.check_books()
     batch = simulation.scheduler.schedule()
-    assert (2, 32) in [(row.sequence.sequence_id, row.num_tokens) for row in batch.rows]
+    assert (2, 32) in [(row.sequence_id, row.num_tokens) for row in batch.rows]
 
 
 @pytest.mark.parametrize("culprit", [1, 2])
@@ -357,7 +347,7 @@ def test_a_sequence_preempted_with_its_token_in_flight_gets_it_and_comes_back_in
     simulation.add(first, second)
     while second.status is not SequenceStatus.PREEMPTED:
         batch = simulation.step()
-    assert second not in [row.sequence for row in batch.rows]
+    assert 2 not in batch.sequence_ids
     assert second.num_pending_tokens == 0, "the step before it was preempted has ended since"
     simulation.run()
     assert answer(second) == undisturbed(7, 2, 9)

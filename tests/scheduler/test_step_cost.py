@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.scheduler.batch import Batch
 from mlxpaged.scheduler.config import MOST_MULTIPLE, READING_SECONDS, SchedulerConfig, step_multiple
 from mlxpaged.scheduler.row_tiles import ANY_ROWS, LEAST_CHUNK, RowTiles
 from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.scheduler.step_cost import EXTRAPOLATION, KEPT, OUTLIER, Costs, StepCost
+from mlxpaged.step import Step
 from tests.scheduler.simulation import commit, make_scheduler, sequence
 
 SLOW_CPU = Costs(0.05, 0.002, 1e-6, 0.002, 8e-7)
@@ -170,7 +170,7 @@ class TimedScheduler:
         }
         self.scheduler = make_scheduler(**(settings | options))
         self.machine = machine
-        self.last = Batch(())
+        self.last = Step(())
 
     def seconds(self, contexts: list[int], chunks: list[tuple[int, int]]) -> float:
         return self.machine.step_seconds(contexts, chunks)
@@ -184,7 +184,7 @@ class TimedScheduler:
         contexts = [row.context_len for row in self.last.rows if row.num_tokens == 1]
         chunks = [(row.start, row.num_tokens) for row in self.last.rows if row.num_tokens > 1]
         seconds = self.seconds(contexts, chunks)
-        tokens = {row.sequence.sequence_id: 1 for row in self.last.rows if row.samples}
+        tokens = {row.sequence_id: 1 for row in self.last.rows if row.samples}
         self.scheduler.observe(self.last, seconds)
         commit(self.scheduler, self.last, tokens)
         return seconds

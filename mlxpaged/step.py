@@ -1,0 +1,137 @@
+"""What a step runs: the record that goes from the scheduler to the model runner of each rank. It is for all rooms.
+
+It has neither MLX nor NumPy, because the flags import the scheduler's priorities.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from mlxpaged.cache.table_rows import IntArray
+
+PENDING = -1
+"""Stands for a token that a step in flight samples. The next step is scheduled before the host has read that token."""
+
+
+class Row(NamedTuple):
+    """Tokens `start` to `start + num_tokens` of a sequence, and all that a step must know to compute them.
+
+    token_ids: the tokens; the last one may be PENDING.
+    logits: the positions whose logits are wanted.
+    num_sampled: how many of these, at the end, are sampled from. The others are for the prompt's log-probabilities.
+    restore: the checkpoint of the recurrent state to start from; None to go on from the sequence's own state.
+    checkpoints: (position, id) of those to take, in order; start < position <= start + num_tokens.
+    adapter: the adapter that computes the row; None for the model without one.
+    request_id: for the log, on rank 0.
+    tables: [G, b], the block ids for each cache group, then UNUSED. All rows of a step have the same b.
+    """
+
+    sequence_id: int
+    start: int
+    token_ids: Sequence[int]
+    logits: range = range(0)
+    num_sampled: int = 0
+    restore: int | None = None
+    checkpoints: Sequence[Sequence[int]] = ()
+    adapter: str | None = None
+    request_id: str = ""
+    tables: IntArray | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def context_len(self) -> int:
+        """Tokens of context, including this step's."""
+        return self.start + len(self.token_ids)
+
+    @property
+    def samples(self) -> bool:
+        return self.num_sampled > 0
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is computed as decoding rows: it is one token, or all its tokens are sampled from."""
+        return len(self.token_ids) == max(1, self.num_sampled)
+
+    @property
+    def sampled(self) -> range:
+        """The positions of the tokens that are sampled."""
+        end = self.logits.stop + 1
+        return range(end - self.num_sampled, end)
+
+    @property
+    def prompt_logprobs(self) -> range:
+        """The positions of the prompt tokens whose log-probabilities are computed. The logits for each are those of the
+        token before it."""
+        return range(self.logits.start + 1, self.logits.stop + 1 - self.num_sampled)
+
+    def tokens(self) -> list[Row]:
+        """A row for each of its tokens, without checkpoints."""
+        first = self.logits.stop - self.num_sampled
+        return [
+            self._replace(
+                start=position,
+                token_ids=[token],
+                logits=range(position, position + (position in self.logits)),
+                num_sampled=int(position >= first and position in self.logits),
+                checkpoints=(),
+            )
+            for position, token in enumerate(self.token_ids, self.start)
+        ]
+
+
+@dataclass(frozen=True)
+class BlockMoves:
+    """KV blocks to move before a step runs.
+
+    swap_out: (block, slot); copies: (source, target) blocks; swap_in: (slot, block). They run in this order, so that no
+    move reads what another one has overwritten. states_out: (sequence id, slots) of recurrent states; states_in: the
+    reverse.
+    """
+
+    swap_out: Sequence[tuple[int, int]] = ()
+    copies: Sequence[tuple[int, int]] = ()
+    swap_in: Sequence[tuple[int, int]] = ()
+    states_out: Sequence[tuple[int, list[int]]] = ()
+    states_in: Sequence[tuple[list[int], int]] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.swap_out or self.copies or self.swap_in or self.states_out or self.states_in)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The rows of one forward pass: decoding sequences first, then prompt chunks.
+
+    A row may attend to blocks that an earlier row writes. So rows that run again after a failure keep their order.
+    """
+
+    rows: Sequence[Row]
+    moves: BlockMoves = BlockMoves()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @functools.cached_property
+    def query_lens(self) -> list[int]:
+        """The number of tokens of each row."""
+        return [len(row.token_ids) for row in self.rows]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    @functools.cached_property
+    def num_sampled(self) -> int:
+        """The number of tokens that are sampled."""
+        return sum(row.num_sampled for row in self.rows)
+
+    @property
+    def sequence_ids(self) -> list[int]:
+        return [row.sequence_id for row in self.rows]
