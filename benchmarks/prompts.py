@@ -113,7 +113,7 @@ class Simulation:
         sampled = [self.scheduler.sequences[row.sequence_id] for row in batch.rows if row.samples]
         self.scheduler.update(batch, {sequence.sequence_id: [1] for sequence in sampled})
         for sequence in sampled:
-            if (reason := sequence.finish_reason_after(1)) is not None:
+            if (reason := sequence.finish_reason_after(1, sequence.num_output_tokens)) is not None:
                 self.scheduler.finish(sequence.sequence_id, reason)
         self.steps.append(Step(seconds, self.device.seconds(contexts, []), len(contexts)))
         return self.steps[-1]

@@ -64,7 +64,7 @@ def commit(scheduler: Scheduler, batch: Step) -> list[Sequence]:
     sampled = [scheduler.sequences[row.sequence_id] for row in batch.rows if row.samples]
     scheduler.update(batch, {sequence.sequence_id: [1] for sequence in sampled})
     for sequence in sampled:
-        reason = sequence.finish_reason_after(1)
+        reason = sequence.finish_reason_after(1, sequence.num_output_tokens)
         if reason is not None:
             scheduler.finish(sequence.sequence_id, reason)
     return sampled

@@ -42,6 +42,7 @@ class RunningRequest:
             sequence.logits_from = 0 if sequence.num_prompt_tokens > 1 else None
         self.detokenizer = tokenizer.detokenizer(request.params.think_tags, request.params.tool_tags)
         self.stop_strings = StopStrings(request.params.stop)
+        self.num_tokens = 0  # of the answer, as text
         self.made_chars = 0  # characters of the answer so far, including those that are held back
         self.sent_chars = 0
         self.held_logprobs: list[tuple[TokenLogprobs, int, int]] = []  # with the start and the end of the token's text
@@ -79,9 +80,10 @@ class RunningRequest:
         )
 
     def advance(self, sampled: SampledToken, now: float) -> RequestOutput:
-        """Turn the sequence's latest token into text. The output has a finish reason if the answer ends with it."""
+        """Turn the next token of the sequence into text. The output has a finish reason if the answer ends with it."""
         sequence = self.sequence
-        reason = sequence.finish_reason_after(sampled.token_id)
+        self.num_tokens += 1
+        reason = sequence.finish_reason_after(sampled.token_id, self.num_tokens)
         complete = self.matcher is not None and self.matcher.advance(sampled.token_id)
         if self.thinking is not None:
             self.thinking.add(sampled.token_id)
@@ -95,7 +97,7 @@ class RunningRequest:
         if sampled.logprobs is not None:
             self.held_logprobs.append((sampled.logprobs, self.made_chars, self.made_chars + len(piece)))
         self.made_chars += len(piece)
-        too_short = sequence.num_output_tokens < self.request.params.min_tokens
+        too_short = self.num_tokens < self.request.params.min_tokens
         text, stopped = (piece, False) if too_short else self.stop_strings.feed(piece)
         if stopped:
             reason = FinishReason.STOP
@@ -144,7 +146,7 @@ class RunningRequest:
             token_ids=token_ids,
             logprobs=logprobs,
             num_cached_tokens=self.sequence.num_cached_tokens,
-            num_output_tokens=self.sequence.num_output_tokens,
+            num_output_tokens=self.num_tokens,
             finish_reason=reason,
             error=error,
             timeline=self.timeline.finish(now) if self.timeline is not None and reason is not None else None,

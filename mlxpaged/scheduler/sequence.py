@@ -217,11 +217,11 @@ class Sequence:
         del self.token_ids[self.num_known_tokens :]
         self.num_pending_tokens = 0
 
-    def finish_reason_after(self, token_id: int) -> FinishReason | None:
-        """STOP or LENGTH if the answer ends with `token_id`, its last known token; None if it goes on."""
+    def finish_reason_after(self, token_id: int, number: int) -> FinishReason | None:
+        """STOP or LENGTH if the answer ends with `token_id`, its token of this number from 1 on; None if it goes on."""
         if token_id in self.stop_token_ids:
             return FinishReason.STOP
-        if self.num_output_tokens >= self.max_tokens:
+        if number >= self.max_tokens:
             return FinishReason.LENGTH
         return None
 

@@ -17,6 +17,7 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.sampler import SampledToken
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep, StepResult
 from mlxpaged.models.layers import bytes_per_token
@@ -87,6 +88,21 @@ def fail_when(core: EngineCore, condition: Callable[[Step], bool]) -> list[Step]
 def holds_poisoned_token(core: EngineCore, batch: Step) -> bool:
     sequences = [core.scheduler.sequences[row.sequence_id] for row in batch.rows]
     return any(POISONED_TOKEN in each.token_ids[: each.num_prompt_tokens] for each in sequences)
+
+
+@pytest.mark.parametrize("end", [{"max_tokens": 2}, {"stop_token_ids": frozenset({9})}])
+def test_of_the_tokens_of_a_row_those_after_the_end_of_the_answer_are_dropped(
+    core: EngineCore, end: dict[str, Any]
+) -> None:
+    submit(core, "a", [5, 6, 7], **end)
+    [sequence] = core.scheduler.sequences.values()
+    sequence.token_ids += [8, 9, 10]
+    core.requests.advance({sequence.sequence_id: [SampledToken(token) for token in (8, 9, 10)]})
+    outputs = core.requests.take_outputs()
+    assert tokens(outputs) == [8, 9]
+    assert [output.num_output_tokens for output in outputs] == [1, 2]
+    assert [output.finish_reason is None for output in outputs] == [True, False]
+    assert not core.has_work()
 
 
 def test_one_step_is_one_model_call_and_one_attention_call_per_layer(core: EngineCore, overlaps: bool) -> None:

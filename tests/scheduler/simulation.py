@@ -89,7 +89,11 @@ def commit(scheduler: Scheduler, batch: Step, tokens: dict[int, int]) -> list[Se
     them."""
     scheduler.update(batch, {sequence_id: [token] for sequence_id, token in tokens.items()})
     sampled = sequences_of(scheduler, (row for row in batch.rows if row.samples))
-    ends = [(seq, seq.finish_reason_after(tokens[seq.sequence_id])) for seq in sampled if seq.sequence_id in tokens]
+    ends = [
+        (seq, seq.finish_reason_after(tokens[seq.sequence_id], seq.num_output_tokens))
+        for seq in sampled
+        if seq.sequence_id in tokens
+    ]
     return [scheduler.finish(seq.sequence_id, reason) for seq, reason in ends if reason is not None]
 
 

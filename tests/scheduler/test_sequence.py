@@ -47,11 +47,9 @@ def test_states_change_along_legal_edges_only(origin: SequenceStatus, target: Se
 
 def test_an_answer_ends_at_a_stop_token_before_it_ends_at_its_length() -> None:
     sequence = Sequence(1, [1, 2], max_tokens=2, stop_token_ids=frozenset({9}))
-    sequence.token_ids.append(5)
-    assert sequence.finish_reason_after(5) is None
-    sequence.token_ids.append(9)
-    assert sequence.finish_reason_after(9) is FinishReason.STOP
-    assert sequence.finish_reason_after(8) is FinishReason.LENGTH
+    assert sequence.finish_reason_after(5, 1) is None
+    assert sequence.finish_reason_after(9, 2) is FinishReason.STOP
+    assert sequence.finish_reason_after(8, 2) is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens"), [([], 1), ([1], -1)])
