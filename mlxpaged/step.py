@@ -123,6 +123,11 @@ class Step:
         """The number of tokens of each row."""
         return [len(row.token_ids) for row in self.rows]
 
+    @functools.cached_property
+    def context_lens(self) -> list[int]:
+        """The tokens of context of each row, including this step's."""
+        return [row.start + len(row.token_ids) for row in self.rows]
+
     @property
     def num_tokens(self) -> int:
         return sum(self.query_lens)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from mlxpaged.attention.buckets import LEAST, table_width
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
+from mlxpaged.step import Row, Step
 
 IntArray = npt.NDArray[np.int32]
 
@@ -206,7 +207,7 @@ class AttentionMetadata(HostMetadata):
             if blocks.max() > MAX_SLOT // block_size:
                 raise ValueError(f"sequence {i}: block id {blocks.max()} is out of range")
             tables[i, : len(table)] = blocks
-        step = HostStep.build(list(query_lens), list(context_lens), tables[None], block_size)
+        step = HostStep.build(step_of(query_lens, context_lens, tables[None]), block_size)
         [meta], _ = step.on_device(step.upload())
         return meta
 
@@ -229,9 +230,7 @@ class HostStep:
     @classmethod
     def build(
         cls,
-        query_lens: list[int],
-        context_lens: list[int],
-        block_tables: IntArray,
+        step: Step,
         block_size: int,
         more: Sequence[IntArray] = (),
         views: Sequence[TableView] = (TableView(),),
@@ -240,10 +239,11 @@ class HostStep:
     ) -> HostStep:
         """The metadata of each view, without most checks of `AttentionMetadata.build`, for the scheduler's numbers.
 
-        block_tables[G, S, b]: of each cache group. Entries without a block are UNUSED. more: vectors that go to the
-        device in the same upload. planners: of the plans that will be needed. num_repeats: as in HostMetadata. Raises
-        ValueError if a query token has no block: it would be written into a block of another sequence.
+        more: vectors that go to the device in the same upload. planners: of the plans that will be needed. num_repeats:
+        as in HostMetadata. Raises ValueError if a query token has no block: it would be written into a block of another
+        sequence.
         """
+        query_lens, context_lens, block_tables = step.query_lens, step.context_lens, tables_of(step)
         query: IntArray = np.asarray(query_lens, dtype=np.int32)
         context: IntArray = np.asarray(context_lens, dtype=np.int32)
         lengths = HostMetadata(block_size, query_lens, context_lens, num_repeats=num_repeats)
@@ -270,15 +270,14 @@ class HostStep:
 
     def grown(
         self,
-        query_lens: list[int],
-        context_lens: list[int],
-        block_tables: IntArray,
+        step: Step,
         more: Sequence[IntArray] = (),
         views: Sequence[TableView] = (TableView(),),
         planners: Sequence[Planner] = (),
     ) -> HostStep | None:
         """What `build` makes, from the step before: in both, the same number of sequences decode, and each context is
         one longer. None if that is not so, or if the shapes or a plan are others. Then the step has to be built."""
+        query_lens, context_lens, block_tables = step.query_lens, step.context_lens, tables_of(step)
         before, count = self.lengths, len(context_lens)
         width = self.shapes[1 + len(views)][1]
         if query_lens != before.host_query_lens or self.shapes[0] != (count,) or before.num_repeats is not None:
@@ -348,6 +347,23 @@ class HostStep:
         ]
         first = 1 + 2 * views
         return metas, arrays[first : first + self.num_more]
+
+
+def tables_of(step: Step) -> IntArray:
+    """The tables [G, S, b] of a step's S rows."""
+    tables: IntArray = np.array([row.tables for row in step.rows], dtype=np.int32).swapaxes(0, 1)
+    return tables
+
+
+def step_of(query_lens: Sequence[int], context_lens: Sequence[int], block_tables: IntArray) -> Step:
+    """A step of rows with these lengths and tables [G, S, b]. Their tokens do not matter."""
+    parts = zip(query_lens, context_lens, block_tables.swapaxes(0, 1), strict=True)
+    return Step(
+        [
+            Row(i, context_len - query_len, range(query_len), tables=tables)
+            for i, (query_len, context_len, tables) in enumerate(parts)
+        ]
+    )
 
 
 def slots_of(

@@ -22,7 +22,7 @@ from mlxpaged.engine.rank_messages import MessageWriter
 from mlxpaged.engine.ranks import RankLostError, Ranks, least
 from mlxpaged.engine.row_tiles import largest_tile, row_tiles
 from mlxpaged.engine.step_graphs import TRACE_AT, StepGraphs
-from mlxpaged.engine.step_input import SampledTokens, block_tables, decoding_step, token_vectors
+from mlxpaged.engine.step_input import SampledTokens, decoding_step, token_vectors
 from mlxpaged.engine.swap_space import PIECE_BYTES, SwapSpace
 from mlxpaged.engine.wired_memory import wire_memory
 from mlxpaged.models.cache_groups import CacheLayout
@@ -230,13 +230,11 @@ class ModelRunner:
 
     def _host_step(self, step: Step, more: ListOf[IntArray], num_repeats: int | None) -> HostStep:
         """What the step uploads: the last step's with changes, while the same sequences decode."""
-        context_lens = [row.start + len(row.token_ids) for row in step.rows]
-        lengths = step.query_lens, context_lens, block_tables(step)
         layers = self._caches.views, self._caches.planners
         last, grown = self._last_step, None
         if last is not None and num_repeats is None:
-            grown = last.grown(*lengths, more, *layers)
-        self._last_step = grown or HostStep.build(*lengths, self._block_size, more, *layers, num_repeats)
+            grown = last.grown(step, more, *layers)
+        self._last_step = grown or HostStep.build(step, self._block_size, more, *layers, num_repeats)
         return self._last_step
 
     def _logits(self, step: HostStep, vector: mx.array, sampled: mx.array | None) -> mx.array:

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mlxpaged.attention.metadata import IntArray
+from mlxpaged.attention.metadata import IntArray, tables_of
 from mlxpaged.cache.table_rows import UNUSED
-from mlxpaged.engine.step_input import block_tables
 from mlxpaged.step import BlockMoves, Row, Step
 
 
@@ -59,7 +58,7 @@ class MessageWriter:
         return list(argument.items()) if isinstance(argument, Mapping) else argument
 
     def _plain_step(self, step: Step) -> list[Any]:
-        ids, tables = step.sequence_ids, block_tables(step)
+        ids, tables = step.sequence_ids, tables_of(step)
         changed = np.flatnonzero(tables != self._last.expected(ids, tables.shape))
         self._last.keep(ids, tables)
         rows = [[*row[:3], row.logits.start, row.logits.stop, *row[4:8]] for row in step.rows]

@@ -20,12 +20,6 @@ class SampledTokens(NamedTuple):
     sequence_ids: ListOf[int]
 
 
-def block_tables(step: Step) -> IntArray:
-    """The tables [G, n, b] of n rows."""
-    tables: IntArray = np.array([row.tables for row in step.rows], dtype=np.int32).swapaxes(0, 1)
-    return tables
-
-
 def token_vectors(step: Step, sampled_ids: ListOf[int] = ()) -> list[IntArray]:
     """Vectors for a step of T tokens: token_ids[T]; wanted[R + P], the indices of the tokens whose logits are computed,
     first of those that are sampled from, then of the others; and if tokens are pending, the index [T] of each pending

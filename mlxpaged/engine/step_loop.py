@@ -149,7 +149,7 @@ class StepLoop:
         the previous step replace the pending ones there."""
         started, traced, requests = self._clock(), self._runner.num_traced, self._requests.by_sequence
         try:
-            self._headroom.require(scheduled.num_tokens, lambda: max(row.context_len for row in scheduled.rows))
+            self._headroom.require(scheduled.num_tokens, lambda: max(scheduled.context_lens))
             running = {each.sequence_id for each in self._scheduler.running} if self._runner.is_recurrent else set()
             logits = self._runner.forward(scheduled, None if previous is None else previous.tokens, running)
             step = InFlightStep(scheduled, started, logits, *self._prompt_tokens(scheduled, logits))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import KVLayout
-from mlxpaged.attention.metadata import AttentionMetadata, HostStep
+from mlxpaged.attention.metadata import AttentionMetadata, HostStep, step_of
 from mlxpaged.attention.qkv import Norm, Qkv, Rope, row_size
 
 Array = npt.NDArray[np.float64]
@@ -82,7 +82,7 @@ class QkvCase:
         for row, blocks in zip(table[0], [*self.tables, self.tables[-1]], strict=True):
             row[: len(blocks)] = blocks
         contexts = [context for _, context in (*self.lens, self.lens[-1])]
-        step = HostStep.build([1] * len(contexts), contexts, table, self.layout.block_size, num_repeats=1)
+        step = HostStep.build(step_of([1] * len(contexts), contexts, table), self.layout.block_size, num_repeats=1)
         [self.meta], _ = step.on_device(step.upload())
         self.rows = mx.concatenate([self.rows, self.rows[-1:]])
 

@@ -10,7 +10,7 @@ import pytest
 
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import KVLayout
-from mlxpaged.attention.metadata import AttentionMetadata, HostStep
+from mlxpaged.attention.metadata import AttentionMetadata, HostStep, step_of
 from tests.attention.scenes import TOLERANCE, Extras, reference_attention
 from tests.metal_on_cpu import Interpreter
 from tests.support import every
@@ -77,7 +77,7 @@ class Rows:
         planner = self.kv.planner(HEADS, self.options["window"], self.options["chunk"])
         planners = [] if planner is None else [planner]
         step = HostStep.build(
-            [1] * TILE, contexts, self.tables[None, tile], BLOCK, planners=planners, num_repeats=repeats
+            step_of([1] * TILE, contexts, self.tables[None, tile]), BLOCK, planners=planners, num_repeats=repeats
         )
         [meta], _ = step.on_device(step.upload())
         sinks = None if self.sinks is None else mx.array(self.sinks)

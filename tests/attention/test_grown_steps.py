@@ -10,7 +10,7 @@ import pytest
 
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import KVLayout
-from mlxpaged.attention.metadata import UNUSED, HostStep, IntArray, Planner, TableView
+from mlxpaged.attention.metadata import UNUSED, HostStep, IntArray, Planner, TableView, step_of
 from mlxpaged.attention.tuning import Choice, Tuning, decode_class
 
 BLOCK_SIZE = 16
@@ -29,13 +29,13 @@ def tables_for(contexts: list[int], groups: int = 2) -> IntArray:
 
 def build(contexts: list[int], more: list[IntArray], planners: list[Planner], views: tuple[TableView, ...]) -> HostStep:
     lens = [1] * len(contexts)
-    return HostStep.build(lens, contexts, tables_for(contexts), BLOCK_SIZE, more, views, planners)
+    return HostStep.build(step_of(lens, contexts, tables_for(contexts)), BLOCK_SIZE, more, views, planners)
 
 
 def grown(
     step: HostStep, contexts: list[int], more: list[IntArray], planners: list[Planner], views: tuple[TableView, ...]
 ) -> HostStep | None:
-    return step.grown([1] * len(contexts), contexts, tables_for(contexts), more, views, planners)
+    return step.grown(step_of([1] * len(contexts), contexts, tables_for(contexts)), more, views, planners)
 
 
 def make_planners(tuning: Tuning, *localities: tuple[int | None, int | None]) -> list[Planner]:
@@ -80,17 +80,19 @@ def test_a_step_of_other_sequences_is_built(metal: None) -> None:
     assert grown(step, [6, 10], [], planners, ONE_VIEW) is not None
     for contexts in ([6], [6, 10, 3], [6, 9], [6, 11], [5, 9], [10, 6]):
         assert grown(step, contexts, [], planners, ONE_VIEW) is None
-    assert step.grown([1, 2], [6, 11], tables_for([6, 11]), [], ONE_VIEW, planners) is None
-    assert step.grown([1, 1], [6, 10], tables_for([6, 300]), [], ONE_VIEW, planners) is None, "a wider table"
+    assert step.grown(step_of([1, 2], [6, 11], tables_for([6, 11])), [], ONE_VIEW, planners) is None
+    assert step.grown(step_of([1, 1], [6, 10], tables_for([6, 300])), [], ONE_VIEW, planners) is None, "a wider table"
     assert grown(step, [6, 10], [np.zeros(2, np.int32)], planners, ONE_VIEW) is None
     with_more = build([5, 9], [np.zeros(2, np.int32)], planners, ONE_VIEW)
     assert grown(with_more, [6, 10], [np.zeros(3, np.int32)], planners, ONE_VIEW) is None
     assert grown(with_more, [6, 10], [], planners, ONE_VIEW) is None
-    tile = HostStep.build([1, 1], [5, 5], tables_for([5, 5]), BLOCK_SIZE, [], ONE_VIEW, planners, num_repeats=1)
+    tile = HostStep.build(
+        step_of([1, 1], [5, 5], tables_for([5, 5])), BLOCK_SIZE, [], ONE_VIEW, planners, num_repeats=1
+    )
     assert grown(tile, [6, 6], [], planners, ONE_VIEW) is None
-    chunk = HostStep.build([2], [6], tables_for([6]), BLOCK_SIZE, [], ONE_VIEW, planners)
-    assert chunk.grown([2], [7], tables_for([7]), [], ONE_VIEW, planners) is None
-    assert chunk.grown([1], [7], tables_for([7]), [], ONE_VIEW, planners) is None
+    chunk = HostStep.build(step_of([2], [6], tables_for([6])), BLOCK_SIZE, [], ONE_VIEW, planners)
+    assert chunk.grown(step_of([2], [7], tables_for([7])), [], ONE_VIEW, planners) is None
+    assert chunk.grown(step_of([1], [7], tables_for([7])), [], ONE_VIEW, planners) is None
 
 
 def test_the_step_before_is_not_changed(metal: None) -> None:
@@ -104,7 +106,7 @@ def test_the_step_before_is_not_changed(metal: None) -> None:
 
 def test_no_block_of_a_longer_table_is_left(metal: None) -> None:
     planners = make_planners(Tuning(), (None, None))
-    step = HostStep.build([1], [5], tables_for([80]), BLOCK_SIZE, [], ONE_VIEW, planners)
+    step = HostStep.build(step_of([1], [5], tables_for([80])), BLOCK_SIZE, [], ONE_VIEW, planners)
     found = grown(step, [6], [], planners, ONE_VIEW)
     assert found is not None
     assert found.vector.tolist() == build([6], [], planners, ONE_VIEW).vector.tolist()
@@ -114,17 +116,17 @@ def test_a_step_whose_context_is_of_another_class_gets_the_plan_of_that_class(me
     short = decode_class(np.array([1024]))
     planners = make_planners(Tuning(((short, Choice(4096)),)), (None, None))
     lens, tables = [1], tables_for([2000])
-    step = HostStep.build(lens, [1023], tables, BLOCK_SIZE, [], ONE_VIEW, planners)
-    step_of_1024 = step.grown(lens, [1024], tables, [], ONE_VIEW, planners)
+    step = HostStep.build(step_of(lens, [1023], tables), BLOCK_SIZE, [], ONE_VIEW, planners)
+    step_of_1024 = step.grown(step_of(lens, [1024], tables), [], ONE_VIEW, planners)
     assert step_of_1024 is not None
-    assert step_of_1024.grown(lens, [1025], tables, [], ONE_VIEW, planners) is None
+    assert step_of_1024.grown(step_of(lens, [1025], tables), [], ONE_VIEW, planners) is None
 
 
 def test_a_grown_step_needs_blocks_for_its_tokens(metal: None) -> None:
     planners = make_planners(Tuning(), (None, None))
     step = build([16, 40], [], planners, ONE_VIEW)
     with pytest.raises(ValueError, match="lack blocks"):
-        step.grown([1, 1], [17, 41], tables_for([16, 41]), [], ONE_VIEW, planners)
+        step.grown(step_of([1, 1], [17, 41], tables_for([16, 41])), [], ONE_VIEW, planners)
     step = build([16], [], planners, ONE_VIEW)
     with pytest.raises(ValueError, match="too short"):
-        step.grown([1], [17], tables_for([16]), [], ONE_VIEW, planners)
+        step.grown(step_of([1], [17], tables_for([16])), [], ONE_VIEW, planners)

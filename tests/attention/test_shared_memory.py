@@ -8,7 +8,7 @@ import pytest
 
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import KVLayout
-from mlxpaged.attention.metadata import HostStep, IntArray, TableView
+from mlxpaged.attention.metadata import HostStep, IntArray, TableView, step_of
 
 LARGE = KVLayout(2, 32, 16, mx.float32, block_size=8)
 SMALL = KVLayout(1, 32, 16, mx.float32, block_size=8)
@@ -38,7 +38,7 @@ def run_layers(caches: list[LayerKVCache], views: tuple[TableView, ...], tables:
     outputs: list[mx.array] = []
     for lens, contexts in ((earlier, earlier), (LENS, CONTEXTS)):
         held = np.where(tables == 5, -1, tables) if contexts is CONTEXTS else tables
-        step = HostStep.build(lens, contexts, held, 8, views=views)
+        step = HostStep.build(step_of(lens, contexts, held), 8, views=views)
         metas, _ = step.on_device(step.upload())
         mx.random.seed(len(outputs))
         last = mx.zeros((sum(lens), 1, 1))
