@@ -19,6 +19,8 @@ from mlx.nn.layers.base import Module
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.qkv import Qkv
+from mlxpaged.attention.token_groups import make_groups
+from mlxpaged.step import Row
 
 ATTENTION_FUNCTION = "scaled_dot_product_attention"
 
@@ -32,12 +34,27 @@ class WindowMismatchError(PagedAttentionError):
 
 
 class StepContext:
-    """The metadata of the running step, shared by the layers of one model."""
+    """The running step, shared by the layers of one model: its metadata, and how it is cut into calls.
+
+    num_tokens: T of the step. groups: calls of modules with recurrent states. alone: calls of modules that take one
+    sequence at a time.
+    """
 
     def __init__(self) -> None:
         self.attention_calls = 0
+        self.cut(())
         self._metas: Sequence[AttentionMetadata] = ()
         self._written: dict[int, tuple[mx.array, mx.array, PagedLayer]] = {}  # by the identity of the keys, held here
+
+    def cut(self, rows: Sequence[Row]) -> None:
+        """Cut the rows of a step into calls, for modules that do not take all rows at once."""
+        self.groups, self.alone = make_groups(rows), make_groups(rows, stack=False)
+        self.num_tokens = self.groups[-1].last if self.groups else 0
+
+    @property
+    def decodes(self) -> bool:
+        """Whether each sequence decodes one token, from the state that it has: such a step can be replayed."""
+        return len(self.groups) == 1 and self.groups[0].is_rows
 
     def begin(self, metas: Sequence[AttentionMetadata]) -> None:
         """metas: for each view of the block tables."""

@@ -17,7 +17,7 @@ from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 from mlxpaged.models.cache_groups import CacheLayout, one_group
 from mlxpaged.models.layers import LayerSpec, PerSequence, Recurrent, kv_layers
-from mlxpaged.models.states import RecurrentLayer, SequenceCaches, StateStep
+from mlxpaged.models.states import RecurrentLayer, SequenceCaches
 from mlxpaged.step import Row
 
 
@@ -40,7 +40,6 @@ class ModelCaches:
         layout: CacheLayout | None = None,
     ) -> None:
         self.step = StepContext()
-        self.state_step = StateStep()
         self.layers: list[PagedLayer] = []
         self.states: list[RecurrentLayer | SequenceCaches] = []
         self.recurrent: list[RecurrentLayer] = []
@@ -61,11 +60,11 @@ class ModelCaches:
         if isinstance(spec, tuple):
             return CacheList(*map(self._make, spec))
         if isinstance(spec, Recurrent):
-            self.recurrent.append(RecurrentLayer(spec.arrays, self.state_step, spec.alone))
+            self.recurrent.append(RecurrentLayer(spec.arrays, self.step, spec.alone))
             self.states.append(self.recurrent[-1])
             return self.states[-1]
         if isinstance(spec, PerSequence):
-            self.states.append(SequenceCaches(spec.make, self.state_step))
+            self.states.append(SequenceCaches(spec.make, self.step))
             return self.states[-1]
         place, view = next(self._places)
         tuning = self._tunings.get(spec.attention_shape(self._block_size), DEFAULT_TUNING)
@@ -104,7 +103,7 @@ class ModelCaches:
     @property
     def only_decodes(self) -> bool:
         """Whether each sequence of the running step decodes one token, as far as its states say."""
-        return not self.states or self.state_step.decodes
+        return not self.states or self.step.decodes
 
     @property
     def state_shapes(self) -> Hashable:
@@ -143,7 +142,7 @@ class ModelCaches:
 
     def begin(self, rows: Sequence[Row]) -> None:
         """rows: the sequences of the step, if the model has recurrent layers."""
-        self.state_step.begin(rows if self.states else ())
+        self.step.cut(rows if self.states else ())
 
     def forward(self, model: Any, tokens: mx.array, metas: Sequence[AttentionMetadata]) -> mx.array:
         """Logits [T, 1, V] of the tokens [T]. The new states are pending. metas: for each of `views`."""
@@ -169,7 +168,7 @@ class ModelCaches:
         """Forget the states that are pending still: the step has failed."""
         for state in self.states:
             state.discard()
-        self.state_step.end()
+        self.step.cut(())
 
     def clear(self) -> None:
         """Make all pools anew and drop all states."""

@@ -10,7 +10,6 @@ MLX arrays are immutable. So a checkpoint is a reference to a state, and a step 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -19,81 +18,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from mlxpaged.attention.latent import LatentLayer
-from mlxpaged.attention.token_groups import Masks, TokenGroup, running_group
-from mlxpaged.step import Row
+from mlxpaged.attention.layer import StepContext
+from mlxpaged.attention.token_groups import Masks, StateGroup, TokenGroup, running_group
 
 State = list[mx.array | None]
 """The arrays of one layer, [n, ...] each for n sequences. An entry that the layer never sets is None."""
-
-
-@dataclass
-class Group(TokenGroup):
-    """All decoding rows of a step, one token each, or a piece of one prompt chunk.
-
-    previous: index of the group of the same step whose states these continue, and of the sequence in it. restore: the
-    checkpoint that they start from. If both are None, they start from the sequences' own states, or from nothing if the
-    group is fresh. taken: (index of the sequence in the group, id) of the checkpoints to take after it.
-    """
-
-    sequence_ids: list[int]
-    is_fresh: bool = False
-    previous: tuple[int, int] | None = None
-    restore: int | None = None
-    taken: list[tuple[int, int]] = field(default_factory=list)
-
-
-def make_groups(rows: Iterable[Row], stack: bool = True) -> list[Group]:
-    """The calls of a step, in the order of its tokens. The leading rows of one token that continue a sequence decode
-    together if `stack`. Every other row is alone, and cut at its checkpoints."""
-    groups: list[Group] = []
-    taken_by: dict[int, tuple[int, int]] = {}  # checkpoint -> the group of this step that takes it, and the sequence
-    first = 0
-    for row in rows:
-        last = first + row.num_tokens
-        decodes = stack and row.num_tokens == 1 and row.start > 0 and row.restore is None
-        if decodes and (not groups or (len(groups) == 1 and groups[0].is_rows)):
-            if not groups:
-                groups.append(Group(first, last, True, []))
-            for _, checkpoint in row.checkpoints:
-                taken_by[checkpoint] = 0, len(groups[0].sequence_ids)
-                groups[0].taken.append((len(groups[0].sequence_ids), checkpoint))
-            groups[0].sequence_ids.append(row.sequence_id)
-            groups[0].last = last
-        else:
-            begin = Group(first, last, False, [row.sequence_id], is_fresh=row.start == 0, restore=row.restore)
-            begin.previous = None if row.restore is None else taken_by.get(row.restore)
-            groups.append(begin)
-            for position, checkpoint in row.checkpoints:
-                end = first + position - row.start
-                groups[-1].last = end
-                groups[-1].taken = [(0, checkpoint)]
-                taken_by[checkpoint] = len(groups) - 1, 0
-                if end < last:
-                    groups.append(Group(end, last, False, [row.sequence_id], previous=(len(groups) - 1, 0)))
-        first = last
-    return groups
-
-
-class StateStep:
-    """The groups of the running step, shared by the layers of one model. num_tokens: T of the step. groups: calls of
-    modules with recurrent states; alone: calls of modules that take one sequence at a time."""
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self.groups: list[Group] = []
-        self.alone: list[Group] = []
-
-    def begin(self, rows: Sequence[Row]) -> None:
-        self.groups, self.alone = make_groups(rows), make_groups(rows, stack=False)
-        self.num_tokens = self.groups[-1].last if self.groups else 0
-
-    @property
-    def decodes(self) -> bool:
-        """Whether each sequence decodes one token, from the state that it has: such a step can be replayed."""
-        return len(self.groups) == 1 and self.groups[0].is_rows
-
-    def end(self) -> None:
-        self.groups = self.alone = []
 
 
 class RecurrentLayer(ArraysCache):
@@ -105,7 +34,7 @@ class RecurrentLayer(ArraysCache):
     """
 
     def __init__(
-        self, likes: Sequence[tuple[tuple[int, ...], mx.Dtype] | None], step: StateStep, alone: bool = False
+        self, likes: Sequence[tuple[tuple[int, ...], mx.Dtype] | None], step: StepContext, alone: bool = False
     ) -> None:
         super().__init__(len(likes))
         self.cache: State  # type: ignore[assignment]
@@ -126,7 +55,7 @@ class RecurrentLayer(ArraysCache):
         """Returns None: no row of a group is padding."""
 
     @property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[StateGroup]:
         return self.step.alone if self.alone else self.step.groups
 
     @property
@@ -266,7 +195,7 @@ class SequenceCaches:
 
     alone = True
 
-    def __init__(self, make: Callable[[], Any], step: StateStep) -> None:
+    def __init__(self, make: Callable[[], Any], step: StepContext) -> None:
         self._make = make
         self.step = step
         self._caches: dict[int, Any] = {}
@@ -279,7 +208,7 @@ class SequenceCaches:
         return Masks(masks)
 
     @property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[StateGroup]:
         return self.step.alone
 
     @property

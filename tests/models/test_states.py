@@ -13,9 +13,11 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_plain_model
 
+from mlxpaged.attention.layer import StepContext
+from mlxpaged.attention.token_groups import StateGroup, make_groups
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.models.states import Group, RecurrentLayer, StateStep, make_groups
+from mlxpaged.models.states import RecurrentLayer
 from mlxpaged.step import Row, Step
 from tests.models.architectures import make_architecture
 
@@ -26,7 +28,7 @@ BLOCKS_EACH = 4
 # -- groups ----------------------------------------------------------------------------------------------------------
 
 
-def spans(groups: Iterable[Group]) -> list[tuple[int, int, list[int]]]:
+def spans(groups: Iterable[StateGroup]) -> list[tuple[int, int, list[int]]]:
     return [(group.first, group.last, group.sequence_ids) for group in groups]
 
 
@@ -85,19 +87,19 @@ def test_a_group_selects_its_part_of_what_has_a_row_per_token() -> None:
 
 
 def test_a_step_evaluates_the_states_of_its_sequences_and_no_checkpoint_of_an_earlier_step() -> None:
-    step = StateStep()
+    step = StepContext()
     layer = RecurrentLayer([((2,), mx.float32)], step)
 
     def run(*rows: Row) -> list[Any]:
         """One step of a module that adds one to its state. Returns what is evaluated."""
-        step.begin(rows)
+        step.cut(rows)
         for index, group in enumerate(layer.groups):
             cache = layer.load(index)
             before = mx.zeros((len(group.sequence_ids), 2)) if cache[0] is None else cache[0]
             cache[0] = before + 1
             layer.store(index)
         layer.commit({1, 2})
-        step.end()
+        step.cut(())
         return [array[:, 0].tolist() for array in layer.arrays]
 
     assert run(tokens(1, 0, 8, checkpoints=[(4, 0), (6, 1)])) == [[3.0], [1.0], [2.0]]
