@@ -110,10 +110,14 @@ class Step:
     """The rows of one forward pass: decoding sequences first, then prompt chunks.
 
     A row may attend to blocks that an earlier row writes. So rows that run again after a failure keep their order.
+
+    num_repeats: None, unless the step is a tile of a batch-invariant engine. Then each row has one token, and this many
+    rows at the end are the one before them again.
     """
 
     rows: Sequence[Row]
     moves: BlockMoves = BlockMoves()
+    num_repeats: int | None = None
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -91,11 +91,7 @@ class Planner(NamedTuple):
 
 @dataclass(frozen=True)
 class HostMetadata:
-    """The lengths of a step's sequences. host_context_lens include the step's query tokens.
-
-    num_repeats: None, unless the step is a tile of a batch-invariant engine. Then each sequence has one query token,
-    and so many sequences at the end are the one before them again.
-    """
+    """The lengths of a step's sequences. host_context_lens include the step's query tokens. num_repeats: as in Step."""
 
     block_size: int
     host_query_lens: list[int]
@@ -235,18 +231,16 @@ class HostStep:
         more: Sequence[IntArray] = (),
         views: Sequence[TableView] = (TableView(),),
         planners: Sequence[Planner] = (),
-        num_repeats: int | None = None,
     ) -> HostStep:
         """The metadata of each view, without most checks of `AttentionMetadata.build`, for the scheduler's numbers.
 
-        more: vectors that go to the device in the same upload. planners: of the plans that will be needed. num_repeats:
-        as in HostMetadata. Raises ValueError if a query token has no block: it would be written into a block of another
-        sequence.
+        more: vectors that go to the device in the same upload. planners: of the plans that will be needed. Raises
+        ValueError if a query token has no block: it would be written into a block of another sequence.
         """
         query_lens, context_lens, block_tables = step.query_lens, step.context_lens, tables_of(step)
         query: IntArray = np.asarray(query_lens, dtype=np.int32)
         context: IntArray = np.asarray(context_lens, dtype=np.int32)
-        lengths = HostMetadata(block_size, query_lens, context_lens, num_repeats=num_repeats)
+        lengths = HostMetadata(block_size, query_lens, context_lens, num_repeats=step.num_repeats)
         owner = np.repeat(np.arange(len(query)), query)
         starts = np.cumsum(query) - query
         positions = (np.arange(len(owner)) - starts[owner] + (context - query)[owner]).astype(np.int32)

@@ -182,17 +182,16 @@ class ModelRunner:
             if i > 0 and not self.overlaps:
                 # A write of MLX's own operations would copy a pool that an unfinished tile still reads.
                 self.finish_step(*of_sampled, *of_prompts)
-            logits = self._forward_tile(tile.step, sampled, tile.num_repeats)
-            num_sampled = sum(row.num_sampled for row in tile.step.rows)
-            if num_sampled:
-                of_sampled.append(logits[:num_sampled])
-            if any(row.prompt_logprobs for row in tile.step.rows):
-                of_prompts.append(logits[max(1, num_sampled) :])
+            logits = self._forward_tile(tile, sampled)
+            if tile.num_sampled:
+                of_sampled.append(logits[: tile.num_sampled])
+            if any(row.prompt_logprobs for row in tile.rows):
+                of_prompts.append(logits[max(1, tile.num_sampled) :])
         return mx.concatenate([*(of_sampled or [logits[:1]]), *of_prompts])
 
-    def _forward_tile(self, step: Step, sampled: SampledTokens | None = None, num_repeats: int = 0) -> mx.array:
+    def _forward_tile(self, step: Step, sampled: SampledTokens | None = None) -> mx.array:
         tokens, ids = (None, ()) if sampled is None else sampled
-        return self.run(step, ids, (), tokens, num_repeats)
+        return self.run(step, ids, (), tokens)
 
     def run(
         self,
@@ -200,10 +199,9 @@ class ModelRunner:
         sampled_ids: ListOf[int] = (),
         running: Collection[int] = (),
         sampled: mx.array | None = None,
-        num_repeats: int | None = None,
     ) -> mx.array:
         """Does what `forward` does, on this rank. sampled: tokens of the step in flight, which are those of rank 0 on
-        all ranks. sampled_ids: their sequences. num_repeats: as in HostMetadata."""
+        all ranks. sampled_ids: their sequences."""
         more = token_vectors(step, sampled_ids)
         in_flight = None
         if len(more) > 2:
@@ -214,10 +212,10 @@ class ModelRunner:
         caches = self._caches
         caches.begin(step.rows)
         try:
-            host = self._host_step(step, more, num_repeats)
+            host = self._host_step(step, more)
             vector = host.upload()
             # A replayed step has other kernels than one that is not, so the bits of a row would depend on which it is.
-            if not self.overlaps or num_repeats is not None:
+            if not self.overlaps or step.num_repeats is not None:
                 logits = self._logits(host, vector, in_flight)
             else:
                 logits = self._graphs.run(host, vector, in_flight, self._adapters.active)
@@ -228,13 +226,13 @@ class ModelRunner:
         self.model_calls += 1
         return logits
 
-    def _host_step(self, step: Step, more: ListOf[IntArray], num_repeats: int | None) -> HostStep:
+    def _host_step(self, step: Step, more: ListOf[IntArray]) -> HostStep:
         """What the step uploads: the last step's with changes, while the same sequences decode."""
         layers = self._caches.views, self._caches.planners
         last, grown = self._last_step, None
-        if last is not None and num_repeats is None:
+        if last is not None and step.num_repeats is None:
             grown = last.grown(step, more, *layers)
-        self._last_step = grown or HostStep.build(step, self._block_size, more, *layers, num_repeats)
+        self._last_step = grown or HostStep.build(step, self._block_size, more, *layers)
         return self._last_step
 
     def _logits(self, step: HostStep, vector: mx.array, sampled: mx.array | None) -> mx.array:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -28,22 +27,15 @@ Forward = Callable[[Step], mx.array]
 """The logits of a tile's rows, all of which sample."""
 
 
-class RowTile(NamedTuple):
-    """step: rows of one token each. num_repeats: how many rows at the end repeat the one before them. They fill the
-    tile, and their logits are not read."""
-
-    step: Step
-    num_repeats: int
-
-
-def row_tiles(step: Step, size: int) -> Iterator[RowTile]:
-    """The tiles of a step, in the order of its tokens. A token attends to those of earlier tiles and of its own one."""
+def row_tiles(step: Step, size: int) -> Iterator[Step]:
+    """The tiles of a step, in the order of its tokens. A token attends to those of earlier tiles and of its own one.
+    The logits of the rows that fill the last tile are not wanted."""
     rows = [one for row in step.rows for one in row.tokens()]
     for first in range(0, len(rows), size):
         tile = rows[first : first + size]
         num_repeats = size - len(tile)
         repeated = tile[-1]._replace(logits=range(0), num_sampled=0)
-        yield RowTile(Step([*tile, *[repeated] * num_repeats]), num_repeats)
+        yield Step([*tile, *[repeated] * num_repeats], num_repeats=num_repeats)
 
 
 def largest_tile(forward: Forward, num_groups: int) -> int:
@@ -55,8 +47,8 @@ def largest_tile(forward: Forward, num_groups: int) -> int:
     for size in TILE_SIZES:
         tables = np.zeros((num_groups, 1), np.int32)
         rows = Row(0, 0, range(size), range(size), num_sampled=size, tables=tables).tokens()
-        logits = forward(Step(rows))
-        moved = forward(Step(rows[-1:] + rows[:-1]))
+        logits = forward(Step(rows, num_repeats=0))
+        moved = forward(Step(rows[-1:] + rows[:-1], num_repeats=0))
         if bool(mx.array_equal(mx.concatenate([logits[-1:], logits[:-1]]), moved, equal_nan=True)):
             logger.info("batch-invariant: each forward pass has %d rows", size)
             return size

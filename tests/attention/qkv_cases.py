@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -82,7 +83,9 @@ class QkvCase:
         for row, blocks in zip(table[0], [*self.tables, self.tables[-1]], strict=True):
             row[: len(blocks)] = blocks
         contexts = [context for _, context in (*self.lens, self.lens[-1])]
-        step = HostStep.build(step_of([1] * len(contexts), contexts, table), self.layout.block_size, num_repeats=1)
+        step = HostStep.build(
+            replace(step_of([1] * len(contexts), contexts, table), num_repeats=1), self.layout.block_size
+        )
         [self.meta], _ = step.on_device(step.upload())
         self.rows = mx.concatenate([self.rows, self.rows[-1:]])
 

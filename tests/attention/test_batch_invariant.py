@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -77,7 +78,9 @@ class Rows:
         planner = self.kv.planner(HEADS, self.options["window"], self.options["chunk"])
         planners = [] if planner is None else [planner]
         step = HostStep.build(
-            step_of([1] * TILE, contexts, self.tables[None, tile]), BLOCK, planners=planners, num_repeats=repeats
+            replace(step_of([1] * TILE, contexts, self.tables[None, tile]), num_repeats=repeats),
+            BLOCK,
+            planners=planners,
         )
         [meta], _ = step.on_device(step.upload())
         sinks = None if self.sinks is None else mx.array(self.sinks)

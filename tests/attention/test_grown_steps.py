@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -87,7 +88,7 @@ def test_a_step_of_other_sequences_is_built(metal: None) -> None:
     assert grown(with_more, [6, 10], [np.zeros(3, np.int32)], planners, ONE_VIEW) is None
     assert grown(with_more, [6, 10], [], planners, ONE_VIEW) is None
     tile = HostStep.build(
-        step_of([1, 1], [5, 5], tables_for([5, 5])), BLOCK_SIZE, [], ONE_VIEW, planners, num_repeats=1
+        replace(step_of([1, 1], [5, 5], tables_for([5, 5])), num_repeats=1), BLOCK_SIZE, [], ONE_VIEW, planners
     )
     assert grown(tile, [6, 6], [], planners, ONE_VIEW) is None
     chunk = HostStep.build(step_of([2], [6], tables_for([6])), BLOCK_SIZE, [], ONE_VIEW, planners)
