@@ -15,6 +15,7 @@ from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.progress import Report
 from mlxpaged.engine.rank_messages import MessageReader
 from mlxpaged.engine.ranks import Ranks
+from mlxpaged.engine.step_input import SampledTokens
 from mlxpaged.engine.wired_memory import wire_memory
 from mlxpaged.step import Step
 
@@ -48,7 +49,7 @@ class Follower:
             self._in_flight = None
 
     def _run(self, step: Step, sampled_ids: list[int], running: list[int]) -> None:
-        logits = self._runner.run(step, sampled_ids, running)
+        logits = self._runner.run(step, SampledTokens(None, sampled_ids), running)
         self._runner.start_step(logits)
         self.finish()
         self._in_flight = logits

@@ -22,7 +22,7 @@ from mlxpaged.engine.rank_messages import MessageWriter
 from mlxpaged.engine.ranks import RankLostError, Ranks, least
 from mlxpaged.engine.row_tiles import largest_tile, row_tiles
 from mlxpaged.engine.step_graphs import TRACE_AT, StepGraphs
-from mlxpaged.engine.step_input import SampledTokens, decoding_step, token_vectors
+from mlxpaged.engine.step_input import NO_TOKENS, SampledTokens, decoding_step, token_vectors
 from mlxpaged.engine.swap_space import PIECE_BYTES, SwapSpace
 from mlxpaged.engine.wired_memory import wire_memory
 from mlxpaged.models.cache_groups import CacheLayout
@@ -92,7 +92,7 @@ class ModelRunner:
         mx.eval(self._caches.arrays)
         self.tile_size: int | None = None  # rows of each forward pass, if the engine is batch-invariant
         if batch_invariant:
-            self.tile_size = largest_tile(self._forward_tile, self._num_groups)
+            self.tile_size = largest_tile(self.run, self._num_groups)
             self.model_calls = self._caches.step.attention_calls = 0
 
     @property
@@ -144,7 +144,7 @@ class ModelRunner:
     def forward(
         self,
         step: Step,
-        sampled: SampledTokens | None = None,
+        sampled: SampledTokens = NO_TOKENS,
         running: Collection[int] = (),
     ) -> mx.array:
         """Return logits [R + P, V], not yet evaluated: of the R tokens that are sampled from, or if there are none, of
@@ -162,19 +162,18 @@ class ModelRunner:
             raise RuntimeError("the model runs on the engine thread only")
         if self.tile_size is not None:
             return self._forward_tiles(step, sampled)
-        tokens, ids = (None, ()) if sampled is None else sampled
         if self._broadcast is None:
-            return self.run(step, ids, running, tokens)
-        self._tell("run", step, list(ids), sorted(running))
+            return self.run(step, sampled, running)
+        self._tell("run", step, list(sampled.sequence_ids), sorted(running))
         try:
-            logits = self.run(step, ids, running, tokens)
+            logits = self.run(step, sampled, running)
             self.start_step(logits)  # the same arrays as on the other ranks, so that MLX orders collectives alike
         except Exception as error:
             cause = error if isinstance(error, DeviceError) else f"{type(error).__name__}: {error}"
             raise RankLostError(f"a step of several ranks failed: {cause}") from error
         return logits
 
-    def _forward_tiles(self, step: Step, sampled: SampledTokens | None) -> mx.array:
+    def _forward_tiles(self, step: Step, sampled: SampledTokens) -> mx.array:
         of_sampled: list[mx.array] = []
         of_prompts: list[mx.array] = []
         assert self.tile_size is not None
@@ -182,30 +181,21 @@ class ModelRunner:
             if i > 0 and not self.overlaps:
                 # A write of MLX's own operations would copy a pool that an unfinished tile still reads.
                 self.finish_step(*of_sampled, *of_prompts)
-            logits = self._forward_tile(tile, sampled)
+            logits = self.run(tile, sampled)
             if tile.num_sampled:
                 of_sampled.append(logits[: tile.num_sampled])
             if any(row.prompt_logprobs for row in tile.rows):
                 of_prompts.append(logits[max(1, tile.num_sampled) :])
         return mx.concatenate([*(of_sampled or [logits[:1]]), *of_prompts])
 
-    def _forward_tile(self, step: Step, sampled: SampledTokens | None = None) -> mx.array:
-        tokens, ids = (None, ()) if sampled is None else sampled
-        return self.run(step, ids, (), tokens)
-
-    def run(
-        self,
-        step: Step,
-        sampled_ids: ListOf[int] = (),
-        running: Collection[int] = (),
-        sampled: mx.array | None = None,
-    ) -> mx.array:
-        """Does what `forward` does, on this rank. sampled: tokens of the step in flight, which are those of rank 0 on
-        all ranks. sampled_ids: their sequences."""
-        more = token_vectors(step, sampled_ids)
+    def run(self, step: Step, sampled: SampledTokens = NO_TOKENS, running: Collection[int] = ()) -> mx.array:
+        """Does what `forward` does, on this rank. On all ranks, the tokens of the step in flight are those of rank 0;
+        the others know only their sequences."""
+        more = token_vectors(step, sampled.sequence_ids)
         in_flight = None
         if len(more) > 2:
-            in_flight = sampled if self.ranks is None else self.ranks.tokens(sampled, len(sampled_ids))
+            tokens, sequence_ids = sampled
+            in_flight = tokens if self.ranks is None else self.ranks.tokens(tokens, len(sequence_ids))
         index = self._adapters.begin([row.adapter for row in step.rows], step.query_lens)
         if index is not None:
             more.append(index)

@@ -55,6 +55,6 @@ def step_times(core: EngineCore, rows: int, take_turn: Callable[[], None]) -> li
         running = sequence_ids if position < STEPS - 1 else ()  # after the last step, no state is kept
         take_turn()
         began = core.clock()
-        runner.finish_step(runner.forward(step, None, running))
+        runner.finish_step(runner.forward(step, running=running))
         times.append(core.clock() - began)
     return times

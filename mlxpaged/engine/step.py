@@ -15,7 +15,7 @@ from mlxpaged.engine.logprobs import PromptRows
 from mlxpaged.engine.model_runner import device_errors
 from mlxpaged.engine.prompt_logits import StepLogprobs
 from mlxpaged.engine.sampler import SampledToken, Samples
-from mlxpaged.engine.step_input import SampledTokens
+from mlxpaged.engine.step_input import NO_TOKENS, SampledTokens
 from mlxpaged.step import Row, Step
 
 
@@ -64,9 +64,9 @@ class InFlightStep:
         self._samples: Samples | None = None
 
     @property
-    def tokens(self) -> SampledTokens | None:
+    def tokens(self) -> SampledTokens:
         """The sampled tokens on the device, for the forward pass of the next step."""
-        return None if self._samples is None else SampledTokens(self._samples.tokens, self.sampled_ids)
+        return NO_TOKENS if self._samples is None else SampledTokens(self._samples.tokens, self.sampled_ids)
 
     def logits_of(self, sequence_ids: ListOf[int]) -> mx.array:
         """The logits from which the tokens of these sequences are sampled. sequence_ids: of each token, in the order of

@@ -14,10 +14,13 @@ from mlxpaged.step import PENDING, Row, Step
 
 
 class SampledTokens(NamedTuple):
-    """tokens[R], on the device: those that were sampled for R rows, whose sequences are `sequence_ids`."""
+    """tokens[R], on the device: those that the step in flight samples, for these sequences. None if R is 0."""
 
-    tokens: mx.array
-    sequence_ids: ListOf[int]
+    tokens: mx.array | None = None
+    sequence_ids: ListOf[int] = ()
+
+
+NO_TOKENS = SampledTokens()
 
 
 def token_vectors(step: Step, sampled_ids: ListOf[int] = ()) -> list[IntArray]:

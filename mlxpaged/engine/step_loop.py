@@ -21,6 +21,7 @@ from mlxpaged.engine.request_table import RequestTable
 from mlxpaged.engine.sampler import Sampler, SamplingRow
 from mlxpaged.engine.stall import StepSize
 from mlxpaged.engine.step import HostError, InFlightStep, PromptResult
+from mlxpaged.engine.step_input import NO_TOKENS
 from mlxpaged.engine.step_log import StepLog
 from mlxpaged.engine.worker import DeviceClock
 from mlxpaged.process_memory import is_out_of_memory
@@ -151,7 +152,7 @@ class StepLoop:
         try:
             self._headroom.require(scheduled.num_tokens, lambda: max(scheduled.context_lens))
             running = {each.sequence_id for each in self._scheduler.running} if self._runner.is_recurrent else set()
-            logits = self._runner.forward(scheduled, None if previous is None else previous.tokens, running)
+            logits = self._runner.forward(scheduled, NO_TOKENS if previous is None else previous.tokens, running)
             step = InFlightStep(scheduled, started, logits, *self._prompt_tokens(scheduled, logits))
             step.is_usual = not scheduled.moves and self._runner.num_traced == traced
             sampling = [row for row in scheduled.rows if row.num_sampled]

@@ -26,10 +26,10 @@ def slow_down() -> None:
     """While there is a file `slow` in the home directory, each step takes a tenth of a second longer."""
     forward = ModelRunner.forward
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **more: Any) -> Any:
         if Path("~/slow").expanduser().exists():
             time.sleep(0.1)
-        return forward(*args)
+        return forward(*args, **more)
 
     ModelRunner.forward = slow  # type: ignore[method-assign]
 

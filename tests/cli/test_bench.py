@@ -363,12 +363,12 @@ def test_an_engine_that_fails_ends_with_status_1_and_what_was_measured(
     forward = ModelRunner.forward
     calls = 0
 
-    def failing_forward(self: ModelRunner, *args: Any) -> mx.array:
+    def failing_forward(self: ModelRunner, *args: Any, **more: Any) -> mx.array:
         nonlocal calls
         calls += 1
         if calls > 200:
             raise RuntimeError("the device is on fire")
-        return forward(self, *args)
+        return forward(self, *args, **more)
 
     monkeypatch.setattr(ModelRunner, "forward", failing_forward)
     bench = run("bench", *QUICK, "--runs", "50", "--concurrency", "2", *SMALL_POOL)

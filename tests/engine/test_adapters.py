@@ -258,7 +258,7 @@ def operations(served: ServedModel, adapters: Sequence[str | None]) -> int:
         for i, adapter in enumerate(adapters)
     ]
     graph = StringIO()
-    mx.export_to_dot(graph, core.runner.forward(Step(rows), None, {0, 1, 2}))
+    mx.export_to_dot(graph, core.runner.forward(Step(rows), running={0, 1, 2}))
     return graph.getvalue().count("shape=rectangle")
 
 

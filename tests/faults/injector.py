@@ -73,8 +73,8 @@ def before(owner: Any, name: str, place: str, ids: Callable[..., Iterable[str]] 
     setattr(owner, name, wrapped)
 
 
-def of_batch(_runner: Any, batch: Any, *_: Any) -> list[str]:
-    return [row.request_id for row in batch.rows]
+def of_batch(_runner: Any, step: Any, *_: Any, **__: Any) -> list[str]:
+    return [row.request_id for row in step.rows]
 
 
 def of_request(running: Any, *_: Any) -> list[str]:

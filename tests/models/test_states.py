@@ -140,7 +140,7 @@ class Scene:
 
     def logits(self, *rows: tuple[Any, ...]) -> list[list[float]]:
         """Of the last token of each row: sequence, start, num_tokens, and perhaps restore and checkpoints."""
-        logits = self.runner.forward(Step([self.row(*row) for row in rows]), None, set(self.sequences))
+        logits = self.runner.forward(Step([self.row(*row) for row in rows]), running=set(self.sequences))
         self.runner.finish_step(logits)
         values: Any = logits.tolist()
         return values  # type: ignore[no-any-return]
@@ -197,7 +197,7 @@ def test_sequences_that_join_leave_skip_steps_and_change_places_keep_their_state
 def test_a_later_row_starts_from_a_checkpoint_that_an_earlier_row_of_the_step_takes(scene: Scene) -> None:
     scene.sequences[1][:16] = scene.sequences[0][:16]
     rows = scene.row(0, 0, 20, None, ((8, 5), (16, 4))), scene.row(1, 16, 3, 4, blocks=[0, 1, 6, 7])
-    first, second = scene.runner.forward(Step(rows), None, {0, 1}).tolist()  # type: ignore[misc]
+    first, second = scene.runner.forward(Step(rows), running={0, 1}).tolist()  # type: ignore[misc]
     assert first == pytest.approx(scene.expected(0, 20), abs=2e-3)
     assert second == pytest.approx(scene.expected(1, 19), abs=2e-3)
 
@@ -211,7 +211,7 @@ def test_a_row_starts_from_a_checkpoint_that_a_decoding_row_of_the_same_step_tak
         scene.row(1, 15, 1, None, ((16, 4),)),
         scene.row(2, 16, 3, 4, blocks=[4, 5, 10, 11]),
     )
-    logits: Any = scene.runner.forward(Step(rows), None, {0, 1, 2}).tolist()
+    logits: Any = scene.runner.forward(Step(rows), running={0, 1, 2}).tolist()
     for row, number, length in zip(logits, (0, 1, 2), (9, 16, 19), strict=True):
         assert row == pytest.approx(scene.expected(number, length), abs=2e-3)
 
