@@ -184,8 +184,7 @@ class AttentionLayer:
         heads, dtype = layout.num_kv_heads, layout.dtype
         self._build = partial(AttentionMetadata.build, [1] * batch, [context] * batch, tables, block_size)
         self._pool = LayerKVCache.from_layout(batch * blocks, layout)
-        stored = (layout.key_size, layout.stored_value_size)
-        whole = [mx.random.normal((batch * blocks, heads, block_size, size)).astype(dtype) for size in stored]
+        whole = [mx.random.normal((batch * blocks, *plane.shape)).astype(dtype) for plane in layout.planes]
         self._pool.write_blocks(order, *whole)
         sizes = (layout.key_size, layout.value_size)
         self._keys, self._values = (mx.random.normal((batch, heads, context, size)).astype(dtype) for size in sizes)

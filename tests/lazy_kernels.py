@@ -140,33 +140,19 @@ def merge_partials(inputs: Sequence[Any], t: dict[str, Any], shape: Any) -> list
     return [merged.astype(t["T"])]
 
 
-def whole_blocks(token: mx.array, key_pool: mx.array, value_pool: mx.array, t: dict[str, Any]) -> list[mx.array]:
-    """Keys and values, [blocks, elements]."""
+def block_move(inputs: Sequence[Any], t: dict[str, Any], _shape: Any) -> list[mx.array]:
+    *sources, key_pool, value_pool, moves, token = inputs
     both = contents(token, key_pool, value_pool)
-    return [both[: key_pool.size].reshape(-1, t["KEYS"]), both[key_pool.size :].reshape(-1, t["VALUES"])]
-
-
-def block_copy(inputs: Sequence[Any], t: dict[str, Any], _shape: Any) -> list[mx.array]:
-    pairs, key_pool, value_pool, token = inputs
-    sources, targets = pairs[: 2 * t["COUNT"]].reshape(-1, 2).T
-    pools = whole_blocks(token, key_pool, value_pool, t)
-    for pool in pools:
-        pool[targets] = pool[sources]
-    return [mx.concatenate([pool.flatten() for pool in pools])]
-
-
-def block_read(inputs: Sequence[Any], t: dict[str, Any], shape: Any) -> list[mx.array]:
-    key_pool, value_pool, blocks, token = inputs
-    found = [pool[blocks[: t["COUNT"]]] for pool in whole_blocks(token, key_pool, value_pool, t)]
-    return [*(rows.reshape(*shape[:-1], -1) for rows in found), contents(token, key_pool, value_pool)]
-
-
-def block_write(inputs: Sequence[Any], t: dict[str, Any], _shape: Any) -> list[mx.array]:
-    keys, values, blocks, key_pool, value_pool, token = inputs
-    pools = whole_blocks(token, key_pool, value_pool, t)
-    for pool, new in zip(pools, (keys, values), strict=True):
-        pool[blocks[: t["COUNT"]]] = new.reshape(t["COUNT"], -1)
-    return [mx.concatenate([pool.flatten() for pool in pools])]
+    words = 16 // both.dtype.size
+    pools = [both[: key_pool.size].reshape(-1, t["A"] * words), both[key_pool.size :].reshape(-1, t["B"] * words)]
+    origins = pools if sources[0] is key_pool else [rows.reshape(len(rows), -1) for rows in sources]
+    froms, targets = moves[: 2 * t["COUNT"]].reshape(-1, 2).T
+    rows = [origin[froms] for origin in origins]
+    if not t["INTO_POOL"]:
+        return [*(each.view(mx.uint32) for each in rows), both]
+    for pool, new in zip(pools, rows, strict=True):
+        pool[targets] = new
+    return [mx.zeros(1), mx.zeros(1), mx.concatenate([pool.flatten() for pool in pools])]
 
 
 def add_rms_norm(inputs: Sequence[Any], _t: dict[str, Any], _shape: Any) -> list[mx.array]:
@@ -178,9 +164,7 @@ def add_rms_norm(inputs: Sequence[Any], _t: dict[str, Any], _shape: Any) -> list
 
 KERNELS = {
     "add_rms_norm": add_rms_norm,
-    "block_copy": block_copy,
-    "block_read": block_read,
-    "block_write": block_write,
+    "block_move": block_move,
     "kv_write": kv_write,
     "qkv_write": qkv_write,
     "paged_attention": paged_attention,

@@ -42,6 +42,7 @@ from mlxpaged.models.loader import DEMO_PATH
 from mlxpaged.registry.model import Model
 from mlxpaged.registry.registry import Registry
 from mlxpaged.step import BlockMoves
+from tests.attention.scenes import fill_blocks
 
 Result = TypeVar("Result")
 
@@ -338,11 +339,7 @@ def poison_new_blocks(core: EngineCore) -> None:
 
     def poison() -> None:
         for kv in runner.pools if fresh else ():
-            ids = sorted(fresh)
-            layout = kv.layout
-            rows = (len(ids), layout.num_kv_heads, layout.block_size)
-            sizes = (layout.key_size, layout.stored_value_size)
-            kv.write_blocks(ids, *(mx.full((*rows, size), mx.nan, layout.dtype) for size in sizes))
+            fill_blocks(kv, sorted(fresh))
         fresh.clear()
 
     def poisoning_moves(moves: BlockMoves) -> None:

@@ -6,16 +6,15 @@ check. Only slots of a context are ever read, so the contents of other slots can
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import mlx.core as mx
 import numpy as np
 
-from mlxpaged.attention.key_ranges import attend_in_ranges, make_ranges
+from mlxpaged.attention.key_ranges import attend_in_ranges, make_ranges, rows_of
 from mlxpaged.attention.layout import AttentionShape, KVLayout
-from mlxpaged.attention.metadata import AttentionMetadata, IntArray
+from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.pool import Locality, Memory, Options
 
 MAX_SCORES = 2**28
@@ -38,80 +37,62 @@ SOFTCAP_ARRAYS = 4
 class Group:
     """n sequences with L query tokens each. K: the most keys that one of them sees; the others are padded to it.
 
-    rows[n, L]: their query tokens. slots[n, K]: slots of their keys; unused entries repeat a slot of the context.
-    mask[n, 1, L, K]: True for keys that a query sees.
+    rows[n, L]: their query tokens. keys[n, Hkv, K]: rows of their keys in a plane; unused entries repeat a key of the
+    context. mask[n, 1, L, K]: True for keys that a query sees.
     """
 
     rows: mx.array
-    slots: mx.array
+    keys: mx.array
     mask: mx.array
 
 
 class GatherPool:
-    """Keys and values are [slot, kv_head, size], so that a token is contiguous."""
+    """A plane is seen as rows of one token and KV head each."""
 
     def __init__(self, layout: KVLayout, memory: Memory) -> None:
-        self._block_size = layout.block_size
-        self._shapes = (-1, layout.num_kv_heads, layout.key_size), (-1, layout.num_kv_heads, layout.value_size)
+        self._num_kv_heads, self._value_size = layout.num_kv_heads, layout.value_size
+        self._shapes = [(-1, plane.shape[-1]) for plane in layout.planes]
         self._memory = memory
 
     def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
-        self._memory.write(self._shapes, meta.slot_mapping, keys, values)
+        heads, size = self._num_kv_heads, meta.block_size
+        if ("written rows", heads) not in meta.derived:
+            slots = meta.slot_mapping[:, None]
+            matrices = slots // size * heads + mx.arange(heads)
+            meta.derived["written rows", heads] = matrices * size + slots % size
+        rows = meta.derived["written rows", heads]
+        self._memory.write(self._shapes, rows, [keys] if values is None else [keys, values])
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
-        if meta.num_repeats is not None:
-            return self._attend_in_ranges(queries, meta, options)
-        key = ("gather", options.locality)
+        key = ("gather", options.locality, self._num_kv_heads)
         if key not in meta.derived:
-            meta.derived[key] = make_groups(meta, options.locality)
+            make = make_groups if meta.num_repeats is None else make_ranges
+            meta.derived[key] = make(meta, options.locality, self._num_kv_heads)
+        planes = self._memory.seen_as(self._shapes)
+        if meta.num_repeats is not None:
+            out = attend_in_ranges(queries, planes, self._value_size, meta.derived[key], options)
+            return self._memory.has_read(out)
         groups, order = meta.derived[key]
-        keys, values = self._memory.seen_as(self._shapes)
         outputs = []
         for group in groups:
-            q, k = queries[group.rows], keys[group.slots]
-            v = k[..., : self._shapes[1][2]] if values is None else values[group.slots]
-            q, k, v = (array.swapaxes(1, 2) for array in (q, k, v))
+            k, *others = (plane[group.keys] for plane in planes)
+            v = others[0] if others else k[..., : self._value_size]
+            q = queries[group.rows].swapaxes(1, 2)
             out = contiguous_attention(q, k, v, group.mask, options).swapaxes(1, 2)
             outputs.append(out.reshape(-1, *out.shape[2:]))
         return self._memory.has_read(mx.concatenate(outputs)[order])
 
-    def _attend_in_ranges(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
-        """The rows of a batch-invariant engine's tile."""
-        key = ("key ranges", options.locality)
-        if key not in meta.derived:
-            meta.derived[key] = make_ranges(meta, options.locality)
-        keys, values = self._memory.seen_as(self._shapes)
-        out = attend_in_ranges(queries, keys, values, self._shapes[1][2], meta.derived[key], options)
-        return self._memory.has_read(out)
-
     def read_context(self, meta: AttentionMetadata) -> mx.array:
-        [num_keys] = meta.host_context_lens
-        slots = self._slots_of(meta.host_block_tables[0].tolist()).flatten()[:num_keys]
-        return self._memory.has_read(self._memory.seen_as(self._shapes)[0][slots].swapaxes(0, 1))
-
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self.write_blocks(targets, *self.read_blocks(sources))
-
-    def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]:
-        slots = self._slots_of(ids)
-        pool_keys, pool_values = self._memory.seen_as(self._shapes)
-        keys = pool_keys[slots].swapaxes(1, 2)
-        values = keys[..., :0] if pool_values is None else pool_values[slots].swapaxes(1, 2)
-        mx.eval(keys, values)  # if a read were still pending, the next write would copy the whole pool
-        return keys, values
-
-    def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None:
-        self._memory.write(self._shapes, self._slots_of(ids), keys.swapaxes(1, 2), values.swapaxes(1, 2))
-
-    def _slots_of(self, ids: Sequence[int]) -> mx.array:
-        """[block, slot] of whole blocks."""
-        return mx.array(list(ids), dtype=mx.int32)[:, None] * self._block_size + mx.arange(self._block_size)
+        rows = rows_of(meta, np.zeros(1, int), np.arange(meta.host_context_lens[0])[None], self._num_kv_heads)
+        return self._memory.has_read(self._memory.seen_as(self._shapes)[0][rows.squeeze(0)])
 
 
-def make_groups(meta: AttentionMetadata, locality: Locality) -> tuple[list[Group], mx.array]:
-    """One group for each number of query tokens, and the order that puts the groups' rows back in the step's order."""
-    lens, contexts = np.asarray(meta.host_query_lens), np.asarray(meta.host_context_lens)
-    starts = np.cumsum(lens) - lens
+def make_groups(meta: AttentionMetadata, locality: Locality, num_kv_heads: int) -> tuple[list[Group], mx.array]:
+    """One group for each number of query tokens, and the order that brings their outputs back. All decoding sequences
+    of a step share one call."""
+    lens = np.asarray(meta.host_query_lens)
+    starts = np.concatenate(([0], np.cumsum(lens)))
+    contexts = np.asarray(meta.host_context_lens)
     groups, all_rows = [], []
     for length in np.unique(lens).tolist():
         members = np.flatnonzero(lens == length)
@@ -121,10 +102,8 @@ def make_groups(meta: AttentionMetadata, locality: Locality) -> tuple[list[Group
         position = first[:, None] + np.arange((last - first).max() + 1)
         query = (last - length + 1)[:, None, None] + np.arange(length)[:, None]
         mask = (position[:, None] <= query) & (position[:, None] >= locality.first_key(query))
-        position = np.minimum(position, last[:, None])
-        blocks: IntArray = meta.host_block_tables[members[:, None], position // meta.block_size]
-        slots = blocks * meta.block_size + position % meta.block_size
-        groups.append(Group(mx.array(rows), mx.array(slots), mx.array(mask[:, None])))
+        keys = rows_of(meta, members, np.minimum(position, last[:, None]), num_kv_heads)
+        groups.append(Group(mx.array(rows), keys, mx.array(mask[:, None])))
         all_rows.append(rows.reshape(-1))
     return groups, mx.array(np.argsort(np.concatenate(all_rows)))
 

@@ -44,9 +44,10 @@ INPUTS_AND_OUTPUTS: dict[str, tuple[list[str], list[str]]] = {
         ["queries", "done"],
     ),
     "kv_gather": (["key_pool", "value_pool", "blocks", "after"], ["keys", "values", "done"]),
-    "block_copy": (["pairs", "key_pool", "value_pool", "after"], ["done"]),
-    "block_read": (["key_pool", "value_pool", "blocks", "after"], ["keys", "values", "done"]),
-    "block_write": (["keys", "values", "blocks", "key_pool", "value_pool", "after"], ["done"]),
+    "block_move": (
+        ["source_a", "source_b", "pool_a", "pool_b", "moves", "after"],
+        ["copy_a", "copy_b", "done"],
+    ),
 }
 
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)

@@ -8,6 +8,7 @@ rows are computed at once. The results of a row's ranges are added in pairs. Ran
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -22,20 +23,28 @@ RANGE = 128
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """rows[N]: query token of each item. slots[N, RANGE]: slots of its keys. mask[N, 1, 1, RANGE]: True for keys that
-    the token sees. Items after the last one repeat the first, so that N is a multiple of the step's rows.
+    """rows[N]: query token of each item. keys[N, Hkv, RANGE]: rows of its keys in a plane. mask[N, 1, 1, RANGE]: True
+    for keys that the token sees. Items after the last one repeat the first, so that N is a multiple of the step's rows.
 
     parts[S, P]: the items of each row. is_part[S, P, 1, 1, 1]: False for unused entries. P: a power of two.
     """
 
     rows: mx.array
-    slots: mx.array
+    keys: mx.array
     mask: mx.array
     parts: mx.array
     is_part: mx.array
 
 
-def make_ranges(meta: AttentionMetadata, locality: Locality) -> KeyRanges:
+def rows_of(meta: AttentionMetadata, sequences: Any, positions: Any, num_kv_heads: int) -> mx.array:
+    """The rows [n, Hkv, K] of the keys at these positions [n, K] of n sequences, in a plane seen as [row, size]."""
+    size = meta.block_size
+    matrices = meta.host_block_tables[sequences[:, None], positions // size][:, None] * num_kv_heads
+    matrices = matrices + np.arange(num_kv_heads)[:, None]
+    return mx.array((matrices * size + (positions % size)[:, None]).astype(np.int32))
+
+
+def make_ranges(meta: AttentionMetadata, locality: Locality, num_kv_heads: int) -> KeyRanges:
     distinct = meta.distinct
     size, count = len(distinct), distinct[-1] + 1
     last = np.asarray(meta.host_context_lens)[:count] - 1
@@ -49,16 +58,14 @@ def make_ranges(meta: AttentionMetadata, locality: Locality) -> KeyRanges:
     position = ((first_range[row] + part) * RANGE)[:, None] + np.arange(RANGE)
     first_key, last_key = first[row, None], last[row, None]
     mask = (position >= first_key) & (position <= last_key)
-    position = np.clip(position, first_key, last_key)
-    slots = meta.host_block_tables[row[:, None], position // meta.block_size] * meta.block_size
-    slots += position % meta.block_size
+    keys = rows_of(meta, row, np.clip(position, first_key, last_key), num_kv_heads)
     starts = np.cumsum(counts) - counts
     index = np.arange(1 << int(counts.max() - 1).bit_length())
     is_part = index < counts[:, None]
     parts = starts[:, None] + np.where(is_part, index, 0)
     return KeyRanges(
         mx.array(row),
-        mx.array(slots),
+        keys,
         mx.array(mask[:, None, None]),
         mx.array(parts[distinct]),
         mx.array(is_part[distinct][:, :, None, None, None]),
@@ -66,20 +73,20 @@ def make_ranges(meta: AttentionMetadata, locality: Locality) -> KeyRanges:
 
 
 def attend_in_ranges(
-    queries: mx.array, keys: mx.array, values: mx.array | None, value_size: int, ranges: KeyRanges, options: Options
+    queries: mx.array, planes: list[mx.array], value_size: int, ranges: KeyRanges, options: Options
 ) -> mx.array:
-    """[S, Hq, D] over a pool's [slot, Hkv, D] and [slot, Hkv, DV] -> [S, Hq, DV]. values: None if a value is the first
-    `value_size` elements of its key."""
+    """[S, Hq, D] over a pool's planes, [row, D] and [row, DV] -> [S, Hq, DV]. Without a plane of values, a value is the
+    first `value_size` elements of its key."""
     size, num_heads = queries.shape[:2]
-    grouped = queries.astype(mx.float32).reshape(size, keys.shape[1], -1, queries.shape[2])
+    grouped = queries.astype(mx.float32).reshape(size, ranges.keys.shape[1], -1, queries.shape[2])
     partials: list[tuple[mx.array, mx.array, mx.array]] = []
     for first in range(0, len(ranges.rows), size):
         items = slice(first, first + size)
-        slots = ranges.slots[items]
+        keys = ranges.keys[items]
         if partials:  # one after the other: MLX might start all of them, each with memory of its own
-            slots = mx.depends(slots, partials[-1])
-        k = keys[slots].astype(mx.float32).swapaxes(1, 2)
-        v = k[..., :value_size] if values is None else values[slots].astype(mx.float32).swapaxes(1, 2)
+            keys = mx.depends(keys, partials[-1])
+        k, *others = (plane[keys].astype(mx.float32) for plane in planes)
+        v = others[0] if others else k[..., :value_size]
         partials.append(attend_to_range(grouped[ranges.rows[items]], k, v, ranges.mask[items], options))
     best, total, weighted = (mx.concatenate(list(arrays))[ranges.parts] for arrays in zip(*partials, strict=True))
     best = mx.where(ranges.is_part, best, -mx.inf)

@@ -74,7 +74,7 @@ class LayerKVCache:
         self.backend = resolve_backend(backend)
         self.tuning = tuning
         self._blocks_per_block = 1  # blocks of this layout in a block of the memory
-        self._memory = self._zeros(num_blocks)
+        self._memory = Memory.zeros(num_blocks, self.layout, in_place=self.backend == "metal")
         self._pool = self._make_pool()
 
     @classmethod
@@ -105,19 +105,9 @@ class LayerKVCache:
     def num_blocks(self) -> int:
         return self._memory.num_blocks * self._blocks_per_block
 
-    def _rows(self, num_blocks: int) -> int:
-        """Rows of the arrays. The kernels have one block more, which is never allocated."""
-        return (num_blocks + (self.backend == "metal")) * self.layout.num_kv_heads * self.layout.block_size
-
-    def _zeros(self, num_blocks: int) -> Memory:
-        layout, rows = self.layout, self._rows(num_blocks)
-        keys = mx.zeros((rows, layout.key_size), layout.dtype)
-        values = None if layout.latent else mx.zeros((rows, layout.value_size), layout.dtype)
-        return Memory(num_blocks, keys, values, mx.zeros((1,), mx.int32) if self.backend == "metal" else None)
-
     def clear(self) -> None:
         """Make every block zero, in new memory, for all views too. Call it on the cache that made the memory."""
-        self._memory.replace(self._zeros(self.num_blocks))
+        self._memory.replace(Memory.zeros(self.num_blocks, self.layout, in_place=self.backend == "metal"))
 
     def resize(self, num_blocks: int) -> None:
         """Copy the blocks that remain into new memory of `num_blocks` blocks, for all views too, and free the old one.
@@ -127,13 +117,7 @@ class LayerKVCache:
         """
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be positive, got {num_blocks}")
-        memory, rows = self._memory, self._rows(num_blocks)
-        mx.eval(memory.arrays)  # writes in place are done when their token is
-        keys, values = memory.seen_as(((-1, self.layout.key_size), (-1, self.layout.value_size)))
-        values = None if values is None else with_rows(values, rows)
-        new = Memory(num_blocks, with_rows(keys, rows), values, memory.token)
-        mx.eval(new.arrays)
-        memory.replace(new)
+        self._memory.resize(num_blocks)
 
     @property
     def memory(self) -> Memory:
@@ -147,7 +131,7 @@ class LayerKVCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(int(array.nbytes) for array in self.arrays[: 1 if self.layout.latent else 2])
+        return sum(int(plane.nbytes) for plane in self._memory.planes)
 
     def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
         """Store the keys and values [T, num_kv_heads, size] of the step's query tokens in their slots.
@@ -246,30 +230,28 @@ class LayerKVCache:
         """Copy block `src` to block `dst` for every (src, dst): all reads see the pool as it was before the call."""
         if not pairs:
             return
-        sources, targets = [list(ids) for ids in zip(*pairs, strict=True)]
+        sources, targets = zip(*pairs, strict=True)
         self._check_blocks(sources)
         self._check_targets(targets)
-        self._pool.copy_blocks(sources, targets)
+        self._memory.move(self._blocks_per_block, sources, targets)
 
-    def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Keys and values of whole blocks, [n, num_kv_heads, block_size, size] each, as they are now.
-
-        The values of a latent layout have size 0.
-        """
+    def read_blocks(self, ids: Sequence[int]) -> list[mx.array]:
+        """The planes of whole blocks, [n, *plane.shape] each, as they are now."""
         self._check_blocks(ids)
-        return self._pool.read_blocks(ids)
+        planes = self.layout.planes
+        if not ids:
+            return [mx.zeros((0, *plane.shape), plane.dtype) for plane in planes]
+        copies = self._memory.move(self._blocks_per_block, ids, None)
+        return [copy.reshape(-1, *plane.shape) for copy, plane in zip(copies, planes, strict=True)]
 
-    def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None:
+    def write_blocks(self, ids: Sequence[int], *planes: mx.array) -> None:
         """Overwrite whole blocks with what `read_blocks` of a cache of the same layout and backend returned."""
         self._check_targets(ids)
-        layout = self.layout
-        for array, size in ((keys, layout.key_size), (values, layout.stored_value_size)):
-            expected = (len(ids), layout.num_kv_heads, layout.block_size, size)
-            if array.shape != expected:
-                raise ValueError(f"keys and values must have shape {expected}, got {keys.shape} and {values.shape}")
-            if array.dtype != layout.dtype:
-                raise ValueError(f"keys and values must be {layout.dtype}, got {keys.dtype} and {values.dtype}")
-        self._pool.write_blocks(ids, keys, values)
+        needed = {plane.name: ((len(ids), *plane.shape), plane.dtype) for plane in self.layout.planes}
+        if (given := [(plane.shape, plane.dtype) for plane in planes]) != [*needed.values()]:
+            raise ValueError(f"blocks of this layout have {needed}, got {given}")
+        if ids:
+            self._memory.move(self._blocks_per_block, None, ids, planes)
 
     def _check_meta(self, meta: AttentionMetadata) -> None:
         block_size = self.layout.block_size
@@ -291,9 +273,3 @@ class LayerKVCache:
         for block in ids:
             if not isinstance(block, int) or not 0 <= block < self.num_blocks:
                 raise ValueError(f"block id {block} is out of range: the pool has {self.num_blocks} blocks")
-
-
-def with_rows(array: mx.array, rows: int) -> mx.array:
-    """The first `rows` rows of an array, in memory of its own; further rows are zero."""
-    missing = rows - array.shape[0]
-    return mx.pad(array, [(0, missing), (0, 0)]) if missing > 0 else mx.contiguous(array[:rows])

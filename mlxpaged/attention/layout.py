@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 KV_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 """Types that keys and values can have."""
+
+
+@dataclass(frozen=True)
+class Plane:
+    """What a block has in one array of its pool. shape: KV heads, slots, elements of one token and head.
+
+    The array is the planes of all blocks, one after the other. With two KV heads, blocks of 16 tokens, and 64 elements:
+
+        | block 0                       | block 1                       | ...
+        | head 0        | head 1        | head 0        | head 1        |
+        | s0 s1 ... s15 | s0 s1 ... s15 | s0 s1 ... s15 | s0 s1 ... s15 |
+          |
+          +-- e0 e1 ... e63, of the token in slot 0 of block 0, for head 0
+
+    Code that moves whole blocks needs to know the `nbytes` of each plane, and nothing else.
+    """
+
+    name: str
+    shape: tuple[int, int, int]
+    dtype: mx.Dtype
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of one block."""
+        return math.prod(self.shape) * int(self.dtype.size)
 
 
 @dataclass(frozen=True)
@@ -46,26 +72,27 @@ class KVLayout:
         return 0 if self.latent else self.value_size
 
     @functools.cached_property
-    def key_bytes_per_block(self) -> int:
-        return self.block_size * self.num_kv_heads * self.key_size * int(self.dtype.size)
-
-    @functools.cached_property
-    def bytes_per_token(self) -> int:
-        """Keys and values of one token."""
-        return self.num_kv_heads * (self.key_size + self.stored_value_size) * int(self.dtype.size)
+    def planes(self) -> tuple[Plane, ...]:
+        """What a pool of this layout keeps, in the order of its arrays."""
+        widths = {"keys": self.key_size, "values": self.stored_value_size}
+        shape = self.num_kv_heads, self.block_size
+        return tuple(Plane(name, (*shape, width), self.dtype) for name, width in widths.items() if width)
 
     @functools.cached_property
     def bytes_per_block(self) -> int:
-        """Keys and values of one block."""
-        return self.block_size * self.bytes_per_token
+        return sum(plane.nbytes for plane in self.planes)
+
+    @functools.cached_property
+    def bytes_per_token(self) -> int:
+        return self.bytes_per_block // self.block_size
 
     def blocks_of(self, other: KVLayout) -> int:
-        """How many blocks of another layout take exactly the memory of one block, its keys and its values; 0 if that is
-        no whole number."""
-        ratio = self.key_bytes_per_block // other.key_bytes_per_block
-        alike = (self.dtype, self.block_size, self.latent) == (other.dtype, other.block_size, other.latent)
-        keys, both = ratio * other.key_bytes_per_block, ratio * other.bytes_per_block
-        return ratio if alike and (keys, both) == (self.key_bytes_per_block, self.bytes_per_block) else 0
+        """How many blocks of another layout take exactly the memory of one block, in every plane; 0 if that is no whole
+        number."""
+        ratio = self.bytes_per_block // other.bytes_per_block
+        own = [(plane.nbytes, plane.dtype) for plane in self.planes]
+        fits = own == [(ratio * plane.nbytes, plane.dtype) for plane in other.planes]
+        return ratio if fits and self.block_size == other.block_size else 0
 
 
 @dataclass(frozen=True)

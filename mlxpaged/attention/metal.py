@@ -138,9 +138,8 @@ class MetalPool:
     def _arrays(self) -> tuple[mx.array, mx.array, mx.array]:
         """What kernels get for keys and values, and the token."""
         memory = self._memory
-        assert memory.bound is not None
         assert memory.token is not None
-        return *memory.bound, memory.token
+        return memory.bound[0], memory.bound[-1], memory.token
 
     def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
         (self._memory.token,) = kernels.launch(
@@ -205,33 +204,6 @@ class MetalPool:
         matrix_tile = None if of_matrix is None else of_matrix.tile
         key = ("metal", locality, tile, matrix_tile, ranges, id(self.tuning))  # one plan for all layers with these
         return Planner(key, functools.partial(self._make_plan, key[1:5]), functools.partial(self._grow_plan, locality))
-
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        if set(sources) & set(targets):  # a thread might read a block that another one has already overwritten
-            self.write_blocks(targets, *self.read_blocks(sources))
-            return
-        pairs = padded(mx.array([*zip(sources, targets, strict=True)], mx.int32).flatten())
-        self._launch_blocks("block_copy", [pairs, *self._arrays], len(sources))
-
-    def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]:
-        layout = self.layout
-        shape = (len(ids), layout.num_kv_heads, layout.block_size)
-        of_keys, of_values = (*shape, layout.key_size), (*shape, layout.stored_value_size)
-        if not ids:
-            return mx.zeros(of_keys, layout.dtype), mx.zeros(of_values, layout.dtype)
-        blocks = padded(mx.array(list(ids), mx.int32))
-        pool_keys, pool_values, token = self._arrays
-        inputs = [pool_keys, pool_values, blocks, token]
-        outputs = [(shape, layout.dtype) for shape in (of_keys, (1,) if layout.latent else of_values)]
-        keys, values = self._launch_blocks("block_read", inputs, len(ids), *outputs)
-        return keys, mx.zeros(of_values, layout.dtype) if layout.latent else values
-
-    def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None:
-        if not ids:
-            return
-        blocks = padded(mx.array(list(ids), mx.int32))
-        new = [keys, keys if self.layout.latent else values]
-        self._launch_blocks("block_write", [*new, blocks, *self._arrays], len(ids))
 
     def _make_plan(
         self,
@@ -388,22 +360,6 @@ class MetalPool:
             threadgroup=(self._vectors, min(8, kernels.MAX_THREADS // self._vectors, num_keys), 1),
             outputs=[((heads, num_keys, layout.key_size), layout.dtype), (of_values, layout.dtype), ((1,), mx.int32)],
         )
-
-    def _launch_blocks(
-        self, name: str, inputs: Sequence[mx.array], count: int, *outputs: tuple[tuple[int, ...], mx.Dtype]
-    ) -> list[mx.array]:
-        layout = self.layout
-        rows = layout.num_kv_heads * layout.block_size
-        vectors = rows * self._vectors
-        *results, self._memory.token = kernels.launch(
-            name,
-            inputs,
-            [("T", layout.dtype), ("KEYS", rows * layout.key_size), ("VALUES", rows * layout.stored_value_size)],
-            grid=(vectors, count, 1),
-            threadgroup=(min(vectors, 256), 1, 1),
-            outputs=[*outputs, ((1,), mx.int32)],
-        )
-        return results
 
 
 def contiguous_part(meta: HostMetadata, sequence: int, first_row: int, locality: Locality) -> ContiguousPart:

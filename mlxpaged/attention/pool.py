@@ -1,4 +1,8 @@
-"""The interface of a backend's KV pool. LayerKVCache checks arguments; the pool of a backend does the work."""
+"""The memory of a KV pool, and the interface of a backend's pool.
+
+LayerKVCache checks arguments. The pool of a backend writes and reads tokens. The memory moves whole blocks, the same
+for all backends and layouts: copy on write, swap, and a pool that grows or shrinks.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention import kernels
+from mlxpaged.attention.layout import KVLayout
+from mlxpaged.attention.metadata import AttentionMetadata, padded
 
 
 class Locality(NamedTuple):
@@ -38,8 +44,8 @@ class Options(NamedTuple):
     sinks: mx.array | None
 
 
-Shapes = tuple[tuple[int, ...], tuple[int, ...]]
-"""The shapes of a pool's keys and values, as its backend sees them."""
+Shapes = Sequence[tuple[int, ...]]
+"""The shapes of a pool's planes, as its backend sees them."""
 
 
 BOUND_ELEMENTS = 8
@@ -63,62 +69,77 @@ def bind(pool: mx.array) -> mx.array:
     return first
 
 
+WORD_BYTES = 16
+"""What a thread of block_move copies of a plane. With eight slots or more, a block of every plane is a multiple."""
+
+
 @dataclass
 class Memory:
-    """The arrays of a KV pool. Layers of several cache groups can have pools on the same memory, and each pool sees the
-    arrays in the shapes of its own layout. num_blocks: of the layout that the memory was made for. values: None if the
-    layout is latent. token: of the last read or write, for a backend that writes in place.
+    """The arrays of a KV pool: one for each plane of its layout. Layers of several cache groups can have pools on the
+    same memory, and each pool sees the arrays in the shapes of its own layout. num_blocks: of the layout that the
+    memory was made for. token: of the last read or write, for a backend that writes in place. Its arrays have one block
+    more, which is never allocated.
 
-    bound: what kernels get for keys and values. A latent layout's kernels get the keys for both. None for the other
-    backends: MLX's operations would copy an array that shares its buffer. reads: what layers have read since the last
-    write of the running step, for these backends.
+    bound: what kernels get for each plane. Empty for the other backends: MLX's operations would copy an array that
+    shares its buffer. reads: what layers have read since the last write of the running step, for these backends.
     """
 
     num_blocks: int
-    keys: mx.array
-    values: mx.array | None
+    planes: list[mx.array]
     token: mx.array | None
-    bound: tuple[mx.array, mx.array] | None = field(init=False, default=None)
+    bound: list[mx.array] = field(init=False, default_factory=list)
     reads: list[mx.array] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.token is not None:
-            keys = bind(self.keys)
-            self.bound = keys, keys if self.values is None else bind(self.values)
+            self.bound = [bind(plane) for plane in self.planes]
+
+    @classmethod
+    def zeros(cls, num_blocks: int, layout: KVLayout, in_place: bool) -> Memory:
+        planes = [mx.zeros((num_blocks + in_place, *plane.shape), plane.dtype) for plane in layout.planes]
+        return cls(num_blocks, planes, mx.zeros((1,), mx.int32) if in_place else None)
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        return tuple(array for array in (self.keys, self.values, self.token) if array is not None)
+        return (*self.planes, self.token) if self.token is not None else tuple(self.planes)
 
     @property
     def bindings(self) -> list[mx.array]:
         """The inputs of a step's graph, for a backend that writes in place."""
         assert self.token is not None
-        assert self.bound is not None
         return [self.token, *self.bound]
 
     def rebind(self, arrays: list[mx.array]) -> None:
         """Replace what `bindings` has returned, while a graph is traced."""
-        self.token, keys, values = arrays
-        self.bound = keys, values
+        self.token, *self.bound = arrays
 
     def replace(self, other: Memory) -> None:
-        self.num_blocks, self.bound = other.num_blocks, other.bound
-        self.keys, self.values, self.token = other.keys, other.values, other.token
+        self.num_blocks, self.planes, self.token, self.bound = other.num_blocks, other.planes, other.token, other.bound
         self.reads = []
+
+    def resize(self, num_blocks: int) -> None:
+        """Does what `LayerKVCache.resize` says."""
+        mx.eval(self.arrays)  # writes in place are done when their token is
+        total, missing = num_blocks + (self.token is not None), num_blocks - self.num_blocks
+        planes = [plane.reshape(total - missing, -1) for plane in self.planes]
+        if missing > 0:
+            planes = [mx.pad(plane, [(0, missing), (0, 0)]) for plane in planes]
+        else:
+            planes = [mx.contiguous(plane[:total]) for plane in planes]
+        new = Memory(num_blocks, planes, self.token)
+        mx.eval(new.arrays)
+        self.replace(new)
 
     def has_read(self, result: mx.array) -> mx.array:
         """Note that `result` is computed from the arrays. Returns it."""
         self.reads.append(result)
         return result
 
-    def seen_as(self, shapes: Shapes) -> tuple[mx.array, mx.array | None]:
-        """Keys and values in these shapes."""
-        of_keys, of_values = shapes
-        return self.keys.reshape(of_keys), None if self.values is None else self.values.reshape(of_values)
+    def seen_as(self, shapes: Shapes) -> list[mx.array]:
+        return [plane.reshape(shape) for plane, shape in zip(self.planes, shapes, strict=True)]
 
-    def write(self, shapes: Shapes, at: Any, keys: mx.array | float, values: mx.array | float | None) -> None:
-        """Write at an index of the arrays, seen in these shapes.
+    def write(self, shapes: Shapes, at: Any, new: Sequence[mx.array | float]) -> None:
+        """Write at an index of the planes, seen in these shapes.
 
         A step with several writes evaluates what was read before each of them. MLX would copy the arrays otherwise,
         because a pending read still refers to them.
@@ -126,18 +147,72 @@ class Memory:
         if self.reads:
             mx.eval(self.reads)
             self.reads = []
-        self._update("keys", shapes[0], at, keys)
-        if values is not None and self.values is not None:
-            self._update("values", shapes[1], at, values)
+        for i, (shape, rows) in enumerate(zip(shapes, new, strict=True)):
+            plane = self.planes.pop(i).reshape(shape)  # while it is written, nothing else refers to it
+            try:
+                plane[at] = rows
+            finally:
+                self.planes.insert(i, plane)
 
-    def _update(self, name: str, shape: tuple[int, ...], at: Any, new: mx.array | float) -> None:
-        """While the array is written, nothing else refers to it."""
-        array = getattr(self, name).reshape(shape)
-        setattr(self, name, None)
-        try:
-            array[at] = new
-        finally:
-            setattr(self, name, array)
+    def move(
+        self, parts: int, sources: Sequence[int] | None, targets: Sequence[int] | None, staged: Sequence[mx.array] = ()
+    ) -> list[mx.array]:
+        """Copy blocks onto others, within the pool, into it or out of it. All reads see the pool as it was.
+
+        parts: how many blocks each block of the memory has, for the layout of the caller.
+        sources: blocks of the pool. None: those of `staged`, which has an array for each plane.
+        targets: blocks of the pool. None: new arrays for the planes, which are returned.
+        """
+        move = self._move if self.token is None else self._move_in_place
+        return move(parts * (self.num_blocks + (self.token is not None)), sources, targets, staged)
+
+    def _move(
+        self,
+        blocks: int,
+        sources: Sequence[int] | None,
+        targets: Sequence[int] | None,
+        staged: Sequence[mx.array],
+    ) -> list[mx.array]:
+        shapes = [(blocks, plane.size // blocks) for plane in self.planes]
+        if sources is not None:
+            staged = [plane[mx.array([*sources], mx.int32)] for plane in self.seen_as(shapes)]
+            mx.eval(staged)  # if a read were still pending, the next write would copy the whole pool
+        if targets is None:
+            return [*staged]
+        rows = [plane.reshape(len(targets), -1) for plane in staged]
+        self.write(shapes, mx.array([*targets], mx.int32), rows)
+        return []
+
+    def _move_in_place(
+        self,
+        blocks: int,
+        sources: Sequence[int] | None,
+        targets: Sequence[int] | None,
+        staged: Sequence[mx.array],
+    ) -> list[mx.array]:
+        """Two planes in a launch."""
+        assert self.token is not None
+        if set(sources or ()) & set(targets or ()):  # a thread might read a block that another one has overwritten
+            staged, sources = self._move_in_place(blocks, sources, None, ()), None
+        count = len(sources or targets or ())
+        moves = [*zip(sources or range(count), targets or range(count), strict=True)]
+        indices = padded(mx.array(moves, mx.int32).flatten())
+        results: list[mx.array] = []
+        for i in range(0, len(self.planes), 2):
+            planes, pools = self.planes[i : i + 2], self.bound[i : i + 2]
+            origins = pools if sources is not None else staged[i : i + 2]
+            words = [plane.nbytes // blocks // WORD_BYTES for plane in planes] + [0]
+            new = [((count, n * WORD_BYTES // 4) if targets is None and n else (1,), mx.uint32) for n in words[:2]]
+            *copies, self.token = kernels.launch(
+                "block_move",
+                [origins[0], origins[-1], pools[0], pools[-1], indices, self.token],
+                [("A", words[0]), ("B", words[1]), ("INTO_POOL", targets is not None)],
+                grid=(max(words), count, 1),
+                threadgroup=(min(max(words), 256), 1, 1),
+                outputs=[*new, ((1,), mx.int32)],
+            )
+            results += [copy.view(plane.dtype) for copy, plane in zip(copies, planes, strict=False)]
+        return results if targets is None else []
 
 
 class KVPool(Protocol):
@@ -148,9 +223,3 @@ class KVPool(Protocol):
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array: ...
 
     def read_context(self, meta: AttentionMetadata) -> mx.array: ...
-
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
-
-    def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]: ...
-
-    def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None: ...

@@ -117,13 +117,12 @@ class CaseRun:
         """Few blocks and many: fewer than 8 ids, or than 4 pairs of them, come in another address space."""
         results: list[mx.array] = []
         for count in (2, 8):
-            layout, targets = self._shape.layout, [2 * i + 1 for i in range(count)]
-            sizes = (layout.key_size, layout.stored_value_size)
-            data = [self._random(count, layout.num_kv_heads, layout.block_size, size) for size in sizes]
+            targets = [2 * i + 1 for i in range(count)]
+            data = [self._random(count, *plane.shape) for plane in self._shape.layout.planes]
             self.kv.write_blocks([target - 1 for target in targets], *data)
             self.kv.copy_blocks([(target - 1, target) for target in reversed(targets)])
             results += self.kv.read_blocks(targets)
-        return [array for array in results if array.size]
+        return results
 
 
 def fused_steps(shape: QkvShape, backend: str) -> list[mx.array]:
@@ -167,7 +166,7 @@ NEEDED_CASES: dict[str, Case] = {
     "merge_partials, mixed chunks": (CaseRun.mixed_chunks, IN_RANGES),
     "merge_partials, long contexts": (CaseRun.long_contexts, Tuning(decode=Choice(2), chunks=CONTIGUOUS)),
     "paged_decode, many sequences": (CaseRun.many_sequences, DEFAULT_TUNING),
-    "block_write, block_copy and block_read": (CaseRun.whole_blocks, DEFAULT_TUNING),
+    "block_move": (CaseRun.whole_blocks, DEFAULT_TUNING),
 }
 """They run every kernel variant that a tuning can choose, but for the matrix kernel, with inputs of fewer than 8
 elements and of more, as far as serving has both."""

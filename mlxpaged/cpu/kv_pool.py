@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 import numpy as np
 
@@ -19,47 +17,30 @@ class CpuPool:
 
     def __init__(self, layout: KVLayout, memory: Memory) -> None:
         self._num_kv_heads = layout.num_kv_heads
-        self._shapes = (-1, layout.block_size, layout.key_size), (-1, layout.block_size, layout.value_size)
+        self._value_size = layout.value_size
+        self._shapes = [(-1, *plane.shape[1:]) for plane in layout.planes]
         self._memory = memory
 
     def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
         slots, unused = slot_indices(meta, self._num_kv_heads)
-        self._memory.write(self._shapes, slots, keys, values)
+        self._memory.write(self._shapes, slots, [keys] if values is None else [keys, values])
         if unused is not None:
-            self._memory.write(self._shapes, unused, 0.0, 0.0)
+            self._memory.write(self._shapes, unused, [0.0] * len(self._shapes))
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
         heads = queries.shape[1], self._num_kv_heads
         key = ("plan", options.locality, heads)
         if key not in meta.derived:
             meta.derived[key] = make_plan(meta, options.locality, *heads)
-        keys, values = self._memory.seen_as(self._shapes)
-        kv = KV(keys, keys if values is None else values, self._num_kv_heads, self._shapes[1][2])
+        planes = self._memory.seen_as(self._shapes)
+        kv = KV(planes[0], planes[-1], self._num_kv_heads, self._value_size)
         return self._memory.has_read(attend(queries, kv, meta.derived[key], options))
 
     def read_context(self, meta: AttentionMetadata) -> mx.array:
         [num_keys] = meta.host_context_lens
         blocks = meta.host_block_tables[0, : -(-num_keys // meta.block_size)]
-        matrices = self._matrices_of(blocks.tolist()).swapaxes(0, 1)
+        matrices = mx.array(blocks) * self._num_kv_heads + mx.arange(self._num_kv_heads)[:, None]
         return self._memory.has_read(contiguous(self._memory.seen_as(self._shapes)[0], matrices)[:, :num_keys])
-
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self.write_blocks(targets, *self.read_blocks(sources))
-
-    def read_blocks(self, ids: Sequence[int]) -> tuple[mx.array, mx.array]:
-        matrices = self._matrices_of(ids)
-        pool_keys, pool_values = self._memory.seen_as(self._shapes)
-        keys = pool_keys[matrices]
-        values = keys[..., :0] if pool_values is None else pool_values[matrices]
-        mx.eval(keys, values)  # if a read were still pending, the next write would copy the whole pool
-        return keys, values
-
-    def write_blocks(self, ids: Sequence[int], keys: mx.array, values: mx.array) -> None:
-        self._memory.write(self._shapes, self._matrices_of(ids), keys, values)
-
-    def _matrices_of(self, ids: Sequence[int]) -> mx.array:
-        """[block, kv_head]"""
-        return mx.array(list(ids), dtype=mx.int32)[:, None] * self._num_kv_heads + mx.arange(self._num_kv_heads)
 
 
 Indices = tuple[mx.array, mx.array]

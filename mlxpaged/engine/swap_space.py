@@ -35,7 +35,7 @@ def bytes_per_slot(layers: Sequence[LayerKVCache]) -> int:
 
 class SwapSpace:
     """`num_slots` slots, each for one KV block of all `layers`. They hold bytes, because NumPy has no bfloat16. A slot
-    is contiguous: keys of the first layer, its values, keys of the second. Values of a latent layout take no bytes.
+    is contiguous: the planes of the first layer (KVLayout.planes), those of the second, and so on.
 
     Without a directory the slots are ordinary memory, which the system commits when slots are first written. On Apple
     Silicon it is the same memory as the pools', but it is not wired and not part of the GPU's working set, which runs
@@ -54,12 +54,9 @@ class SwapSpace:
         self.nbytes = num_slots * bytes_per_slot(layers)
         self._layers = list(layers)
         memory = map_memory(self.nbytes) if directory is None else map_file(self.nbytes, directory)
-        layouts = [kv.layout for kv in layers]
-        key_bytes = [layout.key_bytes_per_block for layout in layouts]
-        sizes = [(keys, layout.bytes_per_block - keys) for keys, layout in zip(key_bytes, layouts, strict=True)]
-        # Views of the memory, [num_slots, bytes] each: keys of the first layer, its values, keys of the second.
         self._memory: Bytes | None = memory.reshape(num_slots, -1)
-        self._columns: list[Bytes] = np.split(memory.reshape(num_slots, -1), np.cumsum(sizes)[:-1], axis=1)
+        ends = np.cumsum([plane.nbytes for kv in layers for plane in kv.layout.planes])
+        self._columns: list[Bytes] = np.split(self._memory, ends[:-1], axis=1)  # views, [num_slots, bytes] each
 
     def store(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block to slot for every (block, slot). The blocks may be overwritten once this returns.
@@ -80,12 +77,11 @@ class SwapSpace:
         """
         self._check([block for _, block in pairs], [slot for slot, _ in pairs], written="block")
         for slots, blocks in self._pieces(pairs):
-            for kv, *columns in zip(self._layers, self._columns[::2], self._columns[1::2], strict=True):
-                layout = kv.layout
-                rows = (len(blocks), layout.num_kv_heads, layout.block_size)
-                sizes = (layout.key_size * layout.dtype.size, layout.stored_value_size * layout.dtype.size)
-                pieces = [column[slots].reshape(*rows, size) for column, size in zip(columns, sizes, strict=True)]
-                kv.write_blocks(blocks, *(mx.array(piece).view(layout.dtype) for piece in pieces))
+            columns = iter(self._columns)
+            for kv in self._layers:
+                pieces = [(mx.array(next(columns)[slots]), plane) for plane in kv.layout.planes]
+                planes = [piece.view(plane.dtype).reshape(-1, *plane.shape) for piece, plane in pieces]
+                kv.write_blocks(blocks, *planes)
             mx.eval([kv.arrays for kv in self._layers])  # frees the piece's copies before the next piece makes its own
 
     def store_arrays(self, slots: Sequence[int], arrays: Sequence[mx.array]) -> None:

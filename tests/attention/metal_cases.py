@@ -90,13 +90,12 @@ class Case:
 
     def fill(self, blocks: int) -> None:
         """Earlier tokens go in block by block, the step's own through `write`."""
-        sizes = (self.layout.key_size, self.layout.stored_value_size)
-        pools = [np.full((blocks, self.kv_heads, self.block_size, size), np.nan) for size in sizes]
+        pools = [np.full((blocks, *plane.shape), np.nan) for plane in self.layout.planes]
         for i, (query, context) in enumerate(self.lens):
-            for pool, rows in zip(pools, (self.keys[i], self.values[i]), strict=True):
+            for pool, rows in zip(pools, (self.keys[i], self.values[i]), strict=False):
                 at = np.arange(context - query)
                 of_block = np.asarray(self.tables[i])[at // self.block_size]
-                pool[of_block, :, at % self.block_size] = rows[at][..., : pool.shape[-1]]
+                pool[of_block, :, at % self.block_size] = rows[at]
         self.kv.write_blocks(range(blocks), *(self.array(pool) for pool in pools))
         self.write()
         mx.eval(self.kv.arrays)

@@ -14,6 +14,7 @@ from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata, HostStep, step_of
 from mlxpaged.attention.qkv import Norm, Qkv, Rope, row_size
+from tests.attention.scenes import fill_blocks
 
 Array = npt.NDArray[np.float64]
 
@@ -96,11 +97,7 @@ class QkvCase:
         """The queries, and keys and values of all blocks. What nothing writes is 7."""
         layout = self.layout
         kv = LayerKVCache.from_layout(self.blocks, layout, backend)
-        sizes = layout.key_size, layout.value_size
-        sevens = [
-            mx.full((self.blocks, layout.num_kv_heads, layout.block_size, size), 7, layout.dtype) for size in sizes
-        ]
-        kv.write_blocks(range(self.blocks), *sevens)
+        fill_blocks(kv, range(self.blocks), 7)
         queries = kv.write_rows(self.rows, self.qkv, self.meta)
         results = [queries, *kv.read_blocks(range(self.blocks))]
         assert {each.dtype for each in results} == {layout.dtype}

@@ -86,6 +86,11 @@ def make_cache(
     return LayerKVCache(num_blocks, num_kv_heads, head_dim, dtype, block_size, backend)
 
 
+def fill_blocks(kv: LayerKVCache, blocks: Sequence[int], number: float = np.nan) -> None:
+    """Set all that the blocks hold to one number."""
+    kv.write_blocks(blocks, *(mx.full((len(blocks), *plane.shape), number, plane.dtype) for plane in kv.layout.planes))
+
+
 class Scene:
     """Sequences of (query_len, context_len) in a pool that is NaN wherever no token was written."""
 
@@ -113,11 +118,7 @@ class Scene:
         self.write_all()
 
     def poison(self, blocks: list[int]) -> None:
-        """Make the blocks NaN."""
-        layout = self.shape.layout
-        sizes = (layout.key_size, layout.stored_value_size)
-        shape = (len(blocks), layout.num_kv_heads, layout.block_size)
-        self.kv.write_blocks(blocks, *(mx.full((*shape, size), mx.nan, layout.dtype) for size in sizes))
+        fill_blocks(self.kv, blocks)
 
     def random(self, length: int, heads: int, size: int) -> Array:
         return rounded(self.rng.normal(size=(length, heads, size)), self.shape.dtype)

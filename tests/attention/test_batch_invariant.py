@@ -12,7 +12,7 @@ import pytest
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata, HostStep, step_of
-from tests.attention.scenes import TOLERANCE, Extras, reference_attention
+from tests.attention.scenes import TOLERANCE, Extras, fill_blocks, reference_attention
 from tests.metal_on_cpu import Interpreter
 from tests.support import every
 
@@ -50,9 +50,7 @@ class Rows:
         for i, (count, end) in enumerate(zip(counts, np.cumsum(counts), strict=True)):
             self.tables[i, :count] = blocks[end - count : end]
         self.kv = LayerKVCache.from_layout(sum(counts), layout, backend)
-        rows = (sum(counts), layout.num_kv_heads, BLOCK)
-        nothing = [mx.full((*rows, size), mx.nan, layout.dtype) for size in (layout.key_size, layout.stored_value_size)]
-        self.kv.write_blocks(range(sum(counts)), *nothing)
+        fill_blocks(self.kv, range(sum(counts)))
         self.keys, self.values = [], []
         self.queries = self._random(rng, len(CONTEXTS), HEADS, layout.key_size)
         self.options = {"scale": SCALE, "window": extras.window, "chunk": extras.chunk, "softcap": extras.softcap}

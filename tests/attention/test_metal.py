@@ -14,6 +14,7 @@ from mlxpaged.attention import kernels
 from mlxpaged.attention.kv_cache import LayerKVCache, resolve_backend
 from mlxpaged.attention.layout import KV_DTYPES, KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.pool import Memory
 from mlxpaged.attention.variants import BLOCK_SIZES
 from tests.attention.metal_cases import HEAD_DIMS, Case
 from tests.metal_on_cpu import Interpreter, is_supported
@@ -308,14 +309,13 @@ def test_writes_copies_and_moves_of_other_layouts_change_their_blocks_and_nothin
 ) -> None:
     layout = KVLayout(1 if latent else 2, 24, value_size, mx.float32, 8, latent)
     kv = LayerKVCache.from_layout(5, layout, backend="metal")
-    heads, stored = layout.num_kv_heads, layout.stored_value_size
-    keys, values = (mx.random.normal((3, heads, size)) for size in (24, value_size))
+    keys, values = (mx.random.normal((3, layout.num_kv_heads, size)) for size in (24, value_size))
     kv.write(keys, None if latent else values, AttentionMetadata.build([3], [10], [[4, 1]], block_size=8))
-    expected = [np.zeros((5, heads, 8, size), np.float32) for size in (24, stored)]
-    for pool, rows in zip(expected, (keys, values), strict=True):
+    expected = [np.zeros((5, *plane.shape), np.float32) for plane in layout.planes]
+    for pool, rows in zip(expected, (keys, values), strict=False):
         for row, (block, slot) in enumerate([(4, 7), (1, 0), (1, 1)]):
-            pool[block, :, slot] = np.array(rows[row])[:, : pool.shape[-1]]
-    new = [mx.random.normal((2, heads, 8, size)) for size in (24, stored)]
+            pool[block, :, slot] = np.array(rows[row])
+    new = [mx.random.normal((2, *plane.shape)) for plane in layout.planes]
     kv.write_blocks([3, 2], *new)
     kv.copy_blocks([(4, 0)])
     for pool, blocks in zip(expected, new, strict=True):
@@ -323,7 +323,7 @@ def test_writes_copies_and_moves_of_other_layouts_change_their_blocks_and_nothin
         pool[0] = pool[4]
     for got, pool in zip(kv.read_blocks(range(5)), expected, strict=True):
         assert np.array_equal(np.array(got), pool)
-    assert [array.shape[-1] for array in kv.read_blocks([])] == [24, stored]
+    assert [array.shape[1:] for array in kv.read_blocks([])] == [plane.shape for plane in layout.planes]
     assert kv.nbytes == 6 * layout.bytes_per_block, "with the block that is never allocated"
 
 
@@ -396,7 +396,7 @@ def test_readers_wait_for_the_write_before_them_and_a_writer_for_every_reader(
     case.kv.copy_blocks([(0, 1)])
     case.kv.read_blocks([1])
     names, after, done = zip(*calls, strict=True)
-    assert names == ("kv_write", "paged_decode", "paged_attention", "kv_gather", "block_copy", "block_read")
+    assert names == ("kv_write", "paged_decode", "paged_attention", "kv_gather", "block_move", "block_move")
     assert after[1] is after[2] is after[3] is done[0]
     assert int(after[4].item()) == 3, "the sum of three tokens"  # type: ignore[arg-type]
     assert after[5] is done[4]
@@ -429,6 +429,22 @@ def test_blocks_come_back_as_they_were_read(metal: None) -> None:
     assert kv.read_blocks([])[0].shape == (0, 3, 16, 112)
     kv.clear()
     assert not kv.read_blocks(range(6))[0].any().item()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_any_number_of_planes_of_any_type_move_together(metal: None, in_place: bool) -> None:
+    """As data, scales and biases do: blocks of 768, 16 and 32 bytes."""
+    shapes = {mx.uint8: 768, mx.float16: 8, mx.bfloat16: 16}
+    planes = [mx.random.randint(0, 99, (5 + in_place, size)).astype(dtype) for dtype, size in shapes.items()]
+    expected = [plane[mx.array([3, 1, 0, 3, 0])] for plane in planes]
+    mx.eval(expected)
+    memory = Memory(5, planes, mx.zeros((1,), mx.int32) if in_place else None)
+    memory.move(1, [0, 3], [2, 4])
+    copies = memory.move(1, [2, 4], None)
+    assert [(copy.shape, copy.dtype) for copy in copies] == [((2, size), dtype) for dtype, size in shapes.items()]
+    memory.move(1, None, [4, 0], copies)
+    for got, plane in zip(memory.move(1, range(5), None), expected, strict=True):
+        assert mx.array_equal(got, plane)
 
 
 def test_a_moved_sequence_attends_the_same(metal: None) -> None:

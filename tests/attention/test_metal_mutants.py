@@ -129,12 +129,11 @@ def wide_split_decode() -> bool:
 
 def write_layout(layout: KVLayout) -> bool:
     kv = LayerKVCache.from_layout(4, layout, backend="metal")
-    heads, stored = layout.num_kv_heads, layout.stored_value_size
-    keys, values = (mx.random.normal((2, heads, size)) for size in (layout.key_size, layout.value_size))
+    keys, values = (mx.random.normal((2, layout.num_kv_heads, size)) for size in (layout.key_size, layout.value_size))
     kv.write(keys, None if layout.latent else values, AttentionMetadata.build([2], [2], [[1]], block_size=8))
-    expected = [np.zeros((4, heads, 8, size), np.float32) for size in (layout.key_size, stored)]
-    for pool, rows in zip(expected, (keys, values), strict=True):
-        pool[1, :, :2] = np.array(rows)[..., : pool.shape[-1]].swapaxes(0, 1)
+    expected = [np.zeros((4, *plane.shape), np.float32) for plane in layout.planes]
+    for pool, rows in zip(expected, (keys, values), strict=False):
+        pool[1, :, :2] = np.array(rows).swapaxes(0, 1)
     return all(np.array_equal(np.array(a), b) for a, b in zip(kv.read_blocks(range(4)), expected, strict=True))
 
 
@@ -159,14 +158,23 @@ def write() -> bool:
     return np.array_equal(keys, expected) and np.array_equal(values, -expected)
 
 
-def swap() -> bool:
-    kv = LayerKVCache(4, 2, 32, mx.float32, block_size=8, backend="metal")
-    keys = mx.random.normal((2, 2, 8, 32))
-    kv.write_blocks([3, 1], keys, -keys)
+def moved(layout: KVLayout) -> bool:
+    kv = LayerKVCache.from_layout(4, layout, backend="metal")
+    planes = [mx.random.normal((2, *plane.shape)).astype(plane.dtype) for plane in layout.planes]
+    kv.write_blocks([3, 1], *planes)
     kv.copy_blocks([(3, 0), (1, 2)])
-    got = kv.read_blocks([2, 0, 1, 3])
-    expected = mx.stack([keys[1], keys[0], keys[1], keys[0]])
-    return bool(mx.array_equal(got[0], expected) and mx.array_equal(got[1], -expected))
+    order = mx.array([1, 0, 1, 0])
+    return all(
+        mx.array_equal(got, plane[order]) for got, plane in zip(kv.read_blocks([2, 0, 1, 3]), planes, strict=True)
+    )
+
+
+def move() -> bool:
+    return moved(KVLayout(2, 32, 48, mx.float16, 8))
+
+
+def move_latent() -> bool:
+    return moved(KVLayout(1, 40, 32, mx.float32, 8, latent=True))
 
 
 BARRIER = "  threadgroup_barrier(mem_flags::mem_threadgroup);\n\n"
@@ -294,9 +302,18 @@ MUTANTS: dict[str, Mutant] = {
     "first block for all": ("kv_gather", "blocks[key / BLOCK]", "blocks[0]", long_chunk, None),
     "gathered heads side by side": (
         "kv_gather", "kv_head * threads_per_grid.y + key", "kv_head + key", long_chunk, DataRace),
-    "copied the other way": ("block_copy", "size_t(pairs[pair * 2])", "size_t(pairs[pair * 2 + 1])", swap, None),
-    "half a block written": ("block_write", "to * KEYS + element", "to * (KEYS / 2) + element", swap, None),
-    "blocks in order": ("block_read", "size_t(blocks[row])", "size_t(row)", swap, None),
+    "moved the other way": (
+        "block_move", "moves[move * 2]);\nconst size_t to = size_t(moves[move * 2 + 1]);",
+        "moves[move * 2 + 1]);\nconst size_t to = size_t(moves[move * 2]);", move, MetalError),
+    "blocks in order": ("block_move", "size_t(moves[move * 2])", "size_t(move)", move, None),
+    "half a block moved": ("block_move", "if (word < A) {", "if (word < A / 2) {", move, UninitialisedOutput),
+    "blocks side by side": ("block_move", "target[to * B + word]", "target[to * (B / 2) + word]", move, DataRace),
+    "the first plane's size for both": ("block_move", "if (word < B) {", "if (word < A) {", move, UninitialisedOutput),
+    "a second plane of a latent": ("block_move", "if (word < B) {", "if (word < A) {", move_latent, MetalError),
+    "the first plane for both": ("block_move", "Word*)source_b)", "Word*)source_a)", move, MetalError),
+    "no zero for the plane that is not there": (
+        "block_move", "INTO_POOL || B == 0", "INTO_POOL", move_latent, UninitialisedOutput),
+    "no token of a move": ("block_move", "  done[0] = 1;\n", "", move, UninitialisedOutput),
 }  # fmt: skip
 
 

@@ -243,7 +243,7 @@ def test_the_metal_backend_gives_the_same_answers_in_any_batch(
         assert run(each)[each.request_id] == together[each.request_id], each.request_id
     if interpreter is not None:
         assert {launch.kernel for launch in interpreter.launches} <= {
-            *("paged_decode", "merge_partials", "qkv_write", "block_write", "add_rms_norm")
+            *("paged_decode", "merge_partials", "qkv_write", "block_move", "add_rms_norm")
         }
 
 

@@ -24,6 +24,7 @@ from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.scheduler.sequence import FinishReason, Priority
 from mlxpaged.step import Step
+from tests.attention.scenes import fill_blocks
 from tests.support import make_tiny_model, poison_new_blocks, run_requests
 
 POISONED_TOKEN = 77
@@ -416,8 +417,7 @@ def test_what_was_swapped_out_of_a_step_with_infinite_logits_is_recomputed(serve
         table = core.scheduler.sequences[batch.rows[0].sequence_id].kv.table
         assert table is not None
         for layer in core.runner.layers:
-            keys, values = layer.kv.read_blocks(table.block_ids)
-            layer.kv.write_blocks(table.block_ids, keys * mx.nan, values * mx.nan)
+            fill_blocks(layer.kv, table.block_ids)
         return logits * mx.nan
 
     core.runner.forward = spoiling  # type: ignore[method-assign]

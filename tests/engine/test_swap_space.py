@@ -64,11 +64,9 @@ def fill(layers: Sequence[LayerKVCache], blocks: Sequence[int], seed: int) -> No
     """Random bits: every kind of number, NaNs with all their payloads, infinities, denormals, negative zeros."""
     random = np.random.default_rng(seed)
     for kv in layers:
-        layout = kv.layout
-        sizes = (layout.key_size * layout.dtype.size, layout.stored_value_size * layout.dtype.size)
-        shapes = [(len(blocks), layout.num_kv_heads, layout.block_size, size) for size in sizes]
-        rows = (mx.array(random.integers(0, 256, shape, np.uint8)).view(layout.dtype) for shape in shapes)
-        kv.write_blocks(blocks, *rows)
+        pieces = [(random.integers(0, 256, (len(blocks), plane.nbytes), np.uint8), plane) for plane in kv.layout.planes]
+        planes = (mx.array(piece).view(plane.dtype).reshape(-1, *plane.shape) for piece, plane in pieces)
+        kv.write_blocks(blocks, *planes)
 
 
 def bits(layers: Sequence[LayerKVCache]) -> Bytes:
