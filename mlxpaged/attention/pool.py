@@ -47,6 +47,9 @@ class Options(NamedTuple):
 Shapes = Sequence[tuple[int, ...]]
 """The shapes of a pool's planes, as its backend sees them."""
 
+Blocks = Sequence[int] | None
+"""Blocks of a pool, or None for blocks in arrays of their own."""
+
 
 BOUND_ELEMENTS = 8
 """Elements of the array that a kernel gets for a pool: MLX passes smaller arrays in the constant address space."""
@@ -154,9 +157,7 @@ class Memory:
             finally:
                 self.planes.insert(i, plane)
 
-    def move(
-        self, parts: int, sources: Sequence[int] | None, targets: Sequence[int] | None, staged: Sequence[mx.array] = ()
-    ) -> list[mx.array]:
+    def move(self, parts: int, sources: Blocks, targets: Blocks, staged: Sequence[mx.array] = ()) -> list[mx.array]:
         """Copy blocks onto others, within the pool, into it or out of it. All reads see the pool as it was.
 
         parts: how many blocks each block of the memory has, for the layout of the caller.
@@ -166,13 +167,7 @@ class Memory:
         move = self._move if self.token is None else self._move_in_place
         return move(parts * (self.num_blocks + (self.token is not None)), sources, targets, staged)
 
-    def _move(
-        self,
-        blocks: int,
-        sources: Sequence[int] | None,
-        targets: Sequence[int] | None,
-        staged: Sequence[mx.array],
-    ) -> list[mx.array]:
+    def _move(self, blocks: int, sources: Blocks, targets: Blocks, staged: Sequence[mx.array]) -> list[mx.array]:
         shapes = [(blocks, plane.size // blocks) for plane in self.planes]
         if sources is not None:
             staged = [plane[mx.array([*sources], mx.int32)] for plane in self.seen_as(shapes)]
@@ -184,11 +179,7 @@ class Memory:
         return []
 
     def _move_in_place(
-        self,
-        blocks: int,
-        sources: Sequence[int] | None,
-        targets: Sequence[int] | None,
-        staged: Sequence[mx.array],
+        self, blocks: int, sources: Blocks, targets: Blocks, staged: Sequence[mx.array]
     ) -> list[mx.array]:
         """Two planes in a launch."""
         assert self.token is not None

@@ -105,7 +105,7 @@ class Scene:
         self.tables = [ids[end - count : end] for end, count in zip(ends, counts, strict=True)]
         self.spare = ids[ends[-1] :]
         self.kv = LayerKVCache.from_layout(len(ids), shape.layout, backend)
-        self.poison(list(range(len(ids))))
+        fill_blocks(self.kv, range(len(ids)))
         kv_heads, size = shape.num_kv_heads, shape.layout.value_size
         self.keys = [self.random(context, kv_heads, shape.head_dim) for context in self.context_lens]
         if shape.latent:
@@ -116,9 +116,6 @@ class Scene:
         self.scale = shape.head_dim**-0.5
         self.sinks = rounded(self.rng.normal(size=shape.num_heads), shape.dtype)
         self.write_all()
-
-    def poison(self, blocks: list[int]) -> None:
-        fill_blocks(self.kv, blocks)
 
     def random(self, length: int, heads: int, size: int) -> Array:
         return rounded(self.rng.normal(size=(length, heads, size)), self.shape.dtype)

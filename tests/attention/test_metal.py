@@ -17,6 +17,7 @@ from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.pool import Memory
 from mlxpaged.attention.variants import BLOCK_SIZES
 from tests.attention.metal_cases import HEAD_DIMS, Case
+from tests.attention.scenes import fill_blocks
 from tests.metal_on_cpu import Interpreter, is_supported
 from tests.support import every
 
@@ -413,18 +414,16 @@ def test_block_copy_reads_the_pool_as_it_was(metal: None, dtype: mx.Dtype, pairs
     source = list(range(6))
     for src, dst in pairs:
         source[dst] = src
-    got_keys, got_values = kv.read_blocks(range(6))
-    assert mx.array_equal(got_keys, keys[mx.array(source)])
-    assert mx.array_equal(got_values, values[mx.array(source)])
+    for got, plane in zip(kv.read_blocks(range(6)), (keys, values), strict=True):
+        assert mx.array_equal(got, plane[mx.array(source)])
 
 
 def test_blocks_come_back_as_they_were_read(metal: None) -> None:
     kv = LayerKVCache(6, 3, 112, mx.float16, block_size=16, backend="metal")
     keys, values = (mx.random.normal((2, 3, 16, 112)).astype(mx.float16) for _ in range(2))
     kv.write_blocks([4, 1], keys, values)
-    got_keys, got_values = kv.read_blocks([1, 0, 4, 1])
-    assert mx.array_equal(got_keys, mx.stack([keys[1], mx.zeros_like(keys[0]), keys[0], keys[1]]))
-    assert mx.array_equal(got_values, mx.stack([values[1], mx.zeros_like(keys[0]), values[0], values[1]]))
+    for got, plane in zip(kv.read_blocks([1, 0, 4, 1]), (keys, values), strict=True):
+        assert mx.array_equal(got, mx.stack([plane[1], mx.zeros_like(plane[0]), plane[0], plane[1]]))
     kv.write_blocks([], keys[:0], values[:0])
     assert kv.read_blocks([])[0].shape == (0, 3, 16, 112)
     kv.clear()
@@ -452,11 +451,10 @@ def test_a_moved_sequence_attends_the_same(metal: None) -> None:
     case = Case([(1, 70), (6, 40)])
     before = case.attend()
     blocks = [block for table in case.tables for block in table]
-    keys, values = case.kv.read_blocks(blocks)
-    nan = mx.full(keys.shape, mx.nan)
-    case.kv.write_blocks(blocks, nan, nan)
+    saved = case.kv.read_blocks(blocks)
+    fill_blocks(case.kv, blocks)
     moved = blocks[1:] + blocks[:1]
-    case.kv.write_blocks(moved, keys, values)
+    case.kv.write_blocks(moved, *saved)
     place = dict(zip(blocks, moved, strict=True))
     tables = [[place[block] for block in table] for table in case.tables]
     case.meta = AttentionMetadata.build([1, 6], [70, 40], tables)

@@ -88,6 +88,20 @@ def test_layers_of_one_step_write_their_shared_memory_in_place(backend: str) -> 
     assert before == [np.asarray(memoryview(array)).__array_interface__["data"][0] for array in pool.arrays]
 
 
+def test_a_layer_moves_blocks_of_its_own_size(backend: str) -> None:
+    pool = LayerKVCache.from_layout(BLOCKS, LARGE, backend)
+    pool.write_blocks([4], *(mx.random.normal((1, *plane.shape)) for plane in LARGE.planes))
+    small = pool.view(LAYOUTS[1])
+    halves = [
+        plane.reshape(2, *part.shape) for plane, part in zip(pool.read_blocks([4]), LAYOUTS[1].planes, strict=True)
+    ]
+    small.copy_blocks([(9, 1)])
+    small.write_blocks([3], *(half[:1] for half in halves))
+    for got, (first, second) in zip(small.read_blocks(range(10)), halves, strict=True):
+        nothing = mx.zeros_like(first)
+        assert mx.array_equal(got, mx.stack([nothing, second, nothing, first, *[nothing] * 4, first, second]))
+
+
 def test_memory_that_is_made_anew_is_that_of_all_layers(backend: str) -> None:
     pool = LayerKVCache.from_layout(BLOCKS, LARGE, backend)
     shared = [pool.view(layout) for layout in LAYOUTS]
@@ -132,6 +146,7 @@ def test_a_smaller_pool_gives_its_memory_back(backend: str) -> None:
         KVLayout(1, 32, 32, mx.float32, block_size=8),
         KVLayout(2, 32, 16, mx.float16, block_size=8),
         KVLayout(2, 32, 16, mx.float32, block_size=16),
+        KVLayout(1, 32, 16, mx.float32, block_size=16),
         KVLayout(4, 32, 16, mx.float32, block_size=8),
     ],
     ids=str,

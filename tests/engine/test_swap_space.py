@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pytest
 
 from mlxpaged.attention.kv_cache import LayerKVCache
-from mlxpaged.attention.layout import KVLayout
+from mlxpaged.attention.layout import KV_DTYPES, KVLayout
 from mlxpaged.engine import swap_space
 from mlxpaged.engine.swap_space import SwapSpace, SwapSpaceError, bytes_per_slot
 
@@ -30,16 +30,16 @@ Bytes = npt.NDArray[np.uint8]
 
 BLOCKS, SLOTS = 7, 5
 
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-
 MIXED = ((2, 32, mx.float16), (1, 64, mx.bfloat16), (3, 32, mx.float32), (2, 32, mx.float16))
 """Heads, head_dim and type of layers that share nothing but their blocks."""
 
-OTHER_LAYOUTS = (
-    KVLayout(1, 24, 16, mx.float16, 8, latent=True),
-    KVLayout(2, 24, 16, mx.bfloat16, 8),
-    KVLayout(1, 40, 32, mx.float32, 8, latent=True),
-)
+LAYOUTS = {str(dtype): [KVLayout(2, 32, 32, dtype, 8)] * 2 for dtype in KV_DTYPES} | {
+    "unequal and latent": [
+        KVLayout(1, 24, 16, mx.float16, 8, latent=True),
+        KVLayout(2, 24, 16, mx.bfloat16, 8),
+        KVLayout(1, 40, 32, mx.float32, 8, latent=True),
+    ]
+}
 
 
 @pytest.fixture(params=["auto", "gather", "metal"])
@@ -89,9 +89,11 @@ def layers() -> list[LayerKVCache]:
 # -- there and back ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_overwritten_blocks_come_back_bit_for_bit(backend: str, directory: Path | None, dtype: str) -> None:
-    layers = make_layers(backend, [(2, 32, DTYPES[dtype])] * 2)
+@pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
+def test_overwritten_blocks_come_back_bit_for_bit(
+    backend: str, directory: Path | None, layouts: Sequence[KVLayout]
+) -> None:
+    layers = [LayerKVCache.from_layout(BLOCKS, layout, backend) for layout in layouts]
     before = filled(layers)
     assert np.isnan(np.array(layers[0].read_blocks([3])[0].astype(mx.float32))).any()
     space = SwapSpace(layers, SLOTS, directory)
@@ -100,18 +102,6 @@ def test_overwritten_blocks_come_back_bit_for_bit(backend: str, directory: Path 
     overwritten = bits(layers)
     assert (overwritten[[0, 3, 6]] != before[[0, 3, 6]]).any(axis=1).all()
     space.load([(1, 0), (0, 6), (4, 3)])
-    np.testing.assert_array_equal(bits(layers), before)
-    space.close()
-
-
-def test_blocks_of_unequal_and_latent_layouts_come_back_bit_for_bit(backend: str, directory: Path | None) -> None:
-    layers = [LayerKVCache.from_layout(BLOCKS, layout, backend) for layout in OTHER_LAYOUTS]
-    before = filled(layers)
-    space = SwapSpace(layers, SLOTS, directory)
-    assert space.nbytes == SLOTS * 8 * (24 * 2 + 2 * (24 + 16) * 2 + 40 * 4)
-    space.store([(3, 4), (0, 1)])
-    fill(layers, [0, 3], seed=1)
-    space.load([(1, 0), (4, 3)])
     np.testing.assert_array_equal(bits(layers), before)
     space.close()
 
@@ -169,6 +159,8 @@ def test_slots_outlive_pools_that_are_made_anew(layers: list[LayerKVCache], dire
 def test_a_slot_is_one_block_of_every_layer(layers: list[LayerKVCache]) -> None:
     elements = 2 * 8 * (2 * 32 * 2 + 1 * 64 * 2 + 3 * 32 * 4 + 2 * 32 * 2)
     assert bytes_per_slot(layers) == elements
+    others = [LayerKVCache.from_layout(BLOCKS, layout, "gather") for layout in LAYOUTS["unequal and latent"]]
+    assert bytes_per_slot(others) == 8 * (24 * 2 + 2 * (24 + 16) * 2 + 40 * 4)
     space = SwapSpace(layers, SLOTS)
     assert space.nbytes == SLOTS * elements
     space.close()
