@@ -91,7 +91,8 @@ class Tokenizer:
         own = getattr(type(self._decoder), "_encode_plus", None) is not PreTrainedTokenizerFast._encode_plus
         self._encodes_by_file = isinstance(self._fast, FastTokenizer) and not own
         self.token_text = functools.cache(self._token_text)
-        self.eos_token_ids: frozenset[int] = frozenset(wrapped.eos_token_ids)
+        # Its own is one of them, too. mlx-lm before 0.32 takes it only if there are no others.
+        self.eos_token_ids: frozenset[int] = frozenset({*wrapped.eos_token_ids, wrapped.eos_token_id} - {None})
         added = self._decoder.added_tokens_decoder
         special = {*self._decoder.all_special_ids, *(i for i, token in added.items() if token.special)}
         self._special_ids = frozenset(special)

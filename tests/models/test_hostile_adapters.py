@@ -122,7 +122,10 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "a text as keys": (lora(keys="q_proj"), "."),
     "a number as keys": (lora(keys=7), "not a list of at most 4,096 names"),
     "an object as keys": (lora(keys={"q_proj": 1}), "not a list of at most 4,096 names"),
-    "keys of lists": (lora(keys=[[["q_proj"]]]), "not an adapter parameter in the model"),
+    "keys of lists": (
+        lora(keys=[[["q_proj"]]]),
+        "not an adapter parameter in the model|no weights for any layer of the model",  # of mlx-lm 0.32, and 0.31
+    ),
     "too many keys": (lora(keys=[""] * (MAX_KEYS + 1)), "not a list of at most 4,096 names"),
     "keys of all modules": (lora(keys=["", "model", "layers"]), "Can't convert layer"),
     "a count of layers that is no number": (change(num_layers=math.nan), "has no num_layers"),

@@ -12,8 +12,8 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
+from mlx_lm.models import gpt_oss
 from mlx_lm.models.activations import swiglu
-from mlx_lm.models.gpt_oss import SwigluOAI
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlxpaged.cpu.joined_linear import JoinedLinear, Joint
@@ -27,6 +27,7 @@ from tests.models.architectures import make_architecture
 from tests.support import every, run_requests
 
 INPUTS, HIDDEN = 64, 128
+ACTIVATION: Any = vars(gpt_oss).get("SwigluOAI") or vars(gpt_oss)["SwiGLU"]  # of mlx-lm 0.32, and 0.31
 
 
 class FeedForward(nn.Module):
@@ -71,7 +72,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "8-bit, biased": lambda: quantized(lambda: FeedForward(bias=True), group_size=64, bits=8),
     "mxfp4": lambda: quantized(FeedForward, group_size=32, bits=4, mode="mxfp4"),
     "experts": experts,
-    "biased experts": lambda: experts(bias=True, activation=SwigluOAI()),
+    "biased experts": lambda: experts(bias=True, activation=ACTIVATION()),
     "4-bit experts": lambda: quantized(experts, group_size=32, bits=4),
     "mxfp4 experts, biased": lambda: quantized(lambda: experts(bias=True), group_size=32, bits=4, mode="mxfp4"),
 }
