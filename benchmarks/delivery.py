@@ -44,7 +44,7 @@ class HandOver:
 def delivery_seconds(config: EngineConfig, streams: int, steps: int) -> tuple[float, float]:
     """For each of `steps` decode steps: seconds of the engine's thread to hand its tokens over, and CPU seconds of the
     event loop's thread from there to the sockets. `streams` chats run at once; their clients are
-    another process. Raises RuntimeError if they end before that."""
+    another process. Raises RuntimeError if that ends."""
     with contextlib.redirect_stdout(io.StringIO()):  # the server's banner
         return uvloop.run(served(config, streams, steps))
 
@@ -76,19 +76,17 @@ async def served(config: EngineConfig, streams: int, steps: int) -> tuple[float,
 async def measured(
     engine: AsyncEngine, client: asyncio.subprocess.Process, streams: int, steps: int
 ) -> tuple[float, float]:
-    """Once all streams decode."""
-    while not all_decode(engine, streams):
+    """While all streams decode. If one ends before all steps are measured, it begins again."""
+    hand_over, done = HandOver(engine), 0
+    while done < steps:
         if client.returncode is not None:
-            raise RuntimeError(f"{streams} streams did not begin")
+            raise RuntimeError(f"{streams} streams did not run")
         await asyncio.sleep(POLL_SECONDS)
-    hand_over = HandOver(engine)
-    first, cpu = stats_of(engine).steps_total, time.thread_time()
-    while stats_of(engine).steps_total < first + steps:
-        if not all_decode(engine, streams):
-            raise RuntimeError(f"fewer than {streams} streams still run")
-        await asyncio.sleep(POLL_SECONDS)
-    done = stats_of(engine).steps_total - first
-    return hand_over.seconds / done, (time.thread_time() - cpu) / done
+        first, cpu, seconds = stats_of(engine).steps_total, time.thread_time(), hand_over.seconds
+        while all_decode(engine, streams) and done < steps:
+            await asyncio.sleep(POLL_SECONDS)
+            done = stats_of(engine).steps_total - first
+    return (hand_over.seconds - seconds) / done, (time.thread_time() - cpu) / done
 
 
 def stats_of(engine: AsyncEngine) -> EngineStats:

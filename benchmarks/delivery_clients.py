@@ -1,4 +1,5 @@
-"""The clients of delivery.py, a process of their own that imports nothing of the server."""
+"""The clients of delivery.py, a process of their own that imports nothing of the server. They ask until it is
+killed, or an answer is an error."""
 
 from __future__ import annotations
 
@@ -13,12 +14,14 @@ CLIENT_SECONDS = 600.0
 
 def main(port: int, model: str, streams: int, tokens: int) -> None:
     client = Client(port, model, time.perf_counter() + CLIENT_SECONDS, CLIENT_SECONDS)
+
+    def ask(i: int) -> str:
+        while not (error := client.ask([{"role": "user", "content": f"Stream {i}"}], tokens).error):
+            pass
+        return error
+
     with ThreadPoolExecutor(streams) as threads:
-        answers = list(
-            threads.map(lambda i: client.ask([{"role": "user", "content": f"Stream {i}"}], tokens), range(streams))
-        )
-    if errors := {answer.error for answer in answers if answer.error}:
-        sys.exit(f"delivery_clients.py: {'; '.join(errors)}")
+        sys.exit(f"delivery_clients.py: {'; '.join({*threads.map(ask, range(streams))})}")
 
 
 if __name__ == "__main__":
