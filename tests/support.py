@@ -310,9 +310,9 @@ def run_requests(
     """The generated tokens of every prompt, all submitted together and stepped to the end; greedy by default.
     adapters: of the prompts; none by default."""
     options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | params
-    names = adapters or [None] * len(prompts)
+    names, arrived = adapters or [None] * len(prompts), time.monotonic()
     for i, (prompt, adapter) in enumerate(zip(prompts, names, strict=True)):
-        core.add(Request(f"request-{i}", prompt, SamplingParams(**options), time.monotonic(), adapter=adapter))
+        core.add(Request(f"request-{i}", prompt, SamplingParams(**options), arrived, adapter=adapter))
     outputs: dict[str, list[int]] = {f"request-{i}": [] for i in range(len(prompts))}
     while core.has_work():
         for output in core.step():
