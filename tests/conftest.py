@@ -20,7 +20,7 @@ import mlxpaged  # noqa: F401  (first: it loads the fast BLAS before mlx is impo
 from mlxpaged.attention import self_check, tuner
 from mlxpaged.cli.doctor.sizes import Sizes
 from mlxpaged.cpu import streams
-from mlxpaged.engine import engine_thread, memory_pressure
+from mlxpaged.engine import memory_pressure
 from mlxpaged.engine.config import EngineConfig
 from tests.support import RunningServer, running_server
 
@@ -109,20 +109,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _frozen_objects_stay() -> Iterator[None]:
-    """Nor does the collection after a model's end, which looks at frozen objects too: 0.2 s for each server."""
-    import mlx.core as mx
-
-    def free_garbage() -> None:
-        gc.collect()
-        mx.clear_cache()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_thread, "free_garbage", free_garbage)
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import socket
@@ -27,6 +26,7 @@ from mlxpaged.cli.banner import banner
 from mlxpaged.cli.start_display import StartDisplay
 from mlxpaged.cpu import blas
 from mlxpaged.engine.errors import EngineUnavailableError
+from mlxpaged.engine.garbage import freeze
 from mlxpaged.log_writer import Writer
 from mlxpaged.process_memory import return_freed_memory
 from mlxpaged.registry.registry import Registry
@@ -162,8 +162,7 @@ class HttpServer(uvicorn.Server):
                 self._exit_status = 1
                 self.should_exit = True
             return
-        gc.collect()
-        gc.freeze()  # a full collection of the libraries' 100,000 objects would block every stream
+        freeze()
         if not self.should_exit:
             self._stdout.write(f"{banner(registry, self.url, self._needs_key, self._ollama_url)}\n")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import queue
 import threading
@@ -14,11 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-import mlx.core as mx
-
 from mlxpaged.engine import commands
 from mlxpaged.engine.commands import Command, Question
 from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.garbage import free_garbage, freezes
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.engine.memory import limit_freed_buffers, prepare_device_memory
 from mlxpaged.engine.pool_resizer import REST_SECONDS
@@ -79,6 +77,8 @@ class ModelSlot:
     """One model on the engine thread. load: makes its core, and reports how far it is; other models take turns in each
     report. Only the engine thread uses the other fields.
 
+    freezes: the number of times objects were frozen before the load.
+
     virtual_time: seconds of steps, divided by the model's weight. The model with the least of it takes the next turn
     (start-time fair queueing, Goyal et al. 1996).
     """
@@ -90,6 +90,7 @@ class ModelSlot:
     is_unwanted: bool = False
     has_ended: bool = False
     outputs: list[RequestOutput] = field(default_factory=list)
+    freezes: int = 0
     virtual_time: float = 0.0
     had_work: bool = False
 
@@ -162,7 +163,7 @@ class EngineThread(threading.Thread):
         self._virtual_time = 0.0  # of the model that took the last turn, at its start
         self._last: ModelSlot | None = None  # which took the last turn
         self._device = DeviceClock()
-        self._has_garbage = False  # whether a model has ended whose memory is not free yet
+        self._garbage: list[ModelSlot] = []  # models that have ended whose memory is not free yet
         self._ending = False
         self.activity: Activity | None = None  # None while it waits for commands
         self._stalled: tuple[Activity, Stall] | None = None
@@ -232,7 +233,7 @@ class EngineThread(threading.Thread):
 
     def _pause(self) -> float:
         """Seconds for which nothing is to be done if no command arrives."""
-        if self._to_load or self._has_garbage:
+        if self._to_load or self._garbage:
             return 0.0
         return min([core.pause() for _, core in self._loaded], default=REST_SECONDS)
 
@@ -350,7 +351,7 @@ class EngineThread(threading.Thread):
             if slot.is_unwanted or self._ending:
                 raise LoadCancelled
 
-        self._loading = slot
+        self._loading, slot.freezes = slot, freezes()
         self._begin(Work.LOAD, slot)
         try:
             slot.core = slot.load(report)
@@ -377,9 +378,10 @@ class EngineThread(threading.Thread):
 
     def _free_garbage(self) -> None:
         """Also between two parts of a load: the model may need what another one held."""
-        if self._has_garbage:
-            self._has_garbage = False
-            free_garbage()
+        if self._garbage:
+            since = min(slot.freezes for slot in self._garbage)
+            self._garbage = []
+            free_garbage(since)
             self._fit_limits()
 
     def _fit_limits(self) -> None:
@@ -406,7 +408,8 @@ class EngineThread(threading.Thread):
         self._loaded = tuple(each for each in self._loaded if each[0] is not slot)
         if slot in self._to_load:
             self._to_load.remove(slot)
-        self._has_garbage = True
+        else:
+            self._garbage.append(slot)
         core, slot.core = slot.core, None
         if core is not None:
             try:
@@ -432,14 +435,3 @@ def answer(core: Worker, question: Question, reply: Future[Any]) -> list[Request
     if is_awaited:
         reply.set_result(result)
     return outputs
-
-
-def free_garbage() -> None:
-    """Free the memory of an unloaded model: its objects refer to each other. Objects that were frozen after the start
-    can be among them. The collection takes about 0.2 s, in which the other models wait."""
-    frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()
-    gc.collect()
-    if frozen:
-        gc.freeze()
-    mx.clear_cache()

@@ -16,11 +16,10 @@ import psutil
 import pytest
 
 from mlxpaged import process_memory
-from mlxpaged.engine import builder, engine_thread, memory
+from mlxpaged.engine import builder, engine_thread, garbage, memory
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.embedder import Embedder
-from mlxpaged.engine.engine_thread import free_garbage
 from mlxpaged.engine.memory import kv_blocks, swap_slots
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.errors import ModelNotFoundError
@@ -255,10 +254,16 @@ def test_a_model_that_was_frozen_after_the_start_is_freed_after_its_end() -> Non
         def __init__(self) -> None:
             self.parts = [self]
 
-    model = Model()
-    reference = weakref.ref(model)
-    gc.freeze()
+    before, model = garbage.freezes(), Model()
+    old = weakref.ref(model)
+    garbage.freeze()
+    after, model = garbage.freezes(), Model()
+    young = weakref.ref(model)
     del model
-    free_garbage()
-    assert reference() is None
+    garbage.free_garbage(after)
+    assert young() is None
+    assert old() is not None, "frozen objects were looked at"
+    garbage.free_garbage(before)
+    assert old() is None
     assert gc.get_freeze_count() > 0, "the others are still frozen"
+    assert garbage.freezes() == after + 1, "what is left may be garbage of a model that began to load before"
