@@ -17,12 +17,13 @@ PACKAGE = Path(mlxpaged.__file__).parent
 
 MAY_IMPORT = {
     "cli": {"registry", "cluster", "cpu", "api", "engine", "scheduler", "models", "attention", "cache", "formats"},
-    "api": {"registry", "engine", "models", "scheduler", "formats"},
+    "api": {"registry", "engine", "models", "scheduler", "formats", "vision"},
     "registry": {"engine", "models"},
     "cluster": {"engine", "models"},
-    "engine": {"scheduler", "attention", "cpu", "models", "cache", "formats"},
+    "engine": {"scheduler", "attention", "cpu", "models", "cache", "formats", "vision"},
     "scheduler": {"cache"},
-    "models": {"attention", "cpu", "cache", "formats"},
+    "models": {"attention", "cpu", "cache", "formats", "vision"},
+    "vision": set(),
     "formats": set(),
     "attention": {"cache"},
     "cache": set(),

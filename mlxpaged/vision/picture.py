@@ -1,0 +1,45 @@
+"""A picture of a request, between the client's bytes and the features that a tower makes of it. It needs no MLX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Pixels = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture in a prompt, as the engine takes it.
+
+    digest: 16 bytes, a hash of all that its features depend on: the client's bytes, and how they were read.
+    pixels: [H, W, 3], RGB, at the size that the tower takes.
+    positions: of its placeholders in the prompt, in order, one for each row of features.
+    """
+
+    digest: bytes
+    pixels: Pixels
+    positions: tuple[int, ...]
+
+
+class PictureFormat(Protocol):
+    """How a model's prompts show a picture. All of it follows from the model's configuration."""
+
+    template_token: int
+    """The token that the chat template writes for a picture."""
+    placeholder: int
+    """The token of `tokens` that stands for one row of features."""
+    settings: bytes
+    """What a picture's pixels depend on beside the client's bytes. It is a part of a digest."""
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """Returns the width and height at which the tower takes a picture of this width and height."""
+        ...
+
+    def tokens(self, width: int, height: int) -> list[int]:
+        """Returns the tokens that a prompt has in place of `template_token`, for a picture of a size that `size` has
+        returned."""
+        ...

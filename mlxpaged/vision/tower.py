@@ -1,0 +1,34 @@
+"""What a model that sees has beside its text model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+from mlxpaged.vision.picture import PictureFormat
+
+
+class Tower(Protocol):
+    """Encodes pictures: a vision tower and the projection to the width of the text model's embeddings."""
+
+    nbytes: int
+    """Bytes of its weights."""
+
+    def encode(self, pixels: mx.array) -> Iterator[mx.array]:
+        """Yields the state after each part of the work, which is about a block's, and at the end the features
+        [n, k, D], k for each picture. Nothing is evaluated: the caller decides how many parts it computes at once.
+
+        pixels: uint8 [n, H, W, 3], of n pictures of one size, which `PictureFormat.size` has returned.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Vision:
+    """format: how its prompts show pictures."""
+
+    format: PictureFormat
+    tower: Tower
