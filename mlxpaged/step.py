@@ -6,6 +6,7 @@ It has neither MLX nor NumPy, because the flags import the scheduler's prioritie
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,11 +17,15 @@ if TYPE_CHECKING:
 PENDING = -1
 """Stands for a token that a step in flight samples. The next step is scheduled before the host has read that token."""
 
+FIRST_CONTENT_ID = 2**32
+"""From here on, a token id stands for a row of a picture's features. Such ids are equal only for the same row of the
+same picture, so that the prefix cache compares pictures as it compares text. The model gets token 0 there."""
+
 
 class Row(NamedTuple):
     """Tokens `start` to `start + num_tokens` of a sequence, and all that a step must know to compute them.
 
-    token_ids: the tokens; the last one may be PENDING.
+    token_ids: the tokens, or ids of content; the last one may be PENDING.
     logits: the positions whose logits are wanted.
     num_sampled: how many of these, at the end, are sampled from. The others are for the prompt's log-probabilities.
     restore: the checkpoint of the recurrent state to start from; None to go on from the sequence's own state.
@@ -140,6 +145,16 @@ class Step:
     def num_sampled(self) -> int:
         """The number of tokens that are sampled."""
         return sum(row.num_sampled for row in self.rows)
+
+    @functools.cached_property
+    def token_ids(self) -> list[int]:
+        """Those of all rows, one after the other."""
+        return list(itertools.chain.from_iterable([row.token_ids for row in self.rows]))
+
+    @functools.cached_property
+    def shows_pictures(self) -> bool:
+        """Whether it has rows of pictures."""
+        return max(self.token_ids) >= FIRST_CONTENT_ID
 
     @property
     def sequence_ids(self) -> list[int]:

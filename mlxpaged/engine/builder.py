@@ -24,6 +24,7 @@ from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.memory import START_TOKENS, StateMemory, kv_blocks, least_step, state_checkpoints, swap_slots
 from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
 from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.pictures import Pictures
 from mlxpaged.engine.pool_resizer import PoolResizer
 from mlxpaged.engine.progress import Report, Stage, reporter
 from mlxpaged.engine.prompt_logits import max_prompt_logits
@@ -108,10 +109,12 @@ def build_engine(
     timing = reporter(Stage.TIMING, report)
     tuning = "default" if config.batch_invariant else config.attention_tuning
     tunings = choose_tunings(backend, tuning, shapes, limits, config.retune, timing)
+    pictures = None if served.vision is None else Pictures(served.vision)
     runner = ModelRunner(
         *(served, start_blocks, config.block_size, backend, tunings, slots, config.swap_dir, layout),
         ranks=ranks,
         batch_invariant=config.batch_invariant,
+        pictures=pictures,
     )
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     sampler = Sampler(served.vocab_size, compiled=on_gpu, one_by_one=config.batch_invariant)
@@ -133,6 +136,7 @@ def build_engine(
         embedder,
         no_embedder_because,
         choice.kernels_off,
+        pictures,
     )
 
 

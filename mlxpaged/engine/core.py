@@ -13,6 +13,8 @@ from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.memory import StateMemory
 from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.picture_encoder import PictureEncoder
+from mlxpaged.engine.pictures import Pictures
 from mlxpaged.engine.pool_resizer import POLL_SECONDS, REST_SECONDS, PoolResizer
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.request_table import RequestTable
@@ -54,6 +56,7 @@ class EngineCore(Worker):
         embedder: Embedder | None = None,
         no_embedder_because: str = "",
         kernels_off: str | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
         super().__init__(embedder)
         self.served = served
@@ -65,10 +68,15 @@ class EngineCore(Worker):
         self.clock = clock
         self.no_embedder_because = no_embedder_because
         self.kernels_off = kernels_off
+        self.pictures = pictures
         config = scheduler.config
         self.states = StateMemory(state_bytes(served.layers), config.max_num_seqs, config.num_checkpoints)
-        self.requests = RequestTable(served, scheduler, grammars, clock, sampler.forget)
-        self.loop = StepLoop(scheduler, runner, resizer, sampler, grammars, headroom, self.requests, clock)
+        self.requests = RequestTable(served, scheduler, grammars, clock, sampler.forget, pictures)
+        encoder = None
+        if pictures is not None:
+            invariant = runner.tile_size is not None
+            encoder = PictureEncoder(pictures, scheduler, self.requests.end_held, clock, invariant)
+        self.loop = StepLoop(scheduler, runner, resizer, sampler, grammars, headroom, self.requests, clock, encoder)
 
     def add(self, request: Request) -> None:
         """Queue a request, with the errors of `RequestTable.add`."""

@@ -18,6 +18,7 @@ from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.metadata import HostStep, IntArray
 from mlxpaged.attention.tuning import Tuning
 from mlxpaged.cpu.streams import synchronize
+from mlxpaged.engine.pictures import Pictures
 from mlxpaged.engine.rank_messages import MessageWriter
 from mlxpaged.engine.ranks import RankLostError, Ranks, least
 from mlxpaged.engine.row_tiles import largest_tile, row_tiles
@@ -55,7 +56,7 @@ class ModelRunner:
     tunings: by the shape of a layer; shapes that are missing have the default tuning. layout: the cache groups of the
     model's layers; by default one. ranks: None if this process computes the whole model. After `lead`, each call that
     changes the state of the device is made on all ranks. batch_invariant: steps are cut into tiles, and every tile has
-    the same shapes.
+    the same shapes. pictures: of the requests; None if the model sees none.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ModelRunner:
         layout: CacheLayout | None = None,
         ranks: Ranks | None = None,
         batch_invariant: bool = False,
+        pictures: Pictures | None = None,
     ) -> None:
         self.ranks = ranks
         self._broadcast: Callable[[bytes], object] | None = None
@@ -77,6 +79,7 @@ class ModelRunner:
         self._model = served.model
         self._rows = None if batch_invariant else served.rows
         self._adapters = served.adapters.step
+        self._pictures = pictures
         self._block_size = block_size
         self._caches = ModelCaches(served.layers, num_blocks, block_size, backend, tunings, layout=layout)
         self.layers = self._caches.layers
@@ -201,11 +204,14 @@ class ModelRunner:
             more.append(index)
         caches = self._caches
         caches.begin(step.rows)
+        pictures = self._pictures if step.shows_pictures else None
         try:
+            if pictures is not None:
+                pictures.begin(step)
             host = self._host_step(step, more)
             vector = host.upload()
             # A replayed step has other kernels than one that is not, so the bits of a row would depend on which it is.
-            if not self.overlaps or step.num_repeats is not None:
+            if not self.overlaps or step.num_repeats is not None or pictures is not None:
                 logits = self._logits(host, vector, in_flight)
             else:
                 logits = self._graphs.run(host, vector, in_flight, self._adapters.active)
@@ -213,6 +219,8 @@ class ModelRunner:
         finally:
             caches.end()
             self._adapters.end()
+            if pictures is not None:
+                pictures.end()
         self.model_calls += 1
         return logits
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence as ListOf
 from mlxpaged.cache.prefix_cache import salted
 from mlxpaged.engine.deadlines import Deadlines, set_deadlines
 from mlxpaged.engine.grammar import GrammarError, Grammars
+from mlxpaged.engine.pictures import Pictures
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken
@@ -38,12 +39,14 @@ class RequestTable:
         grammars: Grammars,
         clock: Callable[[], float],
         forget: Callable[[int], None],
+        pictures: Pictures | None = None,
     ) -> None:
         self._served = served
         self._scheduler = scheduler
         self._grammars = grammars
         self._clock = clock
         self._forget = forget
+        self._pictures = pictures
         self.by_sequence: dict[int, RunningRequest] = {}
         self.outputs: list[RequestOutput] = []
         self.num_generated_tokens = 0
@@ -82,6 +85,10 @@ class RequestTable:
         runs_past_eos = params.ignore_eos and matcher is None  # a grammar allows the end token only at its end
         stop_ids = params.stop_token_ids | (frozenset() if runs_past_eos else self._served.tokenizer.eos_token_ids)
         prompt, arrival_time = request.prompt_token_ids, request.arrival_time
+        if request.pictures:
+            if self._pictures is None:
+                raise ValueError("this model takes no images")
+            prompt = self._pictures.content_ids(request)
         sequence = Sequence(next(self._ids), prompt, params.max_tokens, stop_ids, request.priority, arrival_time)
         sequence.request_id = request.request_id
         sequence.adapter = request.adapter
@@ -92,7 +99,9 @@ class RequestTable:
         set_deadlines(sequence, request)
         running = RunningRequest(request, sequence, self._served.tokenizer, matcher, parent)
         running.resume(request.resumed, self._clock())
-        self._scheduler.add(sequence)
+        self._scheduler.add(sequence, is_held=bool(request.pictures))
+        if self._pictures is not None and request.pictures:
+            self._pictures.add(sequence, request)
         self.by_sequence[sequence.sequence_id] = running
         self._num_by_priority[request.priority] += 1
         self._deadlines.watch(sequence)
@@ -144,6 +153,10 @@ class RequestTable:
         self._scheduler.finish(sequence_id, reason)
         return self._last_output(self.by_sequence[sequence_id], error)
 
+    def end_held(self, sequence: Sequence, reason: FinishReason, error: str) -> None:
+        """End a request that has not run yet, with an error."""
+        self.outputs.append(self.end(sequence.sequence_id, reason, error))
+
     def fail(self, sequence: Sequence, message: str, reason: FinishReason = FinishReason.ERROR) -> list[Sequence]:
         """End a request with an error. Returns the sequences that shared blocks which the failed step should have
         written: they are preempted and recompute these blocks."""
@@ -192,6 +205,8 @@ class RequestTable:
         del self._sequence_of[running.request.request_id]
         self._deadlines.forget(sequence_id)
         self._forget(sequence_id)
+        if self._pictures is not None:
+            self._pictures.remove(sequence_id)
 
 
 def reason_of(error: Exception) -> FinishReason:

@@ -18,6 +18,7 @@ from mlxpaged.engine.grammar import Mask
 from mlxpaged.engine.logprobs import TokenLogprobs
 from mlxpaged.engine.random_sampling import filter_width, row_parameters, sample_rows
 from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.step import FIRST_CONTENT_ID
 
 
 class SamplingRow(NamedTuple):
@@ -237,14 +238,19 @@ class TokenCounts:
         self._answer[at] = mx.array(answer)
 
     def _occurrences(self, token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
-        return np.bincount(np.asarray(token_ids, dtype=np.int64), minlength=self._vocab_size).astype(np.int32)
+        tokens = np.asarray(token_ids, dtype=np.int64)
+        of_text = tokens[tokens < self._vocab_size]  # the others are of pictures
+        return np.bincount(of_text, minlength=self._vocab_size).astype(np.int32)
 
 
 def leaves(row: SamplingRow) -> Sequence[int]:
     """The token that is no longer among the last repetition_context_size ones after this row's token, if any. It is
     known: only the latest token can still be on the device."""
     window = row.params.repetition_context_size
-    return () if window is None or row.position < window else (row.token_ids[row.position - window],)
+    if window is None or row.position < window:
+        return ()
+    token = row.token_ids[row.position - window]
+    return () if token >= FIRST_CONTENT_ID else (token,)
 
 
 def column(values: Sequence[float]) -> mx.array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence as ListOf
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpaged.attention.metadata import IntArray
-from mlxpaged.step import PENDING, Row, Step
+from mlxpaged.step import FIRST_CONTENT_ID, PENDING, Row, Step
 
 
 class SampledTokens(NamedTuple):
@@ -28,7 +27,9 @@ def token_vectors(step: Step, sampled_ids: ListOf[int] = ()) -> list[IntArray]:
     first of those that are sampled from, then of the others; and if tokens are pending, the index [T] of each pending
     one among those of the step in flight. sampled_ids: the sequences of these."""
     rows = step.rows
-    tokens = list(itertools.chain.from_iterable([row.token_ids for row in rows]))
+    tokens = step.token_ids
+    if step.shows_pictures:
+        tokens = [0 if token >= FIRST_CONTENT_ID else token for token in tokens]
     token_ids: IntArray = np.array(tokens, np.int32)
     wanted: IntArray = np.arange(len(tokens), dtype=np.int32)
     if step.num_sampled < len(tokens):

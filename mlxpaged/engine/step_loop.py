@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.engine.picture_encoder import PictureEncoder
 from mlxpaged.engine.pool_resizer import PoolResizer
 from mlxpaged.engine.prompt_logits import INVARIANT_TOP
 from mlxpaged.engine.prompt_progress import PromptChunk, prompt_chunks
@@ -47,7 +48,9 @@ class StepLoop:
         headroom: Headroom,
         requests: RequestTable,
         clock: Callable[[], float],
+        encoder: PictureEncoder | None = None,
     ) -> None:
+        self._encoder = encoder
         self._scheduler = scheduler
         self._runner = runner
         self._resizer = resizer
@@ -79,6 +82,10 @@ class StepLoop:
         """
         started = self._clock()
         self.resize_pools()
+        if self._encoder is not None:
+            if self._encoder.has_work:
+                self.finish_in_flight()  # so that the encoder's time is its own
+            self._encoder.advance()
         scheduled = self._schedule()
         try:
             if not self._move_blocks(scheduled):
@@ -122,7 +129,8 @@ class StepLoop:
         self._log.start_step(scheduled, self._requests.by_sequence, self._clock())
         if scheduled.rows:
             self.num_steps += 1
-        nothing_runs = self._scheduler.has_unfinished() and not scheduled.rows and self._in_flight is None
+        can_run = len(self._scheduler.sequences) > len(self._scheduler.held)
+        nothing_runs = can_run and not scheduled.rows and self._in_flight is None
         self.waits_for_memory = nothing_runs and not self._resizer.is_due
         if nothing_runs and not self._resizer.can_wait:
             raise RuntimeError(f"nothing can be scheduled: {self._scheduler.stats()}")

@@ -58,6 +58,7 @@ from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.models.tokenizer_limits import check_tokenizer_file
 from mlxpaged.models.turns import Turns
 from mlxpaged.models.weight_headers import check_sizes
+from mlxpaged.vision.tower import Vision
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class ServedModel:
     path: its directory. model_type: of its config.json. rows: None if its output head cannot select rows.
     max_model_len: most tokens of a prompt and its answer that are served, at most the context length.
     no_reranker_because: the reason if `reranker` is None. sampling: the sampling parameters that its
-    generation_config.json recommends, by name.
+    generation_config.json recommends, by name. vision: None if it takes no images.
     """
 
     name: str
@@ -102,6 +103,7 @@ class ServedModel:
     no_reranker_because: str
     sampling: Mapping[str, float]
     adapters: Adapters = field(default_factory=Adapters)
+    vision: Vision | None = None
 
     @property
     def kv_layers(self) -> list[KV]:

@@ -70,6 +70,7 @@ class Scheduler:
         self.running = SequenceQueue()
         self.waiting = WaitingQueue(self._num_left)
         self._forks: dict[int, list[Sequence]] = {}  # by parent: forks that wait until its prompt is computed
+        self.held: dict[int, Sequence] = {}  # by id: those that wait for more than room
         self._changed: set[int] = set()  # sequences whose blocks get their contents in the step being scheduled
         self._preemption = Preemption(self.blocks, self.running, self.waiting, clock)
         self._admission = AdmissionControl(config.max_num_seqs, self._preemption, self._changed)
@@ -83,9 +84,9 @@ class Scheduler:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; a fork is queued once its parent's prompt is computed. Raises PromptTooLongError if the
-        sequence could never run."""
+    def add(self, sequence: Sequence, is_held: bool = False) -> None:
+        """Queue a sequence; a fork is queued once its parent's prompt is computed. is_held: whether it is queued by
+        `release`. Raises PromptTooLongError if the sequence could never run."""
         check_fits(sequence.num_prompt_tokens, sequence.max_tokens, self.config)
         if sequence.sequence_id in self.sequences:
             raise ValueError(f"sequence {sequence.sequence_id} is already queued")
@@ -96,8 +97,14 @@ class Scheduler:
         parent = sequence.fork_of
         if parent is not None and parent.sequence_id in self.sequences and parent.num_output_tokens == 0:
             self._forks.setdefault(parent.sequence_id, []).append(sequence)
+        elif is_held:
+            self.held[sequence.sequence_id] = sequence
         else:
             self.waiting.add(sequence)
+
+    def release(self, sequence_id: int) -> None:
+        """Queue a sequence that was held."""
+        self.waiting.add(self.held.pop(sequence_id))
 
     def finish(self, sequence_id: int, reason: FinishReason) -> Sequence:
         """End a sequence in any state and release all that it holds. Raises KeyError if it has already ended."""
@@ -105,7 +112,7 @@ class Scheduler:
         siblings = self._forks.get(sequence.fork_of.sequence_id, []) if sequence.fork_of is not None else []
         if sequence in siblings:
             siblings.remove(sequence)
-        else:
+        elif self.held.pop(sequence_id, None) is None:
             (self.running if sequence.status is SequenceStatus.RUNNING else self.waiting).remove(sequence)
         self._queue_forks(sequence)
         sequence.transition(SequenceStatus.FINISHED)

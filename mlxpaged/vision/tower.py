@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import mlx.core as mx
 
+from mlxpaged.vision.embedding import FeatureRows
 from mlxpaged.vision.picture import PictureFormat
 
 
@@ -28,7 +29,8 @@ class Tower(Protocol):
 
 @dataclass(frozen=True)
 class Vision:
-    """format: how its prompts show pictures."""
+    """format: how its prompts show pictures. rows: of the running step."""
 
     format: PictureFormat
     tower: Tower
+    rows: FeatureRows = field(default_factory=FeatureRows)

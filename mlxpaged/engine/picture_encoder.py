@@ -1,0 +1,124 @@
+"""Encodes the pictures of prompts between steps, a part at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import mlx.core as mx
+
+from mlxpaged.cpu.streams import synchronize
+from mlxpaged.engine.pictures import Pictures
+from mlxpaged.process_memory import is_out_of_memory
+from mlxpaged.scheduler.queue import ORDER
+from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.scheduler.sequence import FinishReason, Sequence
+
+logger = logging.getLogger(__name__)
+
+MOST_SECONDS = 0.1
+"""The encoder works at most so long between two steps, and at least for one part: streams keep the pace of reading."""
+
+MAX_PIXELS = 2**20
+"""Pictures of one size are encoded together, up to so many pixels."""
+
+
+class PictureEncoder:
+    """Holds a sequence back until its pictures are encoded, except those that the prefix cache covers.
+
+    Between two steps it works as long as the step took, so that streams keep half of their pace. The pictures of the
+    first sequence in order come first. invariant: whether each picture is encoded alone, so that its features do not
+    depend on others. fail: ends a sequence. clock: seconds.
+    """
+
+    def __init__(
+        self,
+        pictures: Pictures,
+        scheduler: Scheduler,
+        fail: Callable[[Sequence, FinishReason, str], None],
+        clock: Callable[[], float],
+        invariant: bool = False,
+    ) -> None:
+        self._pictures = pictures
+        self._scheduler = scheduler
+        self._fail = fail
+        self._clock = clock
+        self._most_pixels = 0 if invariant else MAX_PIXELS
+        self._numbers: list[int] = []  # of the pictures that are being encoded
+        self._work: Iterator[mx.array] | None = None
+        self._state: mx.array | None = None
+        self._alone = False  # whether the next picture is encoded alone: several together have failed
+        self._ended = clock()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._scheduler.held)
+
+    def advance(self) -> None:
+        """Do a part of the work, and queue the sequences whose pictures are encoded."""
+        started = self._clock()
+        seconds = min(MOST_SECONDS, started - self._ended) if self._scheduler.running else MOST_SECONDS
+        while self.has_work and self._next_part():
+            if self._clock() - started >= seconds:
+                break
+        self._ended = self._clock()
+
+    def _next_part(self) -> bool:
+        """Returns False if there is nothing to do now."""
+        if self._work is None and not self._begin():
+            return False
+        assert self._work is not None
+        try:
+            self._state = next(self._work)
+            mx.eval(self._state)
+        except StopIteration:
+            assert self._state is not None
+            self._pictures.put(self._numbers, self._state)
+            self._work, self._alone = None, False
+            self._release()
+        except Exception as error:
+            self._recover(error)
+        return True
+
+    def _begin(self) -> bool:
+        """Choose the next pictures: the first that is missing of the first sequence, and others of its size."""
+        self._release()
+        if not self._pictures.has_room(self._scheduler.held):
+            return False
+        missing = dict.fromkeys(
+            number
+            for sequence in sorted(self._scheduler.held.values(), key=ORDER)
+            for number in self._missing(sequence)
+        )
+        if not missing:
+            return False
+        first = self._pictures.pixels(next(iter(missing)))
+        together = [number for number in missing if self._pictures.pixels(number).shape == first.shape]
+        most = 1 if self._alone else max(1, self._most_pixels // (first.shape[0] * first.shape[1]))
+        self._numbers = together[:most]
+        self._work = self._pictures.encode(self._numbers)
+        return True
+
+    def _missing(self, sequence: Sequence) -> list[int]:
+        return self._pictures.missing(sequence, self._scheduler.blocks.num_available_tokens(sequence))
+
+    def _release(self) -> None:
+        for sequence in list(self._scheduler.held.values()):
+            if not self._missing(sequence):
+                self._scheduler.release(sequence.sequence_id)
+
+    def _recover(self, error: Exception) -> None:
+        """Encode the pictures one by one, so that only the sequences with the faulty one end."""
+        logger.exception("%d pictures could not be encoded", len(self._numbers))
+        synchronize()
+        if is_out_of_memory(error):
+            mx.clear_cache()
+        self._work = None
+        if len(self._numbers) > 1:
+            self._alone = True
+            return
+        reason = FinishReason.MEMORY if is_out_of_memory(error) else FinishReason.ERROR
+        message = f"a picture could not be encoded: {type(error).__name__}: {error}"
+        for sequence in list(self._scheduler.held.values()):
+            if set(self._numbers) & set(self._missing(sequence)):
+                self._fail(sequence, reason, message)

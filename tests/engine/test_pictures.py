@@ -1,0 +1,305 @@
+"""Answers about pictures are those of mlx-lm's model with the features in place of its embeddings, in any batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.models.loader import ServedModel
+from mlxpaged.scheduler.sequence import FinishReason, SequenceStatus
+from mlxpaged.step import FIRST_CONTENT_ID
+from mlxpaged.vision.picture import Picture
+from tests.engine.helpers import make_core
+from tests.engine.seeing import PatchTower, expected_answer, load_seeing, picture, shown
+from tests.models.architectures import make_architecture
+
+Prompt = tuple[list[int], tuple[Picture, ...]]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_architecture(tmp_path_factory.mktemp("seeing") / "m", "llama")
+
+
+@pytest.fixture
+def seeing(path: Path) -> tuple[ServedModel, PatchTower]:
+    return load_seeing(path)
+
+
+def text(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(10, 250) for _ in range(length)]
+
+
+WIDE, TALL, LARGE = picture(1, 64, 32), picture(2, 24, 72), picture(3, 80, 80)
+
+PROMPTS: list[Prompt] = [
+    shown(text(1, 5), WIDE, text(2, 6)),
+    shown(text(3, 3), TALL, text(4, 4), LARGE, text(5, 5)),
+    shown(text(6, 4)),
+    shown(text(7, 70)),
+    shown(LARGE, text(8, 3), WIDE, text(9, 1)),
+    shown(text(10, 40), TALL, text(11, 30)),
+    shown(WIDE, WIDE, text(12, 2)),
+]
+
+
+def request(name: str, prompt: Prompt, fork_of: str | None = None, **params: Any) -> Request:
+    options = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | params
+    tokens, pictures = prompt
+    return Request(name, tokens, SamplingParams(**options), time.monotonic(), fork_of=fork_of, pictures=pictures)
+
+
+def finish(core: EngineCore) -> dict[str, RequestOutput]:
+    """The last output of each request, with all its tokens."""
+    last: dict[str, RequestOutput] = {}
+    while core.has_work():
+        for output in core.step():
+            before = last[output.request_id].token_ids if output.request_id in last else ()
+            last[output.request_id] = output._replace(token_ids=before + output.token_ids)
+    return last
+
+
+def answers(core: EngineCore, prompts: Sequence[Prompt], **params: Any) -> list[list[int]]:
+    for i, prompt in enumerate(prompts):
+        core.add(request(f"{i}", prompt, **params))
+    last = finish(core)
+    assert all(output.error is None for output in last.values())
+    return [list(last[f"{i}"].token_ids) for i in range(len(prompts))]
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> list[list[int]]:
+    return [expected_answer(path, *prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("chunk", [7, 32, 2048])
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_mixed_batch(
+    seeing: tuple[ServedModel, PatchTower], expected: list[list[int]], chunk: int, caching: bool
+) -> None:
+    core = make_core(seeing[0], max_num_batched_tokens=chunk, max_num_seqs=7, prefix_caching=caching)
+    assert answers(core, PROMPTS) == expected
+
+
+def test_each_alone(seeing: tuple[ServedModel, PatchTower], expected: list[list[int]]) -> None:
+    core = make_core(seeing[0], prefix_caching=False)
+    assert [answers(core, [prompt])[0] for prompt in PROMPTS] == expected
+
+
+@pytest.mark.parametrize("name", ["mistral3", "pixtral", "qwen3", "lfm2", "qwen3_5", "deepseek_v3", "gemma3_text"])
+def test_other_layers(tmp_path: Path, name: str) -> None:
+    """Tied heads, recurrent states, latent layers, windows."""
+    path = make_architecture(tmp_path / "m", name)
+    served, _ = load_seeing(path)
+    core = make_core(served, max_num_batched_tokens=24, max_num_seqs=8)
+    assert answers(core, PROMPTS[:5]) == [expected_answer(path, *prompt) for prompt in PROMPTS[:5]]
+
+
+def test_other_pictures_give_other_answers(path: Path, expected: list[list[int]]) -> None:
+    """Without this, the tests above would prove little."""
+    for prompt, answer in zip(PROMPTS, expected, strict=True):
+        if prompt[1]:
+            changed = tuple(Picture(each.digest, each.pixels[::-1, ::-1].copy(), each.positions) for each in prompt[1])
+            assert expected_answer(path, prompt[0], changed) != answer
+
+
+def test_a_conversation_encodes_each_picture_once(path: Path, seeing: tuple[ServedModel, PatchTower]) -> None:
+    """8 turns with 3 pictures: each turn computes its new tokens and at most a block."""
+    served, tower = seeing
+    core = make_core(served)
+    parts: list[Sequence[int] | Picture] = []
+    computed = 0
+    for turn in range(8):
+        new: list[Sequence[int] | Picture] = [text(100 + turn, 20)]
+        if turn in (0, 3, 4):
+            new.append(picture(50 + turn, 48, 48))
+        new.append(text(200 + turn, 9))
+        parts += new
+        prompt = shown(*parts)
+        [answer] = answers(core, [prompt])
+        assert answer == expected_answer(path, *prompt)
+        total = core.scheduler.stats().prompt_tokens_total - core.scheduler.stats().prefix_hit_tokens_total
+        assert total - computed <= len(shown(*new)[0]) + 16 + 32
+        computed = total
+        parts.append(answer)
+    assert len(tower.calls) == 3
+
+
+def test_a_picture_that_the_prefix_cache_covers_is_not_encoded(
+    seeing: tuple[ServedModel, PatchTower], expected: list[list[int]]
+) -> None:
+    served, tower = seeing
+    core = make_core(served)
+    prompt = shown(text(1, 5), WIDE, text(2, 60))
+    first = answers(core, [prompt])
+    core.pictures.budget = 0  # type: ignore[union-attr]
+    core.pictures.evict()  # type: ignore[union-attr]
+    assert answers(core, [prompt]) == first
+    assert len(tower.calls) == 1
+
+
+def test_another_picture_of_this_size_is_not_found_in_the_prefix_cache(
+    path: Path, seeing: tuple[ServedModel, PatchTower]
+) -> None:
+    served, _ = seeing
+    core = make_core(served)
+    for seed in (1, 2):
+        prompt = shown(text(1, 32), picture(seed, 64, 64), text(2, 40))
+        core.add(request("r", prompt))
+        output = finish(core)["r"]
+        assert list(output.token_ids) == expected_answer(path, *prompt)
+        assert output.num_cached_tokens == (0 if seed == 1 else 32)
+
+
+def test_one_picture_of_many_requests_is_encoded_once(seeing: tuple[ServedModel, PatchTower]) -> None:
+    served, tower = seeing
+    core = make_core(served, blocks=200)
+    got = answers(core, [shown(text(1, 5), LARGE, text(2 + i, 6)) for i in range(16)])
+    assert tower.calls == [(1, 80, 80, 3)]
+    assert len(got) == 16
+
+
+def test_pictures_of_one_size_are_encoded_together(seeing: tuple[ServedModel, PatchTower]) -> None:
+    served, tower = seeing
+    answers(make_core(served), [shown(picture(60 + i, 40, 40), text(i, 4)) for i in range(5)])
+    assert tower.calls == [(5, 40, 40, 3)]
+
+
+@pytest.mark.parametrize("swap_blocks", [0, 40])
+def test_preemption(seeing: tuple[ServedModel, PatchTower], expected: list[list[int]], swap_blocks: int) -> None:
+    core = make_core(seeing[0], blocks=14, swap_blocks=swap_blocks, prefix_caching=False)
+    for i, prompt in enumerate(PROMPTS):
+        core.add(request(f"{i}", prompt))
+    last: dict[str, list[int]] = {f"{i}": [] for i in range(len(PROMPTS))}
+    steps = 0
+    while core.has_work():
+        steps += 1
+        if steps % 4 == 0 and core.scheduler.running:
+            victim = next(iter(core.scheduler.running))
+            core.scheduler.recompute(victim)
+        for output in core.step():
+            assert output.error is None
+            last[output.request_id] += output.token_ids
+    assert list(last.values()) == expected
+
+
+def test_forks(path: Path, seeing: tuple[ServedModel, PatchTower]) -> None:
+    served, _ = seeing
+    core = make_core(served)
+    core.add(request("a", PROMPTS[1]))
+    core.add(request("b", PROMPTS[1], fork_of="a"))
+    last = finish(core)
+    wanted = expected_answer(path, *PROMPTS[1])
+    assert [list(last[name].token_ids) for name in "ab"] == [wanted, wanted]
+
+
+def test_features_that_were_dropped_are_made_again(
+    seeing: tuple[ServedModel, PatchTower], expected: list[list[int]]
+) -> None:
+    """A budget of nothing keeps only what prompts need at the moment."""
+    served, tower = seeing
+    core = make_core(served, prefix_caching=False)
+    assert core.pictures is not None
+    core.pictures.budget = 0
+    assert [answers(core, [prompt])[0] for prompt in (*PROMPTS, *PROMPTS)] == expected * 2
+    assert len(tower.calls) > 6
+
+
+def test_a_picture_that_cannot_be_encoded_ends_its_requests_alone(
+    seeing: tuple[ServedModel, PatchTower], expected: list[list[int]]
+) -> None:
+    served, tower = seeing
+    bad = picture(9, 64, 32)
+    tower.faulty = int(bad.pixels[0, 0, 0])
+    core = make_core(served)
+    core.add(request("text", PROMPTS[3]))
+    core.add(request("good", PROMPTS[0]))  # of the same size
+    core.add(request("bad", shown(text(1, 5), bad, text(2, 5))))
+    last = finish(core)
+    assert [list(last[name].token_ids) for name in ("text", "good")] == [expected[3], expected[0]]
+    assert last["bad"].finish_reason is FinishReason.ERROR
+    assert "this picture cannot be encoded" in str(last["bad"].error)
+
+
+def test_a_request_that_is_cancelled_before_its_picture_is_encoded(
+    seeing: tuple[ServedModel, PatchTower], expected: list[list[int]]
+) -> None:
+    served, tower = seeing
+    core = make_core(served)
+    core.add(request("gone", PROMPTS[1]))
+    core.add(request("stays", PROMPTS[0]))
+    core.cancel(["gone"])
+    assert list(finish(core)["stays"].token_ids) == expected[0]
+    assert tower.calls == [(1, 32, 64, 3)]
+
+
+def test_penalties_and_log_probabilities(seeing: tuple[ServedModel, PatchTower]) -> None:
+    core = make_core(seeing[0])
+    params = {"repetition_penalty": 1.3, "repetition_context_size": 20, "presence_penalty": 0.5, "logprobs": 2}
+    for output in answers(core, PROMPTS, **params):
+        assert len(output) == 16
+        assert max(output) < FIRST_CONTENT_ID
+
+
+def test_a_model_without_a_tower_refuses_pictures(path: Path) -> None:
+    from mlxpaged.models.loader import load_model
+
+    core = make_core(load_model(str(path)))
+    [refused] = core.submit([request("r", PROMPTS[0])])
+    assert "takes no images" in str(refused.error)
+
+
+@pytest.mark.parametrize(("step", "parts"), [(0.0, 1), (0.07, 3), (5.0, 4)])
+def test_streams_go_on_while_a_picture_is_encoded(
+    seeing: tuple[ServedModel, PatchTower], step: float, parts: int
+) -> None:
+    """Between two steps the encoder works as long as a step takes, and at most 0.1 s. A part takes 0.03 s here."""
+    served, tower = seeing
+    tower.parts = 40
+    now = 0.0
+    core = build_engine(
+        EngineConfig(max_step_ms=0, kv_cache_bytes=10**7), served, clock=lambda: now + 0.03 * tower.steps
+    )
+    core.add(request("stream", PROMPTS[2], max_tokens=100))
+    while not any(output.token_ids for output in core.step()):
+        pass
+    core.step()
+    core.add(request("picture", shown(LARGE, text(1, 3)), max_tokens=1))
+    busy = []
+    while core.has_work():
+        before = tower.steps
+        tokens = [output for output in core.step() if output.request_id == "stream" and output.token_ids]
+        now += step
+        if tower.steps > before:
+            busy.append((tower.steps - before, len(tokens)))
+    assert busy[1:-1] == [(parts, 1)] * (len(busy) - 2)
+    assert len(busy) >= 40 // 4
+
+
+def test_status_counts_a_request_that_waits_for_its_picture(seeing: tuple[ServedModel, PatchTower]) -> None:
+    core = make_core(seeing[0])
+    core.add(request("r", PROMPTS[0]))
+    assert core.scheduler.stats().waiting == 1
+    assert [sequence.status for sequence in core.scheduler.sequences.values()] == [SequenceStatus.WAITING]
+    finish(core)
+
+
+def test_requests_that_share_no_blocks_share_no_features(seeing: tuple[ServedModel, PatchTower]) -> None:
+    served, tower = seeing
+    core = make_core(served)
+    for i, salt in enumerate([("a",), ("b",), ("a",)]):
+        core.add(dataclasses.replace(request(f"{i}", PROMPTS[0]), cache_salt=salt))
+    finish(core)
+    assert tower.calls == [(2, 32, 64, 3)]
