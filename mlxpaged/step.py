@@ -33,6 +33,8 @@ class Row(NamedTuple):
     adapter: the adapter that computes the row; None for the model without one.
     request_id: for the log, on rank 0.
     tables: [G, b], the block ids for each cache group, then UNUSED. All rows of a step have the same b.
+    shifts: (position, shift) in order: from this position on, the rotary embedding gets position + shift for a token of
+    text. Empty for most models.
     """
 
     sequence_id: int
@@ -45,6 +47,12 @@ class Row(NamedTuple):
     adapter: str | None = None
     request_id: str = ""
     tables: IntArray | None = None
+    shifts: Sequence[tuple[int, int]] = ()
+
+    @property
+    def shift(self) -> int:
+        """That of its first token."""
+        return next((shift for position, shift in reversed(self.shifts) if position <= self.start), 0)
 
     @property
     def num_tokens(self) -> int:
@@ -150,6 +158,11 @@ class Step:
     def token_ids(self) -> list[int]:
         """Those of all rows, one after the other."""
         return list(itertools.chain.from_iterable([row.token_ids for row in self.rows]))
+
+    @functools.cached_property
+    def is_shifted(self) -> bool:
+        """Whether rows have shifts."""
+        return any(row.shifts for row in self.rows)
 
     @functools.cached_property
     def shows_pictures(self) -> bool:

@@ -110,9 +110,9 @@ class HostMetadata:
 class AttentionMetadata(HostMetadata):
     """A ragged batch of S sequences and T query tokens. All arrays are int32 on the device.
 
-    positions[T]: position of each query token in its sequence. padded_slots[max(T, 8)]: the slot of each token's key
-    and value, `block * block_size + offset`, then UNUSED. block_tables[S, b]: block ids, then UNUSED; b is a bucket.
-    host_block_tables: as they were given.
+    positions[T]: of each query token in its sequence, as the rotary embedding gets it. padded_slots[max(T, 8)]: the
+    slot of each token's key and value, `block * block_size + offset`, then UNUSED. block_tables[S, b]: block ids, then
+    UNUSED; b is a bucket. host_block_tables: as they were given.
     """
 
     positions: mx.array
@@ -247,7 +247,7 @@ class HostStep:
         index, offset = positions // block_size, positions % block_size
         tables = [blocks_of(block_tables[view.group], view) for view in views]
         upload = Upload()
-        upload.add(positions)
+        upload.add(positions + shifts_of(step)[owner] if step.is_shifted else positions)
         for table in tables:
             slots = np.full(max(LEAST, len(positions)), UNUSED, np.int32)
             slots[: len(positions)] = slots_of(table, owner, index, offset, lengths)
@@ -276,6 +276,8 @@ class HostStep:
         width = self.shapes[1 + len(views)][1]
         if query_lens != before.host_query_lens or self.shapes[0] != (count,) or before.num_repeats is not None:
             return None
+        if context_lens != [context + 1 for context in before.host_context_lens]:
+            return None
         if table_width(block_tables.shape[2]) != width or len(more) != self.num_more:
             return None
         vector = self.vector.copy()
@@ -283,11 +285,9 @@ class HostStep:
             vector[start : start + prod(shape)].reshape(shape)
             for start, shape in zip(starts_of(self.shapes), self.shapes, strict=False)
         ]
-        positions = arrays[0]
-        positions += 1
-        if positions.tolist() != [context - 1 for context in context_lens]:
-            return None
-        index, offset = np.divmod(positions, before.block_size)
+        keys = np.asarray(context_lens, np.int32) - 1
+        arrays[0][:] = keys + shifts_of(step) if step.is_shifted else keys
+        index, offset = np.divmod(keys, before.block_size)
         tables = [blocks_of(block_tables[view.group], view) for view in views]
         for table, slots, wide in zip(tables, arrays[1:], arrays[1 + len(views) :], strict=False):
             slots[:count] = slots_of(table, np.arange(count), index, offset, before)
@@ -347,6 +347,13 @@ def tables_of(step: Step) -> IntArray:
     """The tables [G, S, b] of a step's S rows."""
     tables: IntArray = np.array([row.tables for row in step.rows], dtype=np.int32).swapaxes(0, 1)
     return tables
+
+
+def shifts_of(step: Step) -> IntArray:
+    """[S]: what the rotary embedding gets beside the position of each token of a row. A row that this does not describe
+    shows pictures: then the rotary embedding does not use it."""
+    shifts: IntArray = np.array([row.shift for row in step.rows], np.int32)
+    return shifts
 
 
 def step_of(query_lens: Sequence[int], context_lens: Sequence[int], block_tables: IntArray) -> Step:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -17,9 +18,10 @@ import numpy as np
 
 from mlxpaged.attention.metadata import IntArray
 from mlxpaged.engine.request import Request
-from mlxpaged.scheduler.sequence import Sequence as Owner
-from mlxpaged.step import FIRST_CONTENT_ID, Step
+from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.step import FIRST_CONTENT_ID, Row, Step
 from mlxpaged.vision.picture import Picture, Pixels
+from mlxpaged.vision.positions import Positions, positions_of, shifts_of
 from mlxpaged.vision.tower import Vision
 
 MAX_ROWS = 2**20
@@ -32,13 +34,16 @@ FEATURE_BYTES = 2**28
 """Features that are kept for later requests, beside those that a prompt needs now."""
 
 
+NO_POSITIONS: Positions = np.empty((3, 0), np.int32)
+
+
 @dataclass
 class Shown:
     """A picture that requests show. needed_until: by the id of each sequence, the sequence and the number of its tokens
     up to the last row of the picture."""
 
     pixels: Pixels
-    needed_until: dict[int, tuple[Owner, int]] = field(default_factory=dict)
+    needed_until: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
 
     def is_needed(self, held: Container[int] = ()) -> bool:
         """Whether a sequence has rows of it to compute, apart from those that are held."""
@@ -52,12 +57,13 @@ class Pictures:
     """Belongs to the engine thread. budget_bytes: see FEATURE_BYTES."""
 
     def __init__(self, vision: Vision, budget_bytes: int = FEATURE_BYTES) -> None:
-        self._tower, self._rows = vision.tower, vision.rows
+        self._tower, self._rows, self._format, self._axes = vision.tower, vision.rows, vision.format, vision.axes
         self.budget = budget_bytes
         self._numbers: OrderedDict[tuple[bytes, tuple[str, ...]], int] = OrderedDict()
         self._next = 0
         self._shown: dict[int, Shown] = {}
         self._of_sequence: dict[int, list[int]] = {}
+        self._positions: dict[int, Positions] = {}  # of prompts, if the model has axes
         self._features: OrderedDict[int, mx.array] = OrderedDict()  # the least recently used ones first
         self.num_encoded = 0
 
@@ -81,16 +87,26 @@ class Pictures:
             self._numbers.popitem(last=False)
         return number
 
-    def add(self, sequence: Owner, request: Request) -> None:
+    def add(self, sequence: Sequence, request: Request) -> None:
         """Keep the pixels of a sequence's pictures until `remove`: they may be encoded again."""
         numbers = [self._number(picture, request.cache_salt) for picture in request.pictures]
         self._of_sequence[sequence.sequence_id] = numbers
+        if self._axes is not None:
+            self._positions[sequence.sequence_id] = positions_of(sequence.num_prompt_tokens, self._grids(request))
         for number, picture in zip(numbers, request.pictures, strict=True):
             shown = self._shown.setdefault(number, Shown(picture.pixels))
             shown.needed_until[sequence.sequence_id] = sequence, picture.positions[-1] + 1
 
+    def shifts(self, request: Request) -> ListOf[tuple[int, int]]:
+        """Returns those of the request's sequence, see Row."""
+        return shifts_of(self._grids(request)) if self._axes is not None else ()
+
+    def _grids(self, request: Request) -> list[tuple[Picture, tuple[int, int]]]:
+        return [(each, self._format.grid(*reversed(each.pixels.shape[:2]))) for each in request.pictures]
+
     def remove(self, sequence_id: int) -> None:
         """A sequence has ended, perhaps one without pictures."""
+        self._positions.pop(sequence_id, None)
         for number in self._of_sequence.pop(sequence_id, ()):
             if shown := self._shown.get(number):
                 shown.needed_until.pop(sequence_id, None)
@@ -100,7 +116,7 @@ class Pictures:
 
     # -- features ------------------------------------------------------------------------------------------------
 
-    def missing(self, sequence: Owner, num_computed: int) -> list[int]:
+    def missing(self, sequence: Sequence, num_computed: int) -> list[int]:
         """Returns the numbers of a sequence's pictures that have no features and are not within its first
         `num_computed` tokens."""
         return [
@@ -112,11 +128,11 @@ class Pictures:
     def pixels(self, number: int) -> Pixels:
         return self._shown[number].pixels
 
-    def encode(self, numbers: Sequence[int]) -> Iterator[mx.array]:
+    def encode(self, numbers: ListOf[int]) -> Iterator[mx.array]:
         """Yields the states of the tower, and at the end the features, for `put`. The pictures have one size."""
         return self._tower.encode(mx.array(np.stack([self.pixels(number) for number in numbers])))
 
-    def put(self, numbers: Sequence[int], features: mx.array) -> None:
+    def put(self, numbers: ListOf[int], features: mx.array) -> None:
         """Keep features[n, k, D], which are computed."""
         self.num_encoded += len(numbers)
         for number, of_one in zip(numbers, features, strict=True):
@@ -158,9 +174,18 @@ class Pictures:
             for start, end in itertools.pairwise(starts)
         ]
         self._rows.where, self._rows.features = mx.array(where), mx.concatenate(parts)
+        if self._axes is not None:
+            self._rows.positions = mx.array(np.concatenate([self._positions_of(row) for row in step.rows], axis=1))
 
     def end(self) -> None:
-        self._rows.where = self._rows.features = None
+        self._rows.clear()
+
+    def _positions_of(self, row: Row) -> Positions:
+        """[3, n]"""
+        of_prompt = self._positions.get(row.sequence_id, NO_POSITIONS)[:, row.start : row.context_len]
+        shift = row.shifts[-1][1] if row.shifts else 0
+        rest = np.arange(row.start + of_prompt.shape[1], row.context_len, dtype=np.int32) + shift
+        return np.concatenate([of_prompt, np.broadcast_to(rest, (3, len(rest)))], axis=1)
 
     def _features_of(self, number: int) -> mx.array:
         if number not in self._features:

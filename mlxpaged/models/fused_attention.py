@@ -30,6 +30,7 @@ from mlxpaged.cpu.split_linear import precede
 
 if TYPE_CHECKING:
     from mlxpaged.models.adapted_layers import StepAdapters
+    from mlxpaged.vision.embedding import FeatureRows
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ class CannotFuseError(ValueError):
 @dataclass(frozen=True)
 class Fusion:
     """arguments: names of the module's input, mask and cache. joint, output: of its linear layers. adapters: of
-    the running step, if some change the projections. The rest is what the module passes to its attention."""
+    the running step, if some change the projections. pictures: of the running step, if the rotary embedding depends on
+    them. The rest is what the module passes to its attention."""
 
     arguments: tuple[str, ...]
     joint: str
@@ -67,6 +69,7 @@ class Fusion:
     sinks: mx.array | None
     softcap: float | None
     adapters: StepAdapters | None = None
+    pictures: FeatureRows | None = None
 
     def run(self, module: Any, x: mx.array, cache: PagedLayer) -> mx.array:
         """[T, 1, hidden] -> [T, 1, hidden]"""
@@ -82,10 +85,12 @@ class FusedAttention(Module):
     fusion: Fusion
 
     def __call__(self, *args: Any, **more: Any) -> Any:
-        """Takes what the module's own class does. A step without adapters, and without more than its input and its
-        cache, is computed fused."""
+        """Takes what the module's own class does. A step without adapters, without positions in three axes, and without
+        more than its input and its cache, is computed fused."""
         fusion = self.fusion
         if fusion.adapters is not None and any(fusion.adapters.active):
+            return super().__call__(*args, **more)
+        if fusion.pictures is not None and fusion.pictures.positions is not None:
             return super().__call__(*args, **more)
         x, mask, cache = (*args, *map(more.get, fusion.arguments[len(args) :]))[:3]
         known = len(args) <= 3 and more.keys() <= set(fusion.arguments)
@@ -200,6 +205,13 @@ def fuse(module: Any, dtype: mx.Dtype) -> None:
     own_rope = None if rope is None else own_rope_of(module)
     module.fusion = replace(fusion, qkv=replace(fusion.qkv, own_rope=own_rope))
     precede(module, FusedAttention, "Fused")
+
+
+def unfuse_for_pictures(model: Module, rows: FeatureRows) -> None:
+    """Computes steps with positions in three axes by the modules' own code."""
+    for module in model.modules():
+        if isinstance(module, FusedAttention):
+            module.fusion = replace(module.fusion, pictures=rows)
 
 
 def joint_of(module: Any) -> tuple[str, Any]:

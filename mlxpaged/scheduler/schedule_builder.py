@@ -61,4 +61,5 @@ class ScheduleBuilder:
         if not self._rows:
             return ()
         tables = tables_of(self._sequences.values())
-        return tuple([Row(*row, table) for row, table in zip(self._rows, tables, strict=True)])
+        shifts = [sequence.shifts for sequence in self._sequences.values()]
+        return tuple([Row(*row, *others) for row, *others in zip(self._rows, tables, shifts, strict=True)])

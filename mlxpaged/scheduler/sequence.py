@@ -87,6 +87,7 @@ class Sequence:
         self.request_id = ""  # for the log
         self.adapter: str | None = None  # that computes it; None: the model without one
         self.cache_seed = b""  # what its KV depends on beside its tokens and the model
+        self.shifts: ListOf[tuple[int, int]] = ()  # see Row
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens = max_tokens
         self.stop_token_ids = stop_token_ids

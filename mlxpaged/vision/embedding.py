@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -9,20 +10,36 @@ from mlx.nn.layers.base import Module
 
 
 class FeatureRows:
-    """The rows of pictures in the running step: features[n, D] in place of the rows where[n] of the embedding. None in
-    a step without any."""
+    """What the running step has of pictures; all of it is None in a step without any.
+
+    where[n]: the tokens that are rows of pictures. features[n, D], or [n, 1 + layers, D]. positions[3, T]: of all
+    tokens, if the model rotates by three axes.
+    """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
         self.where: mx.array | None = None
         self.features: mx.array | None = None
+        self.positions: mx.array | None = None
 
     def put_into(self, embedded: mx.array) -> mx.array:
-        """Returns embedded[T, 1, D] or [1, T, D] with the rows of pictures."""
+        """Returns embedded[T, 1, D] or [1, T, D] with the features in its rows of pictures."""
         if self.where is None or self.features is None:
             return embedded
         rows = embedded.reshape(-1, embedded.shape[-1])
-        rows[self.where] = self.features.astype(embedded.dtype)
+        features = self.features if self.features.ndim == 2 else self.features[:, 0]
+        rows[self.where] = features.astype(embedded.dtype)
         return rows.reshape(embedded.shape)
+
+    def add_to(self, output: mx.array, layer: int) -> mx.array:
+        """Returns the output of a layer, [T, 1, D] or [1, T, D], with that layer's features added."""
+        if self.where is None or self.features is None:
+            return output
+        rows = output.reshape(-1, output.shape[-1])
+        rows = rows.at[self.where].add(self.features[:, 1 + layer].astype(output.dtype))
+        return rows.reshape(output.shape)
 
 
 def embedding_of(model: Module) -> Module | None:
@@ -39,3 +56,18 @@ def put_features(embedding: Any, rows: FeatureRows) -> None:
         return rows.put_into(base.__call__(self, token_ids))
 
     embedding.__class__ = type(base.__name__, (base,), {"__call__": embed})
+
+
+def add_features(layers: Sequence[Any], rows: FeatureRows) -> None:
+    """Makes the first layers add their features to their outputs."""
+    for number, layer in enumerate(layers):
+        add_to_output(layer, number, rows)
+
+
+def add_to_output(layer: Any, number: int, rows: FeatureRows) -> None:
+    base = type(layer)
+
+    def run(self: Any, *args: Any, **more: Any) -> mx.array:
+        return rows.add_to(base.__call__(self, *args, **more), number)
+
+    layer.__class__ = type(base.__name__, (base,), {"__call__": run})

@@ -39,6 +39,10 @@ class PictureFormat(Protocol):
         """Returns the width and height at which the tower takes a picture of this width and height."""
         ...
 
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Returns how many rows and columns of placeholders `tokens` has for a picture of this size."""
+        ...
+
     def tokens(self, width: int, height: int) -> list[int]:
         """Returns the tokens that a prompt has in place of `template_token`, for a picture of a size that `size` has
         returned."""

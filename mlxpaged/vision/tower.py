@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from mlxpaged.vision.embedding import FeatureRows
 from mlxpaged.vision.picture import PictureFormat
+from mlxpaged.vision.positions import Axes
 
 
 class Tower(Protocol):
@@ -29,8 +30,12 @@ class Tower(Protocol):
 
 @dataclass(frozen=True)
 class Vision:
-    """format: how its prompts show pictures. rows: of the running step."""
+    """format: how its prompts show pictures. axes: how its rotary embedding sees them; None if as text. num_deep: the
+    first layers that add features of their own to their outputs; a row of features is then [1 + num_deep, D]. rows: of
+    the running step."""
 
     format: PictureFormat
     tower: Tower
+    axes: Axes | None = None
+    num_deep: int = 0
     rows: FeatureRows = field(default_factory=FeatureRows)

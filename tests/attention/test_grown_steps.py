@@ -96,6 +96,21 @@ def test_a_step_of_other_sequences_is_built(metal: None) -> None:
     assert chunk.grown(step_of([1], [7], tables_for([7])), [], ONE_VIEW, planners) is None
 
 
+def test_positions_are_shifted_after_pictures(metal: None) -> None:
+    """Slots and plans are those of the places in the sequences, whatever the shifts are."""
+    planners = make_planners(Tuning(), (None, None))
+    plain, shifted = (step_of([1, 1], contexts, tables_for(contexts)) for contexts in ([40, 90], [41, 91]))
+    rows = [row._replace(shifts=[(10, -4), (35, -20)][: i + 1]) for i, row in enumerate(shifted.rows)]
+    step = HostStep.build(plain, BLOCK_SIZE, [], ONE_VIEW, planners)
+    found = step.grown(replace(shifted, rows=rows), [], ONE_VIEW, planners)
+    built = HostStep.build(replace(shifted, rows=rows), BLOCK_SIZE, [], ONE_VIEW, planners)
+    without = HostStep.build(shifted, BLOCK_SIZE, [], ONE_VIEW, planners)
+    assert found is not None
+    assert found.vector.tolist() == built.vector.tolist()
+    assert built.vector[:2].tolist() == [40 - 4, 90 - 20]
+    assert built.vector[2:].tolist() == without.vector[2:].tolist()
+
+
 def test_the_step_before_is_not_changed(metal: None) -> None:
     planners = make_planners(Tuning(), (None, None))
     step = build([5, 9], [], planners, ONE_VIEW)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_plain_model
 
+from mlxpaged.models.fused_attention import unfuse_for_pictures
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.vision.embedding import embedding_of, put_features
+from mlxpaged.vision.embedding import embedding_of
+from mlxpaged.vision.install import install
 from mlxpaged.vision.picture import Picture
+from mlxpaged.vision.positions import Axes
 from mlxpaged.vision.tower import Vision
 from tests.answers import greedy_answer
 
@@ -29,6 +33,9 @@ class PatchFormat:
     template_token = placeholder = PLACEHOLDER
     settings = b"patches"
 
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        return height // PATCH, width // PATCH
+
     def size(self, width: int, height: int) -> tuple[int, int]:
         return max(1, width // PATCH) * PATCH, max(1, height // PATCH) * PATCH
 
@@ -40,10 +47,11 @@ class PatchTower:
     """Features of a patch are a projection of its values. calls: the shapes of what was encoded. faulty: a value of the
     first pixel that cannot be encoded."""
 
-    def __init__(self, width: int, parts: int = 3) -> None:
-        self.weights = mx.random.normal((PATCH * PATCH * 3, width), key=mx.random.key(7)) * 0.01
+    def __init__(self, width: int, num_deep: int = 0) -> None:
+        self.weights = mx.random.normal((PATCH * PATCH * 3, width * (1 + num_deep)), key=mx.random.key(7)) * 0.01
+        self.shape = (-1, 1 + num_deep, width) if num_deep else (-1, width)
         self.nbytes = self.weights.nbytes
-        self.parts = parts
+        self.parts = 3
         self.calls: list[tuple[int, ...]] = []
         self.steps = 0
         self.faulty: int | None = None
@@ -59,7 +67,7 @@ class PatchTower:
         if self.faulty is not None and self.faulty in np.array(pixels[:, 0, 0, 0]).tolist():
             raise RuntimeError("this picture cannot be encoded")
         self.steps += 1
-        yield state @ self.weights
+        yield (state @ self.weights).reshape(n, *self.shape)
 
 
 def picture(seed: int, width: int, height: int) -> Picture:
@@ -84,36 +92,95 @@ def shown(*parts: Sequence[int] | Picture) -> tuple[list[int], tuple[Picture, ..
     return prompt, tuple(pictures)
 
 
-def load_seeing(path: Path) -> tuple[ServedModel, PatchTower]:
+def load_seeing(path: Path, axes: Axes | None = None, num_deep: int = 0) -> tuple[ServedModel, PatchTower]:
     served = load_model(str(path))
-    embedding = embedding_of(served.model)
-    assert embedding is not None
-    tower = PatchTower(embedding(mx.array([[0]])).shape[-1])
-    vision = Vision(PatchFormat(), tower)
-    put_features(embedding, vision.rows)
+    tower = PatchTower(hidden_size(served.model), num_deep)
+    vision = Vision(PatchFormat(), tower, axes, num_deep)
+    install(served.model, vision)
+    unfuse_for_pictures(served.model, vision.rows)
     return dataclasses.replace(served, vision=vision), tower
 
 
-def features_of(pictures: Sequence[Picture], width: int) -> mx.array:
-    """[n, D], each picture encoded alone."""
-    tower = PatchTower(width)
-    return mx.concatenate([list(tower.encode(mx.array(each.pixels[None])))[-1][0] for each in pictures])
+def hidden_size(model: Any) -> int:
+    embedding: Any = embedding_of(model)
+    return int(embedding(mx.array([[0]])).shape[-1])
 
 
-def expected_answer(path: Path, prompt: Sequence[int], pictures: Sequence[Picture], num_tokens: int = 16) -> list[int]:
-    """By mlx-lm's model alone, with the features in place of its embeddings, in one pass over the prompt."""
+def expected_answer(
+    path: Path,
+    prompt: Sequence[int],
+    pictures: Sequence[Picture],
+    axes: Axes | None = None,
+    num_deep: int = 0,
+    num_tokens: int = 16,
+) -> list[int]:
+    """By mlx-lm's model alone, in one pass over the prompt, with the features in place of its embeddings, added to the
+    outputs of its first layers, and rotated by three axes."""
     model, _ = load_plain_model(path)
-    embedding = embedding_of(model)
-    assert embedding is not None
     where = [position for each in pictures for position in each.positions]
     ids = [0 if i in set(where) else token for i, token in enumerate(prompt)]
-    base: Any = type(embedding)
+    if pictures:
+        tower = PatchTower(hidden_size(model), num_deep)
+        encoded = [list(tower.encode(mx.array(each.pixels[None])))[-1][0] for each in pictures]
+        features = mx.concatenate(encoded).reshape(len(where), 1 + num_deep, -1)
 
-    def embed(self: Any, tokens: mx.array) -> mx.array:
-        embedded = base.__call__(self, tokens)
-        if pictures and tokens.shape == (1, len(prompt)):
-            embedded[0, mx.array(where)] = features_of(pictures, embedded.shape[-1]).astype(embedded.dtype)
-        return embedded
+        def put(output: mx.array) -> mx.array:
+            output[0, mx.array(where)] = features[:, 0].astype(output.dtype)
+            return output
 
-    embedding.__class__ = type(base.__name__, (base,), {"__call__": embed})
+        def add(output: mx.array, layer: int) -> mx.array:
+            output[0, mx.array(where)] += features[:, 1 + layer].astype(output.dtype)
+            return output
+
+        change_output(embedding_of(model), len(prompt), put)
+        for layer in range(num_deep):
+            change_output(model.layers[layer], len(prompt), partial(add, layer=layer))
+    if axes is not None:
+        use_axes(model, axes, prompt, pictures)
     return greedy_answer(model, make_prompt_cache(model), ids, num_tokens).tokens
+
+
+def change_output(module: Any, length: int, change: Callable[[mx.array], mx.array]) -> None:
+    """Of calls with as many tokens as the prompt has."""
+    base: Any = type(module)
+
+    def run(self: Any, x: mx.array, *args: Any, **more: Any) -> mx.array:
+        output: mx.array = base.__call__(self, x, *args, **more)
+        return change(output) if x.shape[1] == length else output
+
+    module.__class__ = type(base.__name__, (base,), {"__call__": run})
+
+
+def use_axes(model: Any, axes: Axes, prompt: Sequence[int], pictures: Sequence[Picture]) -> None:
+    """Rotate by cosines and sines that are written out for each position and frequency."""
+    positions: list[tuple[int, int, int]] = []
+    following = 0
+    for i in range(len(prompt)):
+        shown = next((each for each in pictures if i in each.positions), None)
+        if shown is None:
+            positions.append((following,) * 3)
+            following += 1
+        else:
+            row, column = divmod(shown.positions.index(i), shown.pixels.shape[1] // PATCH)
+            positions.append((following, following + row, following + column))
+            if i == shown.positions[-1]:
+                following = max(max(positions[j]) for j in shown.positions) + 1
+    positions += [(following + i,) * 3 for i in range(100)]
+    for module in model.modules():
+        if "rope" in module:
+            half = module.rope.dims // 2
+            base = getattr(module.rope, "base", None)
+            assert base is not None
+            chosen = axes.of_frequencies(half)
+            angles = np.array([[at[chosen[i]] * base ** (-i / half) for i in range(half)] for at in positions])
+            rotate_by(module.rope, mx.array(np.cos(angles), mx.float32), mx.array(np.sin(angles), mx.float32))
+
+
+def rotate_by(rope: Any, cosines: mx.array, sines: mx.array) -> None:
+    def rotate(self: Any, x: mx.array, offset: int = 0) -> mx.array:
+        half, length = self.dims // 2, x.shape[2]
+        c, s = cosines[offset : offset + length], sines[offset : offset + length]
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return mx.concatenate([a * c - b * s, b * c + a * s, rest], axis=-1)
+
+    rope.__class__ = type("Rotating", (type(rope),), {"__call__": rotate})

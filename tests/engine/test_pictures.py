@@ -20,6 +20,7 @@ from mlxpaged.models.loader import ServedModel
 from mlxpaged.scheduler.sequence import FinishReason, SequenceStatus
 from mlxpaged.step import FIRST_CONTENT_ID
 from mlxpaged.vision.picture import Picture
+from mlxpaged.vision.positions import Axes
 from tests.engine.helpers import make_core
 from tests.engine.seeing import PatchTower, expected_answer, load_seeing, picture, shown
 from tests.models.architectures import make_architecture
@@ -105,6 +106,31 @@ def test_other_layers(tmp_path: Path, name: str) -> None:
     served, _ = load_seeing(path)
     core = make_core(served, max_num_batched_tokens=24, max_num_seqs=8)
     assert answers(core, PROMPTS[:5]) == [expected_answer(path, *prompt) for prompt in PROMPTS[:5]]
+
+
+AXES = {
+    "qwen3": (Axes((4, 2, 2), interleaved=True), 2),  # as Qwen3-VL, with features for two layers
+    "qwen2": (Axes((4, 2, 2), interleaved=False), 0),  # as Qwen2.5-VL
+    "qwen3_5": (Axes((1, 1, 0), interleaved=True), 0),
+}
+
+
+@pytest.mark.parametrize("chunk", [8, 2048])
+@pytest.mark.parametrize("name", AXES)
+def test_positions_in_three_axes(tmp_path: Path, name: str, chunk: int) -> None:
+    """Prompts alone, in a batch, and again from the prefix cache."""
+    path = make_architecture(tmp_path / "m", name)
+    served, tower = load_seeing(path, *AXES[name])
+    expected = [expected_answer(path, *prompt, *AXES[name]) for prompt in PROMPTS]
+    plain = [expected_answer(path, *prompt) for prompt in PROMPTS]
+    changed = [i for i, answer in enumerate(plain) if answer != expected[i]]
+    assert len(changed) >= 4, "the test proves little"
+    assert all(PROMPTS[i][1] for i in changed)
+    core = make_core(served, max_num_batched_tokens=chunk, max_num_seqs=7)
+    assert answers(core, PROMPTS) == expected
+    calls = len(tower.calls)
+    assert [answers(core, [prompt])[0] for prompt in PROMPTS] == expected
+    assert len(tower.calls) == calls
 
 
 def test_other_pictures_give_other_answers(path: Path, expected: list[list[int]]) -> None:
