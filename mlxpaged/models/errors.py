@@ -1,5 +1,8 @@
 """Why a model cannot be served."""
 
+MAX_MESSAGE = 500
+"""Characters of a library's error message."""
+
 
 class ModelNotFoundError(Exception):
     """There is no model of this name, here or on the hub."""
@@ -23,3 +26,9 @@ class InsufficientMemoryError(UnsupportedModelError, MemoryError):
 
 class AdapterError(UnsupportedModelError):
     """An adapter cannot be used with its model. The message names it and says why."""
+
+
+def in_one_line(error: Exception) -> str:
+    """The message of a library, which can have a line for each of thousands of weights."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line if len(line) <= MAX_MESSAGE else f"{line[:MAX_MESSAGE]}..."

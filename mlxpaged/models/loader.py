@@ -13,12 +13,10 @@ import mlx.core as mx
 from huggingface_hub import errors as hub_errors
 from huggingface_hub import snapshot_download
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters, load_tokenizer
 from mlx_lm.utils import load_model as load_weights
 
 from mlxpaged.attention.layer import WindowMismatchError
-from mlxpaged.attention.self_check import ReportAmount
 from mlxpaged.cpu.optimize import optimize_for_cpu, parts_of_projection, prepare_first_load
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.adapters import (
@@ -30,7 +28,7 @@ from mlxpaged.models.adapters import (
 )
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder, weight_bytes
-from mlxpaged.models.errors import AdapterError, HubError, ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.errors import AdapterError, HubError, ModelNotFoundError, UnsupportedModelError, in_one_line
 from mlxpaged.models.gated_delta import route_gated_delta
 from mlxpaged.models.generation_config import end_tokens_of, read_generation_config
 from mlxpaged.models.head import RowSelection, select_rows_before_head
@@ -58,6 +56,7 @@ from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.models.tokenizer_limits import check_tokenizer_file
 from mlxpaged.models.turns import Turns
 from mlxpaged.models.weight_headers import check_sizes
+from mlxpaged.models.weights import READ_BYTES, read_weights
 from mlxpaged.vision.tower import Vision
 
 logger = logging.getLogger(__name__)
@@ -66,12 +65,6 @@ CONFIG = "config.json"
 DEMO_PATH = Path(__file__).parent / "demo"
 DEFAULT_CONTEXT_LENGTH = 4096
 """Assumed if a model's config states none."""
-
-READ_BYTES = 2**27
-"""Bytes of weights that are read at once: about 40 ms from the SSD of a Mac, so that a display can follow."""
-
-MAX_MESSAGE = 500
-"""Characters of a library's error message."""
 
 SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken", "*.txt"]
 """What is downloaded beside the weights."""
@@ -310,12 +303,6 @@ def read_tokenizer(name: str, tool_parser: str | None = None) -> Tokenizer:
         raise UnsupportedModelError(f"{name} cannot be loaded: {in_one_line(error)}") from error
 
 
-def in_one_line(error: Exception) -> str:
-    """The message of a library, which can have a line for each of thousands of weights."""
-    line = " ".join(str(error).split()) or type(error).__name__
-    return line if len(line) <= MAX_MESSAGE else f"{line[:MAX_MESSAGE]}..."
-
-
 def find_reranker(name: str, tokenizer: Tokenizer, is_reranker: bool) -> tuple[Reranker | None, str]:
     """Returns None and the reason if the model is no reranker. Raises UnsupportedModelError if it has to be one."""
     try:
@@ -324,26 +311,6 @@ def find_reranker(name: str, tokenizer: Tokenizer, is_reranker: bool) -> tuple[R
         if is_reranker:
             raise UnsupportedModelError(f"{name} cannot be used as a reranker: {error}") from None
         return None, str(error)
-
-
-def read_weights(model: Module, report: ReportAmount, group_bytes: int = READ_BYTES) -> None:
-    """Evaluate the weights, which mlx-lm has left to be read when they are needed, in groups of so many bytes.
-
-    The total is that of the weights which the model has. Its files may have more, for example an image encoder's.
-    """
-    # mlx-lm has begun random weights. Each adds 2 KB to the graph of MLX's random state, which is not freed otherwise.
-    mx.eval(mx.random.state)
-    weights: Any = tree_flatten(model.parameters())
-    total, done, group = sum(array.nbytes for _, array in weights), 0, 0
-    waiting: list[mx.array] = []
-    report(0, total)
-    for _, array in weights:
-        waiting.append(array)
-        group += array.nbytes
-        if group >= group_bytes or done + group == total:
-            mx.eval(waiting)
-            done, group, waiting = done + group, 0, []
-            report(done, total)
 
 
 def load_embedding_model(

@@ -1,0 +1,34 @@
+"""Reads the weights of a model in parts, so that a display can follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+
+from mlxpaged.attention.self_check import ReportAmount
+
+READ_BYTES = 2**27
+"""Bytes of weights that are read at once: about 40 ms from the SSD of a Mac, so that a display can follow."""
+
+
+def read_weights(model: Module, report: ReportAmount, group_bytes: int = READ_BYTES) -> None:
+    """Evaluate the weights, which mlx-lm has left to be read when they are needed, in groups of so many bytes.
+
+    The total is that of the weights which the model has. Its files may have more, for example an image encoder's.
+    """
+    # mlx-lm has begun random weights. Each adds 2 KB to the graph of MLX's random state, which is not freed otherwise.
+    mx.eval(mx.random.state)
+    weights: Any = tree_flatten(model.parameters())
+    total, done, group = sum(array.nbytes for _, array in weights), 0, 0
+    waiting: list[mx.array] = []
+    report(0, total)
+    for _, array in weights:
+        waiting.append(array)
+        group += array.nbytes
+        if group >= group_bytes or done + group == total:
+            mx.eval(waiting)
+            done, group, waiting = done + group, 0, []
+            report(done, total)
