@@ -28,12 +28,20 @@ class Picture:
 class PictureFormat(Protocol):
     """How a model's prompts show a picture. All of it follows from the model's configuration."""
 
-    template_token: int
-    """The token that the chat template writes for a picture."""
-    placeholder: int
-    """The token of `tokens` that stands for one row of features."""
-    settings: bytes
-    """What a picture's pixels depend on beside the client's bytes. It is a part of a digest."""
+    @property
+    def template_token(self) -> int:
+        """The token that the chat template writes for a picture."""
+        ...
+
+    @property
+    def placeholder(self) -> int:
+        """The token of `tokens` that stands for one row of features."""
+        ...
+
+    @property
+    def settings(self) -> bytes:
+        """What a picture's pixels depend on beside the client's bytes. It is a part of a digest."""
+        ...
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Returns the width and height at which the tower takes a picture of this width and height."""

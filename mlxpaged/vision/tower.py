@@ -16,8 +16,10 @@ from mlxpaged.vision.positions import Axes
 class Tower(Protocol):
     """Encodes pictures: a vision tower and the projection to the width of the text model's embeddings."""
 
-    nbytes: int
-    """Bytes of its weights."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+        ...
 
     def encode(self, pixels: mx.array) -> Iterator[mx.array]:
         """Yields the state after each part of the work, which is about a block's, and at the end the features
