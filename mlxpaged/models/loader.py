@@ -55,6 +55,7 @@ from mlxpaged.models.short_names import DEMO_MODEL, full_name, near_names, taken
 from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.models.tokenizer_limits import check_tokenizer_file
 from mlxpaged.models.turns import Turns
+from mlxpaged.models.vision import let_see, load_vision
 from mlxpaged.models.weight_headers import check_sizes
 from mlxpaged.models.weights import READ_BYTES, read_weights
 from mlxpaged.vision.tower import Vision
@@ -77,7 +78,8 @@ class ServedModel:
     path: its directory. model_type: of its config.json. rows: None if its output head cannot select rows.
     max_model_len: most tokens of a prompt and its answer that are served, at most the context length.
     no_reranker_because: the reason if `reranker` is None. sampling: the sampling parameters that its
-    generation_config.json recommends, by name. vision: None if it takes no images.
+    generation_config.json recommends, by name. vision: None if it takes no
+    images. no_vision_because: the reason then, if it was made to.
     """
 
     name: str
@@ -97,6 +99,7 @@ class ServedModel:
     sampling: Mapping[str, float]
     adapters: Adapters = field(default_factory=Adapters)
     vision: Vision | None = None
+    no_vision_because: str = ""
 
     @property
     def kv_layers(self) -> list[KV]:
@@ -258,6 +261,9 @@ def load_model(
         rows = select_rows_before_head(model, sizes, lambda rows: selects_rows(model, layers, reference, rows))
         installed.step.head = rows
         check_adapters(model, layers, loaded, installed.step, turns)
+        seen = load_vision(path, own_config, tokenizer.reader.get_vocab, turns.report, num_ranks)
+        turns.take()
+        vision, no_vision_because = let_see(model, layers, *seen)
     except AdapterError:
         raise
     except UnsupportedModelError as error:
@@ -277,12 +283,14 @@ def load_model(
         vocab_size=vocab_size,
         context_length=longest,
         max_model_len=min(longest, max_model_len or longest),
-        weight_bytes=weight_bytes(model) + installed.nbytes,
+        weight_bytes=weight_bytes(model) + installed.nbytes + (0 if vision is None else vision.tower.nbytes),
         num_parameters=num_parameters,
         reranker=reranker,
         no_reranker_because=no_reranker_because,
         sampling=recommended.sampling,
         adapters=installed,
+        vision=vision,
+        no_vision_because=no_vision_because,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,19 @@ from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten
 
 from mlxpaged.attention.self_check import ReportAmount
-from mlxpaged.models.errors import in_one_line
+from mlxpaged.models.errors import UnsupportedModelError, in_one_line
+from mlxpaged.models.fused_attention import unfuse_for_pictures
 from mlxpaged.models.json_files import read_object
+from mlxpaged.models.layers import LayerSpec
 from mlxpaged.models.preflight import WEIGHTS
+from mlxpaged.models.vision_probe import check_vision
 from mlxpaged.models.weights import read_weights
+from mlxpaged.vision.install import install
 from mlxpaged.vision.pixtral import ACTIVATIONS, MEAN, STD, PixtralSizes, PixtralTower
 from mlxpaged.vision.pixtral_format import PixtralFormat
 from mlxpaged.vision.tower import Vision
+
+logger = logging.getLogger(__name__)
 
 MERGES = {"mistral3": True, "pixtral": False, "llava": False}
 """Whether the projector has a merger of patches, by model type. With the type pixtral, mlx-vlm writes what transformers
@@ -32,15 +39,21 @@ CONVOLUTION = "vision_tower.patch_conv.weight"
 
 
 def load_vision(
-    path: Path, config: Mapping[str, Any], vocabulary: Callable[[], Mapping[str, int]], report: ReportAmount
+    path: Path,
+    config: Mapping[str, Any],
+    vocabulary: Callable[[], Mapping[str, int]],
+    report: ReportAmount,
+    num_ranks: int = 1,
 ) -> tuple[Vision | None, str]:
     """Returns None and the reason if the model cannot see pictures; the reason is empty if it was never meant to.
 
     path: its directory. config: of its config.json. vocabulary: returns the ids of its tokens by their text. report:
-    gets the bytes of weights that are read, and of all.
+    gets the bytes of weights that are read, and of all. num_ranks: that share the model.
     """
     if not isinstance(config.get("vision_config"), Mapping):
         return None, ""
+    if num_ranks > 1:
+        return None, "a model that several machines share takes no pictures yet"
     kind = config.get("model_type")
     if kind not in MERGES or config["vision_config"].get("model_type") != "pixtral":
         return None, f"pictures are not supported yet for {kind} models"
@@ -57,6 +70,23 @@ def load_vision(
         return None, f"its vision tower cannot be loaded: {in_one_line(error)}"
     read_weights(tower, report)  # the report may raise an error that ends the load
     return Vision(picture_format, tower), ""
+
+
+def let_see(
+    model: Module, layers: Sequence[LayerSpec], vision: Vision | None, reason: str
+) -> tuple[Vision | None, str]:
+    """Installs a tower and checks that the model sees by it. vision, reason: what `load_vision` returns. Returns None
+    and the reason if it does not."""
+    if vision is not None:
+        try:
+            install(model, vision)
+            unfuse_for_pictures(model, vision.rows)
+            check_vision(model, layers, vision)
+        except (UnsupportedModelError, ValueError) as error:
+            vision, reason = None, str(error)
+    if reason:
+        logger.warning("this model is served without its eyes: %s", reason)
+    return vision, reason
 
 
 def stored_weights(path: Path) -> dict[str, mx.array]:

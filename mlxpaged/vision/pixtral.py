@@ -16,6 +16,8 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 from mlx.utils import tree_flatten
 
+from mlxpaged.vision.attention import attend
+
 CHANNELS = 3
 NORM_EPS = 1e-5
 """The same in all norms of the tower; no config.json has it."""
@@ -80,8 +82,7 @@ class Attention(Module):
         pictures, patches, width = x.shape
         projected = (layer(x) for layer in (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (each.reshape(pictures, patches, self.heads, -1).swapaxes(1, 2) for each in projected)
-        scale = q.shape[-1] ** -0.5
-        mixed = mx.fast.scaled_dot_product_attention(rotation(q), rotation(k), v, scale=scale)
+        mixed = attend(rotation(q), rotation(k), v)
         out: mx.array = self.o_proj(mixed.swapaxes(1, 2).reshape(pictures, patches, width))
         return out
 

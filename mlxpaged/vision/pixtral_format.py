@@ -35,6 +35,9 @@ class PixtralFormat:
             width, height = int(width / ratio), int(height / ratio)
         return max(1, -(-width // self.side)) * self.side, max(1, -(-height // self.side)) * self.side
 
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        return height // self.side, width // self.side
+
     def tokens(self, width: int, height: int) -> list[int]:
         row = [*[self.placeholder] * (width // self.side), self.row_end]
         return [*(row * (height // self.side))[:-1], self.end]

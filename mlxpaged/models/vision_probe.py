@@ -1,0 +1,106 @@
+"""The probe of a model that sees: a made-up picture goes through its tower, and a prompt with it through its layers.
+
+A tower must give a picture the same features alone and beside others. The layers must give the same logits in chunks,
+which end within the picture, as in one pass with mlx-lm's own caches. And another picture must change them: a model may
+not use the embedding in which the features are put.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.models.caches import ModelCaches
+from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.layers import LayerSpec
+from mlxpaged.models.reference import differences
+from mlxpaged.step import Row
+from mlxpaged.vision.tower import Vision
+
+SIZE = (96, 64)
+"""Width and height of the picture before the model's format has its way."""
+TEXT = [5, 17, 9, 40, 33]
+CHUNKS = (4, 3, 7, 1, 5)
+BLOCK_SIZE = 8
+SEQUENCE = 0
+
+FEATURES_ALLOWED = {mx.float32: 1e-3}
+LOGITS_ALLOWED = {mx.float32: 1e-2}
+"""Differences that rounding explains, as `differences` measures them, by the type of the numbers."""
+HALF_ALLOWED = 0.1
+OTHER_PICTURE = 1e-4
+"""Another picture changes the logits by more."""
+
+
+def check_vision(model: Module, specs: Sequence[LayerSpec], vision: Vision) -> None:
+    """Raises UnsupportedModelError with the reason for which the model cannot be served with pictures."""
+    width, height = vision.format.size(*SIZE)
+    pixels = mx.array(np.random.default_rng(0).integers(0, 256, (2, height, width, 3), dtype=np.uint8))
+    tokens = vision.format.tokens(width, height)
+    count = tokens.count(vision.format.placeholder)
+    *_, alone = vision.tower.encode(pixels[:1])
+    *_, both = vision.tower.encode(pixels)
+    if alone.shape[:2] != (1, count) or both.shape[:2] != (2, count):
+        raise UnsupportedModelError(f"its tower makes {alone.shape[1]} rows of a picture, and its prompt has {count}")
+    allowed = FEATURES_ALLOWED.get(alone.dtype, HALF_ALLOWED)
+    worst = float(differences(both[0], alone[0].astype(mx.float32)).max())
+    if not worst <= allowed:
+        raise UnsupportedModelError(f"its tower gives a picture other features beside another one, by {worst:.2%}")
+    prompt = TEXT + tokens + TEXT
+    where = [position for position, token in enumerate(prompt) if token == vision.format.placeholder]
+    ids = [0 if position in set(where) else token for position, token in enumerate(prompt)]
+    expected = whole(model, vision, ids, where, alone[0])
+    other = whole(model, vision, ids, where, both[1])
+    paged = mx.concatenate(list(in_chunks(model, specs, vision, ids, where, alone[0])))
+    allowed = LOGITS_ALLOWED.get(expected.dtype, HALF_ALLOWED)
+    expected = expected.astype(mx.float32)
+    worst = float(differences(paged, expected).max())
+    if not worst <= allowed:
+        raise UnsupportedModelError(f"the paged batch does not reproduce its logits for a picture, by {worst:.2%}")
+    if not float(differences(other[-1:], expected[-1:]).max()) > OTHER_PICTURE:
+        raise UnsupportedModelError("its logits do not depend on a picture's features")
+
+
+def whole(model: Module, vision: Vision, ids: list[int], where: list[int], features: mx.array) -> mx.array:
+    """The logits [T, V] by mlx-lm's own caches."""
+    vision.rows.where, vision.rows.features = mx.array(where), features
+    try:
+        logits: mx.array = model(mx.array([ids]), cache=make_prompt_cache(model))[0]
+        mx.eval(logits)
+        return logits
+    finally:
+        vision.rows.clear()
+
+
+def in_chunks(
+    model: Module,
+    specs: Sequence[LayerSpec],
+    vision: Vision,
+    ids: list[int],
+    where: list[int],
+    features: mx.array,
+) -> Iterator[mx.array]:
+    """Yields logits by paged caches, [n, V] for each chunk."""
+    table = list(range(-(-len(ids) // BLOCK_SIZE)))
+    caches = ModelCaches(specs, len(table), BLOCK_SIZE)
+    start, number = 0, 0
+    while start < len(ids):
+        end = min(len(ids), start + CHUNKS[number % len(CHUNKS)])
+        within = [row for row, position in enumerate(where) if start <= position < end]
+        if within:
+            vision.rows.where = mx.array([where[row] - start for row in within])
+            vision.rows.features = features[mx.array(within)]
+        try:
+            meta = AttentionMetadata.build([end - start], [end], [table], BLOCK_SIZE)
+            row = Row(SEQUENCE, start, range(start, end))
+            logits = caches.run(model, mx.array(ids[start:end]), [meta], [row], [SEQUENCE])
+            mx.eval(logits, caches.arrays)
+            yield logits[:, 0]
+        finally:
+            vision.rows.clear()
+        start, number = end, number + 1

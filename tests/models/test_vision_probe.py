@@ -1,0 +1,125 @@
+"""A model sees only if the probe finds that its tower and its layers give what they give alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_tokenizer
+
+from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.models.vision_probe import check_vision
+from mlxpaged.vision.tower import Vision
+from tests.models.architectures import make_architecture
+from tests.vision.tiny import MERGED, tiny_tower
+
+SIZES = replace(MERGED, output=64)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mistral 3 with the tokenizer of the demo model."""
+    path = make_architecture(tmp_path_factory.mktemp("seeing") / "m", "mistral3")
+    weights: Any = tree_flatten(tiny_tower(SIZES).parameters())
+    mx.save_safetensors(str(path / "model-tower.safetensors"), dict(weights))
+    config = json.loads((path / "config.json").read_text())
+    seen = {
+        "model_type": "pixtral",
+        "hidden_size": SIZES.width,
+        "intermediate_size": SIZES.hidden,
+        "num_hidden_layers": SIZES.blocks,
+        "num_attention_heads": SIZES.heads,
+        "patch_size": SIZES.patch,
+        "image_size": 64,
+        "hidden_act": SIZES.activation,
+        "rope_theta": SIZES.rope_base,
+    }
+    config |= {"vision_config": seen, "image_token_index": 10, "spatial_merge_size": SIZES.merge}
+    (path / "config.json").write_text(json.dumps(config))
+    tokens: Any = load_tokenizer(path)
+    names = {"image_break_token": 11, "image_end_token": 12}
+    texts = {name: tokens.convert_ids_to_tokens(token) for name, token in names.items()}
+    (path / "processor_config.json").write_text(json.dumps(texts))
+    return path
+
+
+@pytest.fixture
+def served(path: Path) -> ServedModel:
+    return load_model(str(path))
+
+
+def test_a_model_that_sees(served: ServedModel) -> None:
+    assert served.vision is not None
+    assert served.no_vision_because == ""
+    tower: Any = tree_flatten(tiny_tower(SIZES).parameters())
+    assert served.vision.tower.nbytes == sum(array.nbytes for _, array in tower)
+    assert served.vision.format.tokens(16, 8) == [10, 10, 12]
+    assert served.vision.format.tokens(16, 16) == [10, 10, 11, 10, 10, 12]
+
+
+class OtherTower:
+    """Changes the features of the model's own tower."""
+
+    nbytes = 0
+
+    def __init__(self, vision: Vision, change: Any) -> None:
+        self._tower, self._change = vision.tower, change
+
+    def encode(self, pixels: mx.array) -> Iterator[mx.array]:
+        for state in self._tower.encode(pixels):
+            yield state
+        yield self._change(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda features: features[:, :-1], "rows of a picture"),
+        (lambda features: features + len(features), "other features beside another"),
+        (lambda features: features * mx.nan, "other features beside another"),
+    ],
+    ids=["rows", "batch", "nan"],
+)
+def test_a_tower_that_is_not_right(served: ServedModel, change: Any, reason: str) -> None:
+    assert served.vision is not None
+    vision = replace(served.vision, tower=OtherTower(served.vision, change))
+    with pytest.raises(UnsupportedModelError, match=reason):
+        check_vision(served.model, served.layers, vision)
+
+
+def test_a_model_that_does_not_use_its_features(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert served.vision is not None
+    monkeypatch.setattr(served.vision.rows, "put_into", lambda embedded: embedded)
+    with pytest.raises(UnsupportedModelError, match="do not depend on a picture"):
+        check_vision(served.model, served.layers, served.vision)
+
+
+def test_features_that_are_put_elsewhere_in_a_chunk(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert served.vision is not None
+    rows, put_into = served.vision.rows, served.vision.rows.put_into
+
+    def put(embedded: mx.array) -> mx.array:
+        if rows.where is not None and embedded.shape[1] == 1:
+            rows.where = rows.where[::-1]
+        return put_into(embedded)
+
+    monkeypatch.setattr(rows, "put_into", put)
+    with pytest.raises(UnsupportedModelError, match="does not reproduce its logits for a picture"):
+        check_vision(served.model, served.layers, served.vision)
+
+
+def test_a_model_without_an_embedding_that_is_known_is_served_as_text(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("mlxpaged.vision.install.embedding_of", lambda model: None)
+    served = load_model(str(path))
+    assert served.vision is None
+    assert served.no_vision_because == "its embedding was not found"
+    assert "served without its eyes: its embedding was not found" in caplog.text
