@@ -24,14 +24,14 @@ from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.memory import START_TOKENS, StateMemory, kv_blocks, least_step, state_checkpoints, swap_slots
 from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
 from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.engine.pictures import Pictures
+from mlxpaged.engine.pictures import FEATURE_BYTES, Pictures
 from mlxpaged.engine.pool_resizer import PoolResizer
 from mlxpaged.engine.progress import Report, Stage, reporter
 from mlxpaged.engine.prompt_logits import max_prompt_logits
 from mlxpaged.engine.ranks import Ranks, least
 from mlxpaged.engine.row_times import time_rows
 from mlxpaged.engine.sampler import Sampler
-from mlxpaged.engine.step_memory import bytes_per_key, measure_step
+from mlxpaged.engine.step_memory import bytes_per_key, measure_encoding, measure_step
 from mlxpaged.engine.wired_memory import choose_wiring
 from mlxpaged.models.cache_groups import cache_layout, one_group
 from mlxpaged.models.device_memory import free_device_memory
@@ -81,6 +81,7 @@ def build_engine(
     states = StateMemory(per_state, config.max_num_seqs, num_checkpoints)
     step_bytes = max(step_bytes, least_step())
     reserved = step_bytes + (0 if embedder is None else embedder.model.kv_bytes)
+    reserved += 0 if served.vision is None else FEATURE_BYTES
     num_blocks = least(
         kv_blocks(per_block, config.kv_cache_bytes, per_sequence, config.max_num_seqs, reserved, states), ranks
     )
@@ -169,6 +170,9 @@ def load_core(
     turns.take()
     step_bytes = measure_step(served, config)
     turns.take()
+    if served.vision is not None:
+        step_bytes = max(step_bytes, measure_encoding(served.vision))
+        turns.take()
     embedder = build_embedder(config, served) if ranks is None else (None, "several ranks make no embeddings")
     core = build_engine(config, served, clock, *embedder, report, step_bytes, ranks=ranks)
     if ranks is None:  # the other ranks take no steps before all are ready

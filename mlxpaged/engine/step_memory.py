@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence as ListOf
 
@@ -19,12 +20,21 @@ from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.layers import KV, is_per_sequence
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.step import Row, Step
+from mlxpaged.vision.tower import Vision
 
 logger = logging.getLogger(__name__)
 
 CPU_TOKENS = 64
 """Tokens of the measured step on a CPU, so that a start takes no longer: 0.4 s for a model of 82 million parameters."""
 
+
+LARGEST = (16_384, 16_384)
+"""Width and height of a picture for which `PictureFormat.size` gives the largest that the tower takes."""
+
+CPU_SIDE = 224
+"""Most pixels of a side of the measured picture on a CPU."""
+
+MEASURED_PARTS = 2
 
 SCORE_ARRAYS = 4
 """Arrays of scores that exist at once: 3.3 MB more for 1,507 keys and 4 heads, if MLX waits for its operations."""
@@ -61,6 +71,28 @@ def measure_step(served: ServedModel, config: EngineConfig) -> int:
         "MB, prompt log-probabilities %.1f MB",
         *(found / 1e6, tokens, peak / 1e6, context / 1e6, scores / 1e6, logits / 1e6),
     )
+    return found
+
+
+def measure_encoding(vision: Vision) -> int:
+    """Bytes that the encoding of the largest picture takes at once.
+
+    The first parts of a picture are computed, which are alike: on a GPU of the largest one, on a CPU of one that is
+    no larger than CPU_SIDE, so that a start takes no longer. From there on, the memory grows with the pixels.
+    """
+    on_gpu = mx.metal.is_available()
+    largest = vision.format.size(*LARGEST)
+    width, height = largest if on_gpu else vision.format.size(CPU_SIDE, CPU_SIDE)
+    before = int(mx.get_active_memory())
+    mx.reset_peak_memory()
+    pixels = mx.zeros((1, height, width, 3), mx.uint8)
+    for state in itertools.islice(vision.tower.encode(pixels), MEASURED_PARTS):
+        mx.eval(state)
+    peak = max(0, int(mx.get_peak_memory()) - before)
+    del state, pixels
+    mx.clear_cache()
+    found = peak * max(1, largest[0] * largest[1] // (width * height))
+    logger.info("a picture of %d x %d takes up to %.1f MB while it is encoded", *largest, found / 1e6)
     return found
 
 

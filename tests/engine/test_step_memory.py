@@ -16,9 +16,11 @@ from mlxpaged.engine import memory, step_memory
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.memory import LEAST_STEP
 from mlxpaged.engine.prompt_logits import prompt_logits_bytes
-from mlxpaged.engine.step_memory import SCORE_TOKENS, measure_step
+from mlxpaged.engine.step_memory import SCORE_TOKENS, measure_encoding, measure_step
 from mlxpaged.models.loader import load_model
+from mlxpaged.vision.tower import Vision
 from tests.engine.hybrid import Hybrid
+from tests.engine.seeing import PatchFormat, PatchTower
 from tests.models.architectures import make_architecture
 from tests.support import make_tiny_model
 
@@ -79,3 +81,15 @@ def test_the_scores_of_a_long_prompt_are_bounded(shape: AttentionShape, expected
 
 def test_scores_are_counted_for_a_tile_of_the_cpus_attention() -> None:
     assert SCORE_TOKENS == TILE
+
+
+def test_the_measured_picture_is_extrapolated_to_the_largest() -> None:
+    class UpTo448(PatchFormat):
+        def size(self, width: int, height: int) -> tuple[int, int]:
+            return min(448, width), min(448, height)
+
+    tower = PatchTower(64)
+    needed = measure_encoding(Vision(UpTo448(), tower))
+    assert tower.calls == [(1, 224, 224, 3)]
+    values = 448 * 448 * 3
+    assert values * 4 <= needed <= values * 40, "its state is as large as the picture, in float32"
