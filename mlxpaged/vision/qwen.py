@@ -1,0 +1,196 @@
+"""The vision tower of Qwen3-VL, Qwen3.5 and Qwen3.6.
+
+The modules have the names of the checkpoints. The patches are in the order of the features: square by square of
+merge x merge patches. Positions follow Qwen3VLVisionModel of transformers: an embedding for a grid of a fixed side,
+interpolated to the picture's, and a rotation whose first frequencies are of the row and whose others of the column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.activations import gelu, gelu_approx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import LayerNorm
+from mlx.utils import tree_flatten
+
+from mlxpaged.vision.attention import attend
+
+CHANNELS = 3
+NORM_EPS = 1e-6
+ROPE_BASE = 10_000.0
+"""The same in all of these towers; no config.json has them."""
+
+MEAN = STD = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True)
+class QwenSizes:
+    """What a tower is built by.
+
+    width: of its blocks. hidden: of their feed-forward layers. patch: side in pixels. merge: each square of
+    merge x merge patches becomes one row of features. places: side of the grid that has embeddings. deep: the blocks
+    after which features are taken for the first layers of the text model, in order. output: width of the text model's
+    embeddings. mean, std: of the pixels' colours, from 0 to 1.
+    """
+
+    width: int
+    hidden: int
+    blocks: int
+    heads: int
+    patch: int
+    merge: int
+    places: int
+    deep: tuple[int, ...]
+    output: int
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
+
+
+class Attention(Module):
+    """Attention of a picture's patches to one another."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = Linear(width, 3 * width)
+        self.proj = Linear(width, width)
+
+    def __call__(self, x: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
+        """cosines, sines: [patches, half of a head]."""
+        pictures, patches, width = x.shape
+        q, k, v = self.qkv(x).reshape(pictures, patches, 3, self.heads, -1).transpose(2, 0, 3, 1, 4)
+
+        def turned(heads: mx.array) -> mx.array:
+            first, second = mx.split(heads.astype(mx.float32), 2, axis=-1)
+            parts = [first * cosines - second * sines, second * cosines + first * sines]
+            return mx.concatenate(parts, axis=-1).astype(heads.dtype)
+
+        mixed = attend(turned(q), turned(k), v)
+        out: mx.array = self.proj(mixed.swapaxes(1, 2).reshape(pictures, patches, width))
+        return out
+
+
+class FeedForward(Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.linear_fc1 = Linear(width, hidden)
+        self.linear_fc2 = Linear(hidden, width)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        out: mx.array = self.linear_fc2(gelu_approx(self.linear_fc1(x)))
+        return out
+
+
+class Block(Module):
+    def __init__(self, sizes: QwenSizes) -> None:
+        super().__init__()
+        self.norm1 = LayerNorm(sizes.width, NORM_EPS)
+        self.norm2 = LayerNorm(sizes.width, NORM_EPS)
+        self.attn = Attention(sizes.width, sizes.heads)
+        self.mlp = FeedForward(sizes.width, sizes.hidden)
+
+    def __call__(self, x: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
+        x = x + self.attn(self.norm1(x), cosines, sines)
+        return x + self.mlp(self.norm2(x))
+
+
+class Merger(Module):
+    """From squares of patches to the text model's width. norms_squares: whether the norm sees a whole square."""
+
+    def __init__(self, sizes: QwenSizes, norms_squares: bool) -> None:
+        super().__init__()
+        self.square = sizes.merge**2 * sizes.width
+        self.norms_squares = norms_squares
+        self.norm = LayerNorm(self.square if norms_squares else sizes.width, NORM_EPS)
+        self.linear_fc1 = Linear(self.square, self.square)
+        self.linear_fc2 = Linear(self.square, sizes.output)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        squares = (len(x), -1, self.square)
+        x = self.norm(x.reshape(squares)) if self.norms_squares else self.norm(x).reshape(squares)
+        out: mx.array = self.linear_fc2(gelu(self.linear_fc1(x)))
+        return out
+
+
+class QwenTower(Module):
+    """A `Tower`. The sides of its pictures are multiples of patch * merge. With `deep`, a row of features has a part
+    for each of these, after that for the embedding."""
+
+    def __init__(self, sizes: QwenSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        # A convolution by steps of its own width is a linear layer of whole patches. The two frames that it takes are
+        # one picture twice, so their weights are added.
+        self.patch_embed = {"proj": Linear(sizes.patch**2 * CHANNELS, sizes.width)}
+        self.pos_embed = Embedding(sizes.places**2, sizes.width)
+        self.blocks = [Block(sizes) for _ in range(sizes.blocks)]
+        self.merger = Merger(sizes, norms_squares=False)
+        if sizes.deep:
+            self.deepstack_merger_list = [Merger(sizes, norms_squares=True) for _ in sizes.deep]
+
+    @property
+    def nbytes(self) -> int:
+        weights: Any = tree_flatten(self.parameters())
+        return sum(array.nbytes for _, array in weights)
+
+    def encode(self, pixels: mx.array) -> Iterator[mx.array]:
+        sizes = self.sizes
+        rows, columns = (size // sizes.patch for size in pixels.shape[1:3])
+        state = self._embedded(pixels, rows, columns)
+        cosines, sines = self._rotation(rows, columns)
+        deep = []
+        for number, block in enumerate(self.blocks):
+            state = block(state, cosines, sines)
+            if number in sizes.deep:
+                deep.append(self.deepstack_merger_list[sizes.deep.index(number)](state))
+            yield state
+        features = self.merger(state)
+        yield mx.stack([features, *deep], axis=2) if deep else features
+
+    def _in_squares(self, places: mx.array) -> mx.array:
+        """[rows, columns, ...] -> [patches, ...], in the order of the features."""
+        merge = self.sizes.merge
+        rows, columns, *rest = places.shape
+        squares = places.reshape(rows // merge, merge, columns // merge, merge, *rest).swapaxes(1, 2)
+        return squares.reshape(rows * columns, *rest)
+
+    def _embedded(self, pixels: mx.array, rows: int, columns: int) -> mx.array:
+        side = self.sizes.patch
+        colours = (pixels.astype(mx.float32) / 255 - mx.array(self.sizes.mean)) / mx.array(self.sizes.std)
+        patches = colours.reshape(-1, rows, side, columns, side, CHANNELS).swapaxes(2, 3)
+        patches = mx.stack([self._in_squares(picture) for picture in patches]).flatten(2)
+        project = self.patch_embed["proj"]
+        embedded = project(patches.astype(project.bias.dtype)) + self._in_squares(self._places(rows, columns))
+        return embedded.astype(project.bias.dtype)
+
+    def _places(self, rows: int, columns: int) -> mx.array:
+        """[rows, columns, width]: the embeddings of the grid, bilinearly interpolated, corner to corner."""
+        last = self.sizes.places - 1
+        down, across = (mx.linspace(0, last, count) for count in (rows, columns))
+        (top, below), (left, right) = (
+            (mx.floor(at).astype(mx.int32), mx.minimum(mx.floor(at).astype(mx.int32) + 1, last))
+            for at in (down, across)
+        )
+        by_row, by_column = (down - top)[:, None, None], (across - left)[None, :, None]
+
+        def at(row: mx.array, column: mx.array) -> mx.array:
+            embedded: mx.array = self.pos_embed(row[:, None] * self.sizes.places + column)
+            return embedded
+
+        upper = at(top, left) * (1 - by_column) + at(top, right) * by_column
+        lower = at(below, left) * (1 - by_column) + at(below, right) * by_column
+        return upper * (1 - by_row) + lower * by_row
+
+    def _rotation(self, rows: int, columns: int) -> tuple[mx.array, mx.array]:
+        half = self.sizes.width // self.sizes.heads // 2
+        frequencies = ROPE_BASE ** -(mx.arange(0, half, 2, dtype=mx.float32) / half)
+        down = mx.broadcast_to(mx.arange(rows)[:, None, None] * frequencies, (rows, columns, len(frequencies)))
+        across = mx.broadcast_to(mx.arange(columns)[None, :, None] * frequencies, (rows, columns, len(frequencies)))
+        angles = self._in_squares(mx.concatenate([down, across], axis=-1))
+        return mx.cos(angles), mx.sin(angles)

@@ -1,0 +1,273 @@
+"""The tower of Qwen3-VL and Qwen3.5 computes what its definition says, and its files are read in all layouts."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+import pytest
+from mlx.utils import tree_flatten, tree_map_with_path
+
+from mlxpaged.models.vision import load_vision
+from mlxpaged.vision.positions import Axes
+from mlxpaged.vision.qwen import QwenSizes, QwenTower
+from mlxpaged.vision.qwen_format import QwenFormat
+from tests.vision.tiny import pictures
+
+Array = npt.NDArray[np.float64]
+
+DEEP = QwenSizes(
+    width=24,
+    hidden=20,
+    blocks=3,
+    heads=3,
+    patch=4,
+    merge=2,
+    places=5,
+    deep=(0, 2),
+    output=16,
+    mean=(0.5, 0.4, 0.3),
+    std=(0.25, 0.5, 0.2),
+)
+"""Of a Qwen3-VL."""
+
+PLAIN = replace(DEEP, deep=())
+"""Of a Qwen3.5."""
+
+BOTH = pytest.mark.parametrize("sizes", [DEEP, PLAIN], ids=["deep", "plain"])
+
+
+def tiny_tower(sizes: QwenSizes) -> QwenTower:
+    """Its weights are large enough for each of them to change the features."""
+    tower = QwenTower(sizes)
+    mx.random.seed(5)
+
+    def random(name: str, weight: mx.array) -> mx.array:
+        spread = 1.0 if weight.ndim == 1 else 1.5 / math.sqrt(weight.shape[-1])
+        return mx.random.normal(weight.shape) * spread
+
+    tower.update(tree_map_with_path(random, tower.parameters()))
+    mx.eval(tower.parameters())
+    return tower
+
+
+def features(tower: QwenTower, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    *_, last = tower.encode(mx.array(pixels))
+    return np.array(last)
+
+
+def norm(x: Array, weights: dict[str, Array], name: str) -> Array:
+    centred = x - x.mean()
+    return weights[f"{name}.weight"] * centred / math.sqrt((centred**2).mean() + 1e-6) + weights[f"{name}.bias"]
+
+
+def linear(x: Array, weights: dict[str, Array], name: str) -> Array:
+    return weights[f"{name}.weight"] @ x + weights[f"{name}.bias"]
+
+
+def exact_gelu(x: Array) -> Array:
+    return np.array([each / 2 * (1 + math.erf(each / math.sqrt(2))) for each in x])
+
+
+def gelu_of_tanh(x: Array) -> Array:
+    return np.array([v / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))) for v in x])
+
+
+def place(weights: dict[str, Array], sizes: QwenSizes, row: int, column: int, rows: int, columns: int) -> Array:
+    """The embedding of a point between four places of the grid."""
+    grid = weights["pos_embed.weight"].reshape(sizes.places, sizes.places, -1)
+    y, x = (at * (sizes.places - 1) / (count - 1) for at, count in ((row, rows), (column, columns)))
+    found = np.zeros(sizes.width)
+    for i in range(sizes.places):
+        for j in range(sizes.places):
+            found += max(0.0, 1 - abs(y - i)) * max(0.0, 1 - abs(x - j)) * grid[i, j]
+    return found
+
+
+def turned(x: Array, row: int, column: int) -> Array:
+    half = len(x) // 2
+    out = x.copy()
+    for i in range(half):
+        quarter = half // 2
+        angle = (row if i < quarter else column) * 10000.0 ** (-2 * (i % quarter) / half)
+        out[i] = x[i] * math.cos(angle) - x[half + i] * math.sin(angle)
+        out[half + i] = x[half + i] * math.cos(angle) + x[i] * math.sin(angle)
+    return out
+
+
+def merged(state: list[Array], weights: dict[str, Array], name: str, norms_squares: bool) -> list[Array]:
+    out = []
+    for i in range(0, len(state), 4):
+        square = state[i : i + 4]
+        if not norms_squares:
+            square = [norm(x, weights, f"{name}.norm") for x in square]
+        x = np.concatenate(square)
+        if norms_squares:
+            x = norm(x, weights, f"{name}.norm")
+        out.append(linear(exact_gelu(linear(x, weights, f"{name}.linear_fc1")), weights, f"{name}.linear_fc2"))
+    return out
+
+
+def reference_features(tower: QwenTower, picture: npt.NDArray[np.uint8]) -> Array:
+    """Of one picture, [height, width, 3], in float64, with one loop for each sum."""
+    found: Any = tree_flatten(tower.parameters())
+    weights: dict[str, Array] = {name: np.array(weight, np.float64) for name, weight in found}
+    sizes, side = tower.sizes, tower.sizes.patch
+    rows, columns = picture.shape[0] // side, picture.shape[1] // side
+    places = [
+        (row + i, column + j)
+        for row in range(0, rows, 2)
+        for column in range(0, columns, 2)
+        for i in range(2)
+        for j in range(2)
+    ]
+    state = []
+    for row, column in places:
+        patch = picture[row * side : (row + 1) * side, column * side : (column + 1) * side]
+        colours = (patch / 255 - np.array(sizes.mean)) / np.array(sizes.std)
+        embedded = linear(colours.reshape(-1), weights, "patch_embed.proj")
+        state.append(embedded + place(weights, sizes, row, column, rows, columns))
+    deep = []
+    for number in range(sizes.blocks):
+        own = {name.removeprefix(f"blocks.{number}."): w for name, w in weights.items()}
+        heads = [linear(norm(x, own, "norm1"), own, "attn.qkv").reshape(3, sizes.heads, -1) for x in state]
+        mixed = np.zeros((len(state), sizes.heads, sizes.width // sizes.heads))
+        for head in range(sizes.heads):
+            queries, keys = (
+                [turned(each[k, head], *at) for each, at in zip(heads, places, strict=True)] for k in (0, 1)
+            )
+            for i, query in enumerate(queries):
+                scores = np.array([math.exp(query @ key / math.sqrt(len(key))) for key in keys])
+                for score, each in zip(scores / scores.sum(), heads, strict=True):
+                    mixed[i, head] += score * each[2, head]
+        state = [x + linear(y.reshape(-1), own, "attn.proj") for x, y in zip(state, mixed, strict=True)]
+        for i, x in enumerate(state):
+            inner = gelu_of_tanh(linear(norm(x, own, "norm2"), own, "mlp.linear_fc1"))
+            state[i] = x + linear(inner, own, "mlp.linear_fc2")
+        if number in sizes.deep:
+            name = f"deepstack_merger_list.{sizes.deep.index(number)}"
+            deep.append(merged(state, weights, name, norms_squares=True))
+    out = merged(state, weights, "merger", norms_squares=False)
+    return np.array(out) if not deep else np.array([out, *deep]).swapaxes(0, 1)
+
+
+@BOTH
+@pytest.mark.parametrize(("width", "height"), [(8, 8), (24, 16), (16, 40)])
+def test_features_are_those_of_the_definition(sizes: QwenSizes, width: int, height: int) -> None:
+    tower, [picture] = tiny_tower(sizes), pictures(1, width, height)
+    wanted = reference_features(tower, picture)
+    assert features(tower, picture[None])[0] == pytest.approx(wanted, abs=5e-5 * float(np.abs(wanted).max()))
+
+
+@BOTH
+def test_a_batch_has_the_features_of_each_picture_alone(sizes: QwenSizes) -> None:
+    tower, several = tiny_tower(sizes), pictures(3, 24, 16)
+    together = features(tower, several)
+    for picture, found in zip(several, together, strict=True):
+        assert found == pytest.approx(features(tower, picture[None])[0], abs=1e-5 * float(np.abs(found).max()))
+
+
+def test_parts_of_an_encoding() -> None:
+    tower, pixels = tiny_tower(DEEP), pictures(2, 24, 16)
+    assert len(list(tower.encode(mx.array(pixels)))) == DEEP.blocks + 1
+
+
+@pytest.mark.parametrize(
+    ("size", "of_qwen3", "of_qwen2"),
+    [
+        ((10, 7), (320, 224), (96, 64)),
+        ((32, 32), (256, 256), (64, 64)),
+        ((48, 80), (224, 352), (64, 64)),
+        ((640, 480), (640, 480), (640, 480)),
+        ((1000, 333), (992, 320), (992, 320)),
+        ((3000, 2000), (3008, 1984), (1216, 800)),
+        ((1920, 1080), (1920, 1088), (1312, 736)),
+        ((7680, 4320), (5440, 3072), (1312, 736)),
+        ((50, 2000), (64, 1984), (64, 1984)),
+        ((33, 31), (288, 256), (64, 64)),
+        ((8, 1500), (32, 3520), (32, 768)),
+    ],
+)
+def test_sizes_are_those_of_transformers(
+    size: tuple[int, int], of_qwen3: tuple[int, int], of_qwen2: tuple[int, int]
+) -> None:
+    """Values of smart_resize of transformers 5.24, with the limits of Qwen3-VL and of Qwen2-VL."""
+    for limits, expected in (((65_536, 16_777_216), of_qwen3), ((3136, 1_003_520), of_qwen2)):
+        found = QwenFormat(9, 32, *limits)
+        assert found.size(*size) == expected
+        assert found.size(*expected) == expected
+        assert found.tokens(*expected) == [9] * (expected[0] // 32 * expected[1] // 32)
+        assert found.grid(*expected) == (expected[1] // 32, expected[0] // 32)
+
+
+def config_of(sizes: QwenSizes, kind: str) -> dict[str, Any]:
+    seen = {
+        "model_type": kind,
+        "hidden_size": sizes.width,
+        "intermediate_size": sizes.hidden,
+        "depth": sizes.blocks,
+        "num_heads": sizes.heads,
+        "patch_size": sizes.patch,
+        "spatial_merge_size": sizes.merge,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": sizes.places**2,
+        "out_hidden_size": sizes.output,
+        "deepstack_visual_indexes": list(sizes.deep),
+    }
+    rope = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    return {
+        "model_type": kind,
+        "vision_config": seen,
+        "text_config": {"hidden_size": sizes.output, "rope_parameters": rope},
+        "image_token_id": 9,
+    }
+
+
+def files(path: Path, sizes: QwenSizes, prefix: str, of_torch: bool) -> Path:
+    """A checkpoint whose convolution takes two frames, with weights that add up to the tower's."""
+    weights: dict[str, mx.array] = dict(tree_flatten(tiny_tower(sizes).parameters()))
+    patches = weights["patch_embed.proj.weight"].reshape(-1, 1, sizes.patch, sizes.patch, 3)
+    first = mx.random.normal(patches.shape, key=mx.random.key(3))
+    patches = mx.concatenate([first, patches - first], axis=1)
+    weights["patch_embed.proj.weight"] = patches.transpose(0, 4, 1, 2, 3) if of_torch else patches
+    named = {f"{prefix}{name}": mx.contiguous(weight) for name, weight in weights.items()}
+    mx.save_safetensors(str(path / "model.safetensors"), named | {"language_model.norm.weight": mx.ones(3)})
+    pictures = {"image_mean": sizes.mean, "image_std": sizes.std, "size": {"shortest_edge": 64, "longest_edge": 4096}}
+    (path / "preprocessor_config.json").write_text(json.dumps(pictures))
+    return path
+
+
+@pytest.mark.parametrize(("prefix", "of_torch"), [("visual.", True), ("model.visual.", True), ("vision_tower.", False)])
+@pytest.mark.parametrize(("kind", "sizes"), [("qwen3_vl", DEEP), ("qwen3_5_moe", PLAIN)])
+def test_a_checkpoint_gives_its_tower(tmp_path: Path, kind: str, sizes: QwenSizes, prefix: str, of_torch: bool) -> None:
+    path = files(tmp_path, sizes, prefix, of_torch)
+    vision, reason = load_vision(path, config_of(sizes, kind), dict, lambda done, total: None)
+    assert vision is not None, reason
+    assert (vision.axes, vision.num_deep) == (Axes((2, 1, 1), True), len(sizes.deep))
+    assert vision.format.size(80, 20) == (80, 16)
+    assert vision.format.tokens(16, 8) == [9, 9]
+    assert isinstance(vision.tower, QwenTower)
+    pixels = pictures(1, 24, 16)
+    wanted = features(tiny_tower(sizes), pixels)
+    assert features(vision.tower, pixels) == pytest.approx(wanted, abs=2e-5 * float(np.abs(wanted).max()))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"text_config": {"hidden_size": 16}}, "its mrope_section is None"),
+        ({"vision_config": {"hidden_size": 24}}, "num_position_embeddings"),
+        ({"vision_config": config_of(DEEP, "qwen3_vl")["vision_config"] | {"depth": 4}}, "Missing"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_told(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    path = files(tmp_path, DEEP, "visual.", of_torch=True)
+    vision, why = load_vision(path, config_of(DEEP, "qwen3_vl") | change, dict, lambda done, total: None)
+    assert vision is None
+    assert reason in why
