@@ -7,7 +7,9 @@ not use the embedding in which the features are put.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -20,6 +22,9 @@ from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import LayerSpec
 from mlxpaged.models.reference import differences
 from mlxpaged.step import Row
+from mlxpaged.vision.embedding import FeatureRows
+from mlxpaged.vision.picture import Picture
+from mlxpaged.vision.positions import Positions, positions_of
 from mlxpaged.vision.tower import Vision
 
 SIZE = (96, 64)
@@ -52,11 +57,15 @@ def check_vision(model: Module, specs: Sequence[LayerSpec], vision: Vision) -> N
     if not worst <= allowed:
         raise UnsupportedModelError(f"its tower gives a picture other features beside another one, by {worst:.2%}")
     prompt = TEXT + tokens + TEXT
-    where = [position for position, token in enumerate(prompt) if token == vision.format.placeholder]
+    where = [len(TEXT) + place for place, token in enumerate(tokens) if token == vision.format.placeholder]
     ids = [0 if position in set(where) else token for position, token in enumerate(prompt)]
-    expected = whole(model, vision, ids, where, alone[0])
-    other = whole(model, vision, ids, where, both[1])
-    paged = mx.concatenate(list(in_chunks(model, specs, vision, ids, where, alone[0])))
+    shown = Shown(ids, where, alone[0])
+    if vision.axes is not None:
+        picture = Picture(b"", np.array(pixels[0]), tuple(where))
+        shown = shown._replace(positions=positions_of(len(ids), [(picture, vision.format.grid(width, height))]))
+    expected = whole(model, vision, shown)
+    other = whole(model, vision, shown._replace(features=both[1]))
+    paged = mx.concatenate(list(in_chunks(model, specs, vision, shown)))
     allowed = LOGITS_ALLOWED.get(expected.dtype, HALF_ALLOWED)
     expected = expected.astype(mx.float32)
     worst = float(differences(paged, expected).max())
@@ -66,41 +75,51 @@ def check_vision(model: Module, specs: Sequence[LayerSpec], vision: Vision) -> N
         raise UnsupportedModelError("its logits do not depend on a picture's features")
 
 
-def whole(model: Module, vision: Vision, ids: list[int], where: list[int], features: mx.array) -> mx.array:
+class Shown(NamedTuple):
+    """A prompt with a picture: token ids[T], the places where[n] of its features[n, ...], and positions[3, T] if the
+    model rotates by them."""
+
+    ids: list[int]
+    where: list[int]
+    features: mx.array
+    positions: Positions | None = None
+
+    def put(self, rows: FeatureRows, start: int, end: int) -> None:
+        """Makes the tokens from `start` to `end` those of the running step."""
+        within = [row for row, position in enumerate(self.where) if start <= position < end]
+        if within:
+            rows.where = mx.array([self.where[row] - start for row in within])
+            rows.features = self.features[mx.array(within)]
+        if self.positions is not None:
+            rows.positions = mx.array(self.positions[:, start:end])
+
+
+def whole(model: Module, vision: Vision, shown: Shown) -> mx.array:
     """The logits [T, V] by mlx-lm's own caches."""
-    vision.rows.where, vision.rows.features = mx.array(where), features
+    shown.put(vision.rows, 0, len(shown.ids))
     try:
-        logits: mx.array = model(mx.array([ids]), cache=make_prompt_cache(model))[0]
+        logits: mx.array = model(mx.array([shown.ids]), cache=make_prompt_cache(model))[0]
         mx.eval(logits)
         return logits
     finally:
         vision.rows.clear()
 
 
-def in_chunks(
-    model: Module,
-    specs: Sequence[LayerSpec],
-    vision: Vision,
-    ids: list[int],
-    where: list[int],
-    features: mx.array,
-) -> Iterator[mx.array]:
+def in_chunks(model: Module, specs: Sequence[LayerSpec], vision: Vision, shown: Shown) -> Iterator[mx.array]:
     """Yields logits by paged caches, [n, V] for each chunk."""
-    table = list(range(-(-len(ids) // BLOCK_SIZE)))
+    length = len(shown.ids)
+    table = list(range(-(-length // BLOCK_SIZE)))
     caches = ModelCaches(specs, len(table), BLOCK_SIZE)
-    start, number = 0, 0
-    while start < len(ids):
-        end = min(len(ids), start + CHUNKS[number % len(CHUNKS)])
-        within = [row for row, position in enumerate(where) if start <= position < end]
-        if within:
-            vision.rows.where = mx.array([where[row] - start for row in within])
-            vision.rows.features = features[mx.array(within)]
+    start, sizes = 0, itertools.cycle(CHUNKS)
+    while start < length:
+        end = min(length, start + next(sizes))
+        shown.put(vision.rows, start, end)
         try:
             meta = AttentionMetadata.build([end - start], [end], [table], BLOCK_SIZE)
             row = Row(SEQUENCE, start, range(start, end))
-            logits = caches.run(model, mx.array(ids[start:end]), [meta], [row], [SEQUENCE])
+            logits = caches.run(model, mx.array(shown.ids[start:end]), [meta], [row], [SEQUENCE])
             mx.eval(logits, caches.arrays)
             yield logits[:, 0]
         finally:
             vision.rows.clear()
-        start, number = end, number + 1
+        start = end

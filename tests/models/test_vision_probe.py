@@ -16,9 +16,11 @@ from mlx_lm.utils import load_tokenizer
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.vision_probe import check_vision
+from mlxpaged.vision.positions import Axes
 from mlxpaged.vision.tower import Vision
 from tests.models.architectures import make_architecture
 from tests.vision.tiny import MERGED, tiny_tower
+from tests.vision.tiny_qwen import DEEP, config_of, files
 
 SIZES = replace(MERGED, output=64)
 
@@ -62,6 +64,23 @@ def test_a_model_that_sees(served: ServedModel) -> None:
     assert served.vision.tower.nbytes == sum(array.nbytes for _, array in tower)
     assert served.vision.format.tokens(16, 8) == [10, 10, 12]
     assert served.vision.format.tokens(16, 16) == [10, 10, 11, 10, 10, 12]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+def test_qwen_models_see(tmp_path: Path, kind: str) -> None:
+    """Those with linear attention rotate 4 elements of a head, by two axes here, and take no features in layers."""
+    deep, sections = ((), [1, 1, 0]) if kind.startswith("qwen3_5") else ((0, 2), [4, 2, 2])
+    sizes = replace(DEEP, output=64, deep=deep)
+    path = files(make_architecture(tmp_path / "m", kind), sizes, "vision_tower.", False, "model-tower.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    more = config_of(sizes, kind)
+    config["text_config"]["rope_scaling"] = {"type": "default", "mrope_section": sections}
+    more["text_config"] = config["text_config"]
+    (path / "config.json").write_text(json.dumps(config | more))
+    served = load_model(str(path))
+    assert served.vision is not None, served.no_vision_because
+    assert served.vision.num_deep == len(deep)
+    assert served.vision.axes == Axes((sections[0], sections[1], sections[2]), interleaved=True)
 
 
 class OtherTower:
