@@ -19,7 +19,7 @@ serve: $(SERVE_STAMP)
 # Versions that still fit stay as they are. ARGS=--upgrade takes the newest ones.
 lock: $(TOOLS)/.installed
 	$(LOCK) --extra dev --output-file requirements/ci.txt pyproject.toml
-	$(LOCK) --extra editable --constraint requirements/ci.txt --output-file requirements/serve.txt pyproject.toml
+	$(LOCK) --extra editable --extra vision --constraint requirements/ci.txt --output-file requirements/serve.txt pyproject.toml
 	$(LOCK) --output-file requirements/tools.txt requirements/tools.in
 
 # Known vulnerabilities of the versions in requirements/.
@@ -107,14 +107,14 @@ test-page: $(STAMP)
 	npm install --silent --no-audit --no-fund --prefix $(VENV)/browser axe-core@4.14.1
 	$(BIN)/python -m pytest -m browser -W default tests/browser $(ARGS)
 
-# CASES: raw HTTP requests, and as many mutated bodies. They depend on SEED. FIRST: the number of the first one.
+# CASES: raw HTTP requests, and as many mutated bodies and mutated pictures. They depend on SEED. FIRST: the number of the first one.
 CASES ?= 100000
 SEED ?= 1
 FIRST ?= 0
 
 test-fuzz: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_batch_invariant.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_overlap.py tests/registry tests/test_demo_model.py
-	MLXPAGED_FUZZ_CASES=$(CASES) MLXPAGED_FUZZ_SEED=$(SEED) MLXPAGED_FUZZ_FIRST=$(FIRST) $(BIN)/python -m pytest -s -m slow tests/fuzz $(ARGS)
+	MLXPAGED_FUZZ_CASES=$(CASES) MLXPAGED_FUZZ_SEED=$(SEED) MLXPAGED_FUZZ_FIRST=$(FIRST) $(BIN)/python -m pytest -s -m slow tests/fuzz tests/vision $(ARGS)
 
 # Faults in a real server under 16 streams, and a table of what became of them. ARGS selects: ARGS='-k deadline'.
 test-faults: $(STAMP)

@@ -1,0 +1,178 @@
+"""Reads what a picture's file says before its pixels: its format, its size and how it is turned. Nothing is decoded.
+
+A file of 20 MiB comes from anyone. So each loop here has a bound, and a decoder gets no more of a file than it needs:
+Pillow would read all tags of a JPEG's EXIF, which may name the same megabytes 65,535 times, and join the comments of a
+GIF piece by piece.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+MAX_PIECES = 10_000
+"""Segments, chunks or blocks before the pixels. A photo with a large colour profile has some hundred."""
+ORIENTATION = 0x0112
+"""The EXIF tag that says how a picture is turned (Exif 3.0, 4.6.5)."""
+FILL = re.compile(rb"\xff+")
+SIZES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+"""Markers of a JPEG's segments that have its size, SOF0 to SOF15 (ITU-T T.81, table B.1)."""
+TABLES = {0xC4, 0xCC, 0xDB, 0xDD}
+"""Markers of the segments that a JPEG's pixels need: DHT, DAC, DQT, DRI."""
+COLOURS = {0xE0, 0xEE}
+"""Markers of the segments that say how a JPEG's colours are stored: JFIF's and Adobe's."""
+
+
+class PictureError(ValueError):
+    """A picture is refused. The message is the end of a sentence about it, without text of the client's."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """kind: Pillow's name of the format. width, height: as the file has them. orientation: by EXIF, from 1 to 8.
+    data: what a decoder needs of the file."""
+
+    kind: str
+    width: int
+    height: int
+    orientation: int
+    data: bytes
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Returns the width and height of the picture when it is turned upright."""
+        return (self.height, self.width) if self.orientation >= 5 else (self.width, self.height)
+
+
+def read_header(data: bytes) -> Header:
+    """Raises PictureError for a file of another format, and for one that ends before its pixels."""
+    for magic, read in READERS.items():
+        if magic.match(data):
+            try:
+                return read(data)
+            except (struct.error, IndexError):
+                raise PictureError(f"is a {read.__name__.upper()} that ends before its pixels") from None
+    raise PictureError("is no PNG, JPEG, WEBP or GIF")
+
+
+def bounded(kind: str) -> Iterator[None]:
+    """Yields once for each piece of a file. Raises PictureError if there are too many."""
+    for _ in range(MAX_PIECES):
+        yield
+    raise PictureError(f"is a {kind} with more than {MAX_PIECES:,} pieces before its pixels")
+
+
+def png(data: bytes) -> Header:
+    """The chunks are those of PNG 3.0, 11."""
+    if data[12:16] != b"IHDR":
+        raise PictureError("is a PNG without a header")
+    width, height = struct.unpack_from(">II", data, 16)
+    orientation, place = 1, 8
+    for _ in bounded("PNG"):
+        length, kind = struct.unpack_from(">I4s", data, place)
+        if kind == b"eXIf":
+            orientation = orientation_of(data[place + 8 : place + 8 + length])
+        if kind == b"IDAT":
+            break
+        place += 12 + length
+    return Header("PNG", width, height, orientation, data)
+
+
+def jpeg(data: bytes) -> Header:
+    """The segments are those of ITU-T T.81, B.1. Only those stay that the pixels and their colours need."""
+    size, orientation, place = None, 1, 2
+    kept = [data[:2]]
+    for _ in bounded("JPEG"):
+        fill = FILL.match(data, place)
+        if data[place] != 0xFF or fill is None:
+            raise PictureError("is a JPEG with a segment that has no marker")
+        marker, place = data[fill.end()], fill.end() + 1
+        (length,) = struct.unpack_from(">H", data, place)
+        segment = data[place : place + length]
+        if marker in SIZES and size is None:
+            size = struct.unpack_from(">HH", segment, 3)
+        elif marker == 0xE1 and segment[2:8] == b"Exif\0\0":
+            orientation = orientation_of(segment[8:])
+        if marker == 0xDA:  # the pixels follow
+            break
+        if marker in SIZES | TABLES | COLOURS:
+            kept.append(bytes([0xFF, marker]) + segment)
+        place += length
+    if size is None:
+        raise PictureError("is a JPEG without a size")
+    return Header("JPEG", size[1], size[0], orientation, b"".join([*kept, b"\xff\xda", data[place:]]))
+
+
+def gif(data: bytes) -> Header:
+    """The blocks are those of GIF89a, 17 to 26. Of those before the first picture, only the one with its transparent
+    colour stays. The picture may be larger than the screen."""
+    width, height, flags = struct.unpack_from("<HHB", data, 6)
+    place = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
+    kept, block = [data[:place]], b""
+    pieces = bounded("GIF")
+    while data[place] == 0x21:  # an extension
+        start, label = place, data[place + 1]
+        place += 2
+        while data[place]:
+            next(pieces)
+            place += 1 + data[place]
+        place += 1
+        if label == 0xF9:
+            block = data[start:place]
+        next(pieces)
+    if data[place] != 0x2C:
+        raise PictureError("is a GIF without a picture")
+    left, top, inner_width, inner_height = struct.unpack_from("<HHHH", data, place + 1)
+    width, height = max(width, left + inner_width), max(height, top + inner_height)
+    return Header("GIF", width, height, 1, b"".join([*kept, block, data[place:]]))
+
+
+def webp(data: bytes) -> Header:
+    """The chunks are those of RFC 9649, 2.5 to 2.7."""
+    kind, place, orientation = data[12:16], 12, 1
+    if kind == b"VP8X":
+        width, height = (1 + int.from_bytes(data[i : i + 3], "little") for i in (24, 27))
+    elif kind == b"VP8L":
+        (bits,) = struct.unpack_from("<I", data, 21)
+        width, height = 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    elif kind == b"VP8 ":
+        width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, 26))
+    else:
+        raise PictureError("is a WEBP without a picture")
+    for _ in bounded("WEBP"):
+        if place + 8 > len(data):
+            break
+        kind, length = struct.unpack_from("<4sI", data, place)
+        if kind == b"EXIF":
+            orientation = orientation_of(data[place + 8 : place + 8 + length])
+        place += 8 + length + length % 2
+    return Header("WEBP", width, height, orientation, data)
+
+
+def orientation_of(exif: bytes) -> int:
+    """Returns how EXIF says that a picture is turned; 1, upright, if it does not say so in the first directory."""
+    exif = exif.removeprefix(b"Exif\0\0")
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
+    if order is None:
+        return 1
+    try:
+        (start,) = struct.unpack_from(f"{order}I", exif, 4)
+        (count,) = struct.unpack_from(f"{order}H", exif, start)
+        for entry in range(start + 2, start + 2 + 12 * count, 12):
+            tag, _, _, value = struct.unpack_from(f"{order}HHIH", exif, entry)
+            if tag == ORIENTATION:
+                return int(value) if 1 <= value <= 8 else 1
+    except struct.error:
+        pass
+    return 1
+
+
+READERS: dict[re.Pattern[bytes], Callable[[bytes], Header]] = {
+    re.compile(rb"\x89PNG\r\n\x1a\n"): png,
+    re.compile(rb"\xff\xd8\xff"): jpeg,
+    re.compile(rb"GIF8[79]a"): gif,
+    re.compile(rb"RIFF.{4}WEBP", re.DOTALL): webp,
+}
+"""What reads each format, by the beginning of its files."""

@@ -1,0 +1,196 @@
+"""Turns what a client sends as a picture into pixels at the size that a tower takes. Pillow decodes it.
+
+Nothing is fetched and no file is opened: a picture is base64, alone or in a `data:` URL. The limits are checked by the
+text's length and the file's header, so that nothing is decoded of a picture that is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import re
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+import numpy as np
+
+from mlxpaged.vision.headers import Header, PictureError, read_header
+from mlxpaged.vision.picture import PictureFormat, Pixels
+
+Detail = Literal["auto", "low", "high"]
+
+MAX_BYTES = 20 * 2**20
+"""Bytes of a picture's file."""
+MAX_PIXELS = 40_000_000
+"""A phone's photo has 12 to 24 million, and some have 48 in a mode of their own. Decoding 40 million takes 0.3 s."""
+MAX_SIDE = 16_384
+"""Pixels."""
+MAX_RATIO = 200
+"""The most that the longer side may be of the shorter one."""
+LOW_SIDE = 512
+"""The longer side of a picture that is asked for with little detail."""
+CACHE_BYTES = 64 * 2**20
+DATA_URL = re.compile(r"data:[\w.+/-]{0,100}(;[\w.+-]{1,50}=[\w.+-]{1,50}){0,5};base64,", re.ASCII | re.IGNORECASE)
+DATA_URL_CHARS = 1000
+"""The beginning of a `data:` URL is within these."""
+TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""What turns a picture upright, by its orientation in EXIF."""
+FILES = "the server fetches no URL and opens no file; send the picture as a data: URL with base64"
+
+
+class PillowMissingError(Exception):
+    """There is no Pillow. The message says how to install it."""
+
+    def __init__(self) -> None:
+        super().__init__("pictures need Pillow: pip install 'mlxpaged[vision]'")
+
+
+@dataclass(frozen=True)
+class ClientPicture:
+    """A picture as a client sends it. data: base64, or a URL if `is_url`."""
+
+    data: str
+    is_url: bool
+    detail: Detail = "auto"
+
+
+@dataclass(frozen=True)
+class CheckedPicture:
+    """A picture within the limits. digest: of the file, and of all else that its pixels depend on. width, height: those
+    that the tower takes."""
+
+    digest: bytes
+    header: Header
+    width: int
+    height: int
+
+
+def check(picture: ClientPicture, form: PictureFormat) -> CheckedPicture:
+    """Reads a picture's header. Raises PictureError."""
+    data = decoded(picture)
+    header = read_header(data)
+    width, height = header.size
+    check_size(width, height)
+    if picture.detail == "low":
+        scale = min(1.0, LOW_SIDE / max(width, height))
+        width, height = max(1, round(scale * width)), max(1, round(scale * height))
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (form.settings, picture.detail.encode(), data):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return CheckedPicture(digest.digest(), header, *form.size(width, height))
+
+
+def decoded(picture: ClientPicture) -> bytes:
+    """Returns the bytes of the file. Raises PictureError."""
+    text = picture.data
+    if picture.is_url:
+        start = DATA_URL.match(text, 0, DATA_URL_CHARS)
+        if start is None:
+            raise PictureError(f"has a URL that is not supported: {FILES}")
+        text = text[start.end() :]
+    if len(text) > (MAX_BYTES + 2) // 3 * 4:
+        raise PictureError(f"has more than {MAX_BYTES >> 20} MiB")
+    try:
+        data = base64.b64decode(text, validate=True)
+    except ValueError:
+        raise PictureError("is not valid base64") from None
+    if not data:
+        raise PictureError("is empty")
+    return data
+
+
+def check_size(width: int, height: int) -> None:
+    """Raises PictureError for a picture that is too large or too narrow."""
+    shape = f"has {width:,} x {height:,} pixels"
+    if not width or not height:
+        raise PictureError(shape)
+    if max(width, height) > MAX_SIDE:
+        raise PictureError(f"{shape}; the limit of a side is {MAX_SIDE:,}")
+    if width * height > MAX_PIXELS:
+        raise PictureError(f"{shape}; the limit is {MAX_PIXELS:,} pixels")
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise PictureError(f"{shape}; the longer side may be at most {MAX_RATIO} times the shorter one")
+
+
+class PictureReader:
+    """Decodes pictures, on any thread, and keeps the latest: a chat sends all of its pictures again in each turn."""
+
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        """max_bytes: of the pixels that are kept."""
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[bytes, Pixels] = OrderedDict()  # by digest, the latest used last
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def pixels(self, picture: CheckedPicture) -> Pixels:
+        """Raises PictureError, and PillowMissingError."""
+        with self._lock:
+            if (found := self._kept.get(picture.digest)) is not None:
+                self._kept.move_to_end(picture.digest)
+                return found
+        pixels = decode(picture)
+        with self._lock:
+            if picture.digest not in self._kept:
+                self._kept[picture.digest] = pixels
+                self._num_bytes += pixels.nbytes
+            while self._num_bytes > self._max_bytes:
+                _, dropped = self._kept.popitem(last=False)
+                self._num_bytes -= dropped.nbytes
+        return pixels
+
+
+def decode(picture: CheckedPicture) -> Pixels:
+    """Returns the first frame, upright, on white, at the size that the tower takes. Raises as `PictureReader.pixels`
+    does."""
+    pillow, header = load_pillow(), picture.header
+    try:
+        with pillow.open(io.BytesIO(header.data), formats=[header.kind]) as image:
+            if image.size != (header.width, header.height):
+                raise PictureError(f"is a {header.kind} with two sizes")
+            image.load()
+            shown = on_white(image, pillow)
+        if (turn := TURNS.get(header.orientation)) is not None:
+            shown = shown.transpose(pillow.Transpose[turn])
+        if shown.size != (picture.width, picture.height):
+            shown = shown.resize((picture.width, picture.height), pillow.Resampling.BICUBIC)
+        return np.asarray(shown)
+    except (PictureError, MemoryError):
+        raise
+    except pillow.UnidentifiedImageError:
+        raise PictureError(f"is a broken {header.kind}") from None
+    except Exception as error:  # a decoder raises any type
+        raise PictureError(f"is a broken {header.kind}: {str(error)[:100]!r}") from None
+
+
+def on_white(image: Any, pillow: ModuleType) -> Any:
+    """Returns an image in RGB. White shows through where it is transparent."""
+    if image.mode.startswith("I"):  # grey of 16 bits, of which Pillow would show all above 255 as white
+        return pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    whole = image.convert("RGBA")
+    paper = pillow.new("RGBA", whole.size, "white")
+    paper.alpha_composite(whole)
+    return paper.convert("RGB")
+
+
+def load_pillow() -> ModuleType:
+    """Returns PIL.Image. The package is loaded when the first picture comes."""
+    try:
+        from PIL import Image, WebPImagePlugin  # noqa: F401  # the first file of a format that is not loaded loads all
+    except ImportError:
+        raise PillowMissingError from None
+    return Image

@@ -1,0 +1,146 @@
+"""Picture files for tests: ordinary ones, hostile ones, and mutations of both."""
+
+from __future__ import annotations
+
+import base64
+import io
+import random
+import struct
+import zlib
+from typing import Any
+
+from PIL import Image
+
+from mlxpaged.vision.picture import PictureFormat
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+
+
+class Grid:
+    """A made-up format: a picture is cut into patches of 8 x 8 pixels, and each row of them ends with a token. As in
+    Pixtral's."""
+
+    settings = b"grid"
+
+    def __init__(self, template_token: int = 1, placeholder: int = 2, end_of_row: int = 3, longest: int = 48) -> None:
+        """longest: a longer side is made this long."""
+        self.template_token, self.placeholder, self.end_of_row = template_token, placeholder, end_of_row
+        self._longest = longest
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        scale = min(1.0, self._longest / max(width, height))
+        return max(1, round(scale * width / 8)) * 8, max(1, round(scale * height / 8)) * 8
+
+    def tokens(self, width: int, height: int) -> list[int]:
+        return [*[self.placeholder] * (width // 8), self.end_of_row] * (height // 8)
+
+
+FORM: PictureFormat = Grid()
+
+
+def halves(width: int = 64, height: int = 32, left: str = "red", right: str = "blue", mode: str = "RGB") -> Image.Image:
+    """A picture of two colours, side by side."""
+    image = Image.new(mode, (width, height), right)
+    image.paste(left, (0, 0, width // 2, height))
+    return image
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def text_of(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def url_of(data: bytes, media_type: str = "image/png") -> str:
+    return f"data:{media_type};base64,{text_of(data)}"
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def black_png(width: int, height: int) -> bytes:
+    """A PNG of one bit per pixel, which is tiny however large the picture is."""
+    rows = zlib.compress(bytes((width + 7) // 8 + 1) * height, 9)
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def png_with(extra: bytes) -> bytes:
+    """A PNG with a chunk after its header."""
+    data = encoded(halves())
+    return data[:33] + extra + data[33:]
+
+
+def text_bomb() -> bytes:
+    """A PNG with a text of 128 MiB, compressed."""
+    squeezer = zlib.compressobj(9)
+    text = b"".join([*(squeezer.compress(bytes(2**20)) for _ in range(128)), squeezer.flush()])
+    return png_with(chunk(b"zTXt", b"k\0\0" + text))
+
+
+def exif_bomb() -> bytes:
+    """A JPEG whose EXIF has 5,000 tags of the same 60,000 bytes: Pillow would keep 300 MB."""
+    entry = b"".join(struct.pack("<HHII", 0x8000 + i, 7, 60_000, 8) for i in range(5000))
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 5000) + entry
+    return with_segment(encoded(halves(), "JPEG"), 0xE1, exif)
+
+
+def with_segment(jpeg: bytes, marker: int, data: bytes) -> bytes:
+    """A JPEG with a segment after its first two bytes."""
+    return jpeg[:2] + bytes([0xFF, marker]) + struct.pack(">H", len(data) + 2) + data + jpeg[2:]
+
+
+def turned(orientation: int, order: str = "<") -> bytes:
+    """EXIF that says how a picture is turned."""
+    mark = b"II*\0" if order == "<" else b"MM\0*"
+    return mark + struct.pack(f"{order}IHHHIHH", 8, 1, 0x0112, 3, 1, orientation, 0)
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "30,000 x 30,000 pixels": (black_png(30_000, 30_000), "30,000 x 30,000 pixels; the limit of a side is 16,384"),
+    "128 MiB of text": (text_bomb(), "is a broken PNG"),
+    "half a JPEG": (encoded(halves(600, 400), "JPEG")[:900], "is a broken JPEG"),
+    "a JPEG's beginning": (encoded(halves(), "JPEG")[:40], "is a JPEG that ends before its pixels"),
+    "SVG": (b'<svg xmlns="http://www.w3.org/2000/svg"/>', "is no PNG, JPEG, WEBP or GIF"),
+    "PostScript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no PNG, JPEG, WEBP or GIF"),
+    "TIFF": (encoded(halves(), "TIFF"), "is no PNG, JPEG, WEBP or GIF"),
+    "BMP": (encoded(halves(), "BMP"), "is no PNG, JPEG, WEBP or GIF"),
+    "PDF": (b"%PDF-1.7\n", "is no PNG, JPEG, WEBP or GIF"),
+    "41 MP": (black_png(8200, 5000), "8,200 x 5,000 pixels; the limit is 40,000,000 pixels"),
+    "too narrow": (black_png(10_000, 40), "at most 200 times the shorter one"),
+    "no pixels": (black_png(0, 10), "has 0 x 10 pixels"),
+    "empty": (b"", "is empty"),
+}
+"""Files, and what the error says of each."""
+
+
+def mutated(number: int, seed: int = 1) -> bytes:
+    """A file with a few mutations."""
+    source = random.Random(f"{seed} {number}")
+    kind = source.choice(FORMATS)
+    mode = source.choice(("RGB", "L", "P", "RGBA", "1") if kind != "JPEG" else ("RGB", "L", "CMYK"))
+    image = halves(source.randrange(1, 90), source.randrange(1, 90)).convert(mode)
+    options: dict[str, Any] = {"exif": b"Exif\0\0" + turned(source.randrange(10))} if kind != "GIF" else {}
+    data = bytearray(encoded(image, kind, **options))
+    for _ in range(source.randrange(1, 4)):
+        place, most = source.randrange(len(data)), source.choice((1, 4, 64))
+        match source.randrange(6):
+            case 0:
+                data[place] = source.randrange(256)
+            case 1:
+                data[place] ^= 1 << source.randrange(8)
+            case 2:
+                del data[place : place + most]
+            case 3:
+                data[place:place] = data[place : place + most]
+            case 4:
+                data[place:place] = source.randbytes(most)
+            case 5:
+                del data[max(1, place) :]
+        data = data or bytearray(b"\0")
+    return bytes(data)

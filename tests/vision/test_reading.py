@@ -1,0 +1,344 @@
+"""What becomes of a client's picture: its pixels, its digest and its limits. Files of any content are pictures or are
+refused, and nothing else happens."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import struct
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mlxpaged.vision import reading
+from mlxpaged.vision.headers import MAX_PIECES, PictureError, read_header
+from mlxpaged.vision.picture import Pixels
+from mlxpaged.vision.reading import (
+    MAX_BYTES,
+    CheckedPicture,
+    ClientPicture,
+    Detail,
+    PictureReader,
+    PillowMissingError,
+    check,
+    decode,
+)
+from tests.vision.files import (
+    FORM,
+    FORMATS,
+    HOSTILE,
+    Grid,
+    black_png,
+    chunk,
+    encoded,
+    exif_bomb,
+    halves,
+    mutated,
+    png_with,
+    text_of,
+    turned,
+    url_of,
+    with_segment,
+)
+
+WHITE, RED, BLUE = (255, 255, 255), (255, 0, 0), (0, 0, 255)
+CASES = int(os.environ.get("MLXPAGED_FUZZ_CASES", "20000"))
+SEED = int(os.environ.get("MLXPAGED_FUZZ_SEED", "1"))
+FIRST = int(os.environ.get("MLXPAGED_FUZZ_FIRST", "0"))
+
+
+def checked(data: bytes, detail: Detail = "auto") -> CheckedPicture:
+    return check(ClientPicture(text_of(data), False, detail), FORM)
+
+
+def pixels_of(data: bytes) -> Pixels:
+    return decode(checked(data))
+
+
+def corners(pixels: Pixels) -> list[tuple[int, ...]]:
+    """Upper left, upper right, lower left, lower right; of a JPEG about."""
+    return [tuple(int(round(int(v) / 51) * 51) for v in pixels[y, x]) for y, x in ((0, 0), (0, -1), (-1, 0), (-1, -1))]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_file_of_each_format_becomes_pixels_of_the_size_that_the_tower_takes(kind: str) -> None:
+    options = {"lossless": True} if kind == "WEBP" else {}
+    picture = checked(encoded(halves(100, 50), kind, **options))
+    pixels = decode(picture)
+    assert (picture.width, picture.height) == FORM.size(100, 50) == (48, 24)
+    assert (pixels.shape, pixels.dtype) == ((24, 48, 3), np.uint8)
+    assert corners(pixels) == [RED, BLUE, RED, BLUE]
+
+
+def test_pixels_are_resized_as_pillow_does_by_cubic_interpolation() -> None:
+    noise = Image.fromarray(np.random.default_rng(1).integers(0, 256, (90, 130, 3), dtype=np.uint8))
+    picture = checked(encoded(noise))
+    expected = noise.resize((picture.width, picture.height), Image.Resampling.BICUBIC)
+    np.testing.assert_array_equal(decode(picture), np.asarray(expected))
+
+
+def test_a_picture_that_has_the_right_size_stays_as_it_is() -> None:
+    np.testing.assert_array_equal(pixels_of(encoded(halves(48, 24))), np.asarray(halves(48, 24)))
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_picture_is_turned_upright(kind: str, orientation: int, order: str) -> None:
+    """Pillow's own way of turning it is the reference."""
+    image = Image.new("RGB", (48, 24), "white")
+    image.paste("red", (0, 0, 24, 12))
+    image.paste("blue", (24, 0, 48, 12))
+    turns: dict[int, Any] = {int(value): name for value, name in enumerate(("", *reading.TURNS.values()), 1)}
+    upright = image if orientation == 1 else image.transpose(Image.Transpose[turns[orientation]])
+    options = {"lossless": True} if kind == "WEBP" else {}
+    data = encoded(image, kind, exif=b"Exif\0\0" + turned(orientation, order), **options)
+    assert read_header(data).size == upright.size
+    assert corners(pixels_of(data)) == corners(np.asarray(upright))
+
+
+@pytest.mark.parametrize(
+    "exif", [b"", b"II*\0", b"MM\0*\xff\xff\xff\xff", turned(0), turned(9), turned(6)[:16], b"x" * 9]
+)
+def test_broken_exif_turns_nothing(exif: bytes) -> None:
+    data = with_segment(encoded(halves(48, 24), "JPEG"), 0xE1, b"Exif\0\0" + exif)
+    assert corners(pixels_of(data)) == [RED, BLUE, RED, BLUE]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF"])
+def test_what_is_transparent_is_white(kind: str) -> None:
+    image = halves(48, 24, mode="RGBA")
+    image.paste((0, 0, 0, 0), (24, 0, 48, 24))
+    options = {"lossless": True} if kind == "WEBP" else {}
+    assert corners(pixels_of(encoded(image, kind, **options))) == [RED, WHITE, RED, WHITE]
+
+
+def test_a_colour_of_a_palette_can_be_transparent() -> None:
+    image = halves(48, 24).convert("P", palette=Image.Palette.ADAPTIVE)
+    data = encoded(image, transparency=image.getpixel((47, 0)))
+    assert corners(pixels_of(data)) == [RED, WHITE, RED, WHITE]
+
+
+def test_grey_of_sixteen_bits_keeps_its_brightness() -> None:
+    image = Image.fromarray(np.full((24, 48), 0x8012, dtype=np.uint16))
+    assert pixels_of(encoded(image))[0, 0].tolist() == [0x80] * 3
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
+def test_every_mode_becomes_rgb(mode: str) -> None:
+    data = encoded(halves(48, 24, "white", "black").convert(mode), "JPEG" if mode == "CMYK" else "PNG")
+    assert corners(pixels_of(data)) == [WHITE, (0, 0, 0)] * 2
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_an_animation_is_its_first_frame(kind: str) -> None:
+    options = {"lossless": True} if kind == "WEBP" else {}
+    later = [halves(48, 24, "green", "black")]
+    data = encoded(halves(48, 24), kind, save_all=True, append_images=later, duration=100, **options)
+    assert corners(pixels_of(data)) == [RED, BLUE, RED, BLUE]
+
+
+def test_little_detail_makes_a_picture_smaller() -> None:
+    form = Grid(longest=5000)
+    data = text_of(encoded(halves(1000, 250)))
+    sizes = [check(ClientPicture(data, False, detail), form) for detail in ("auto", "high", "low")]
+    assert [(each.width, each.height) for each in sizes] == [(1000, 248), (1000, 248), (512, 128)]
+    assert decode(sizes[2]).shape == (128, 512, 3)
+
+
+def test_little_detail_makes_no_picture_larger() -> None:
+    assert (checked(encoded(halves(40, 16)), "low").width) == 40
+
+
+def test_the_digest_is_of_all_that_the_pixels_depend_on() -> None:
+    one, other = encoded(halves()), encoded(halves(left="green"))
+    form = Grid()
+    form.settings = b"another"
+    digests = [
+        checked(one).digest,
+        checked(other).digest,
+        checked(one, "low").digest,
+        check(ClientPicture(text_of(one), False), form).digest,
+    ]
+    assert len(set(digests)) == 4
+    assert {len(digest) for digest in digests} == {16}
+    assert checked(one).digest == digests[0] == check(ClientPicture(url_of(one), True), FORM).digest
+
+
+@pytest.mark.parametrize(
+    "start",
+    ["data:image/png;base64,", "data:;base64,", "DATA:image/jpeg;BASE64,", "data:image/png;charset=utf-8;base64,"],
+)
+def test_a_data_url_is_read_whatever_type_it_states(start: str) -> None:
+    data = encoded(halves())
+    assert check(ClientPicture(start + text_of(data), True), FORM).digest == checked(data).digest
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://169.254.169.254/latest/meta-data",
+        "https://example.com/a.png",
+        "file:///etc/passwd",
+        "/etc/passwd",
+        "",
+        "data:image/png,hello",
+        "data:text/plain;base64",
+        f"data:{'x' * 2000};base64,aGk=",
+        text_of(encoded(halves())),
+    ],
+)
+def test_no_other_url_is_read(url: str) -> None:
+    with pytest.raises(
+        PictureError, match="the server fetches no URL and opens no file; send the picture as a data: URL"
+    ):
+        check(ClientPicture(url, True), FORM)
+
+
+@pytest.mark.parametrize("text", ["a", "aGk", "aGk=aGk=", "aGk!", "größe", " aGk=", "data:image/png;base64,aGk="])
+def test_wrong_base64_is_refused(text: str) -> None:
+    with pytest.raises(PictureError, match="is not valid base64"):
+        check(ClientPicture(text, False), FORM)
+
+
+def test_a_long_text_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = text_of(bytes(MAX_BYTES))
+    with pytest.raises(PictureError, match="is no PNG"):
+        check(ClientPicture(most, False), FORM)
+    monkeypatch.setattr(reading.base64, "b64decode", None)
+    with pytest.raises(PictureError, match="has more than 20 MiB"):
+        check(ClientPicture(most + "AAAA", False), FORM)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused_with_the_reason(name: str) -> None:
+    data, said = HOSTILE[name]
+    with pytest.raises(PictureError) as caught:
+        pixels_of(data)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["30,000 x 30,000 pixels", "41 MP", "too narrow", "no pixels", "SVG", "PostScript"])
+def test_size_and_kind_are_checked_without_a_decoder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "load_pillow", None)
+    with pytest.raises(PictureError):
+        checked(HOSTILE[name][0])
+
+
+def test_a_decoder_gets_no_exif_of_a_jpeg() -> None:
+    """Pillow would read all of its tags, each of which can be as large as the rest of the file."""
+    bomb = exif_bomb()
+    assert len(bomb) > 60_000
+    assert len(checked(bomb).header.data) < 2000
+    assert corners(pixels_of(bomb)) == [RED, BLUE, RED, BLUE]
+
+
+def test_a_decoder_gets_no_comments_of_a_gif() -> None:
+    plain = encoded(halves(48, 24), "GIF")
+    assert plain[:6] == b"GIF87a"
+    place = plain.index(b",", 13 + 3 * 2 ** ((plain[10] & 7) + 1))
+    said = b"!\xfe" + (b"\xff" + b"x" * 255) * 1000 + b"\0"
+    data = plain[:place] + said + plain[place:]
+    assert checked(data).header.data == plain
+    assert corners(pixels_of(data)) == [RED, BLUE, RED, BLUE]
+
+
+def test_a_gif_may_be_larger_than_its_screen() -> None:
+    gif = encoded(halves(48, 24), "GIF")
+    small = gif[:6] + struct.pack("<HH", 1, 1) + gif[10:]
+    assert checked(small).header.size == (48, 24)
+    assert corners(pixels_of(small)) == [RED, BLUE, RED, BLUE]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        png_with(chunk(b"tIME", b"") * MAX_PIECES),
+        encoded(halves(), "JPEG")[:2] + b"\xff\xfe\0\2" * MAX_PIECES + encoded(halves(), "JPEG")[2:],
+        b"GIF89a" + struct.pack("<HHBBB", 9, 9, 0, 0, 0) + b"!\xfe\x01x\0" * MAX_PIECES,
+        b"RIFF\0\0\0\0WEBPVP8L" + struct.pack("<I", 10) + b"\x2f" + bytes(9) + b"EXIF\0\0\0\0" * MAX_PIECES,
+    ],
+    ids=FORMATS,
+)
+def test_a_file_of_many_pieces_is_refused(data: bytes) -> None:
+    with pytest.raises(PictureError, match="more than 10,000 pieces before its pixels"):
+        read_header(data)
+
+
+def test_a_file_with_two_sizes_is_refused() -> None:
+    """The limits are checked by the header as this server reads it. A decoder must not see another one."""
+    jpeg = encoded(halves(), "JPEG")
+    place = jpeg.index(b"\xff\xc0")
+    frame = jpeg[place : place + 19]
+    other = frame[:5] + struct.pack(">HH", 8, 8) + frame[9:]
+    with pytest.raises(PictureError, match="JPEG"):
+        pixels_of(jpeg[:place] + other + jpeg[place:])
+
+
+def test_every_beginning_of_a_file_is_refused_or_shown() -> None:
+    for kind in FORMATS:
+        data = encoded(halves(9, 9), kind)
+        for end in range(len(data)):
+            attempt(data[:end])
+
+
+def attempt(data: bytes) -> bool:
+    """Whether a file is a picture. Any other outcome than a picture or a refusal raises."""
+    try:
+        picture = checked(data)
+        pixels = decode(picture)
+    except PictureError:
+        return False
+    assert (pixels.shape, pixels.dtype) == ((picture.height, picture.width, 3), np.uint8)
+    return True
+
+
+def test_a_sample_of_mutated_files_is_refused_or_shown() -> None:
+    shown = sum(attempt(mutated(number)) for number in range(400))
+    assert 40 < shown < 360
+
+
+@pytest.mark.slow
+def test_many_mutated_files_are_refused_or_shown() -> None:
+    for number in range(FIRST, FIRST + CASES):
+        try:
+            attempt(mutated(number, SEED))
+        except Exception as error:
+            raise AssertionError(f"make test-fuzz SEED={SEED} FIRST={number} CASES=1") from error
+
+
+def test_a_picture_is_decoded_once_while_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[bytes] = []
+    monkeypatch.setattr(reading, "decode", lambda picture: (decoded.append(picture.digest), decode(picture))[1])
+    size = 48 * 24 * 3
+    reader = PictureReader(2 * size)
+    one, two, three = (checked(encoded(halves(48, 24, left))) for left in ("red", "green", "white"))
+    for picture in (one, one, two, one, three, one):  # two is the one that was used least lately
+        np.testing.assert_array_equal(reader.pixels(picture), decode(picture))
+    assert decoded == [one.digest, two.digest, three.digest]
+    reader.pixels(two)
+    assert decoded[3:] == [two.digest]
+
+
+def test_a_picture_that_is_larger_than_the_cache_is_decoded_all_the_same() -> None:
+    reader = PictureReader(10)
+    assert reader.pixels(checked(encoded(halves(48, 24)))).shape == (24, 48, 3)
+
+
+def test_a_server_without_pillow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pictures can be counted all the same."""
+    real = builtins.__import__
+
+    def without(name: str, *args: Any) -> Any:
+        if name == "PIL":
+            raise ModuleNotFoundError(name)
+        return real(name, *args)
+
+    monkeypatch.delitem(sys.modules, "PIL")
+    monkeypatch.setattr(builtins, "__import__", without)
+    picture = checked(black_png(10, 10))
+    with pytest.raises(PillowMissingError, match=r"pip install 'mlxpaged\[vision\]'"):
+        decode(picture)
