@@ -1,85 +1,210 @@
-"""Images, audio and files in a conversation, which no model here takes. Those of earlier turns and of tool results
-become a text, so that they do not end a session; one in the newest turn is an error."""
+"""Defines images, audio and files in the conversations of all APIs.
+
+A part that is no text stands in its message as a sentinel: a text that no client can know, so that all that handles
+messages handles strings. `generation/pictures.py` decides what becomes of it when the model is known.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, PrivateAttr, ValidationInfo, model_validator
 
-MEDIA = {
-    ("an image", "images are"): ("image", "image_url", "input_image"),
-    ("an audio", "audio is"): ("audio", "audio_url", "input_audio"),
-    ("a video", "videos are"): ("video", "video_url", "input_video"),
-    ("a file", "files are"): ("file", "input_file"),
-    ("a document", "documents are"): ("document",),
+from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.schema import Body
+from mlxpaged.vision.reading import ClientPicture, Detail
+
+IMAGES = ("image", "image_url", "input_image")
+OTHERS = {
+    "audio": ("an audio", "audio is"),
+    "audio_url": ("an audio", "audio is"),
+    "input_audio": ("an audio", "audio is"),
+    "video": ("a video", "videos are"),
+    "video_url": ("a video", "videos are"),
+    "input_video": ("a video", "videos are"),
+    "file": ("a file", "files are"),
+    "input_file": ("a file", "files are"),
+    "document": ("a document", "documents are"),
 }
-BY_TYPE = {kind: names for names, kinds in MEDIA.items() for kind in kinds}
+NAMES = OTHERS | dict.fromkeys(IMAGES, ("an image", "images are"))
 """Maps the type of a part to what one is called in a text, and several in an error."""
 ANSWERS = ("function_call", "custom_tool_call", "reasoning")
 """Types of the responses API's items, beside messages of the assistant, that an answer consists of."""
 RESULTS = ("function_call_output", "custom_tool_call_output")
+START, END = "\ue000", "\ue001"
+"""The ends of a sentinel. They belong to no script, so nothing trims them or changes their case."""
 
 
-def names_of(part: Any) -> tuple[str, str] | None:
-    """Returns the names of a part that is not text, see BY_TYPE."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    return BY_TYPE.get(kind) if isinstance(kind, str) else None
+class MediaPart(Body):
+    """A part of a message that is no text."""
+
+    type: str
+    _sentinel: str = PrivateAttr(default_factory=lambda: f"{START}{secrets.token_hex(16)}{END}")
+
+    @property
+    def text(self) -> str:
+        """Returns its sentinel."""
+        return self._sentinel
+
+    @property
+    def picture(self) -> ClientPicture | None:
+        return None
 
 
-def refuse(part: Any) -> Any:
-    """Raises a pydantic error for a part that is not text. The schema's own error would not say why."""
-    names = names_of(part)
-    if names is not None:
-        raise PydanticCustomError("unsupported_media", "{names} not supported by this server", {"names": names[1]})
-    return part
+class ImageUrl(Body):
+    url: str
+    detail: Detail | None = None
 
 
-def leave_out(conversation: Any) -> list[str]:
-    """Replaces what is no text in the earlier turns and the tool results of a conversation, in place, by a text that
-    says so. Returns the places of what was replaced, without indices.
+def as_object(value: Any) -> Any:
+    return {"url": value} if isinstance(value, str) else value
 
-    conversation: the messages or items of any API, before they are checked. The newest turn begins after the last
-    answer; an answer at the end, which is to be continued, does not count.
-    """
-    if not isinstance(conversation, list):
-        return []
+
+class ImageUrlPart(MediaPart):
+    """An image of chat completions."""
+
+    type: Literal["image_url"]
+    image_url: Annotated[ImageUrl, BeforeValidator(as_object, json_schema_input_type=str | ImageUrl)]
+
+    @property
+    def picture(self) -> ClientPicture:
+        return ClientPicture(self.image_url.url, True, self.image_url.detail or "auto")
+
+
+class InputImagePart(MediaPart):
+    """An image of the responses API. file_id: there are no stored images."""
+
+    type: Literal["input_image"]
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: Detail | None = None
+
+    @property
+    def picture(self) -> ClientPicture:
+        return ClientPicture(self.image_url or "", True, self.detail or "auto")
+
+
+class ImageSource(Body):
+    """media_type: it is not read, because the file itself says what it is. file_id: there are no stored images."""
+
+    type: str | None = None
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+    file_id: str | None = None
+
+
+class ImageBlock(MediaPart):
+    """An image of Anthropic's API."""
+
+    type: Literal["image"]
+    source: ImageSource
+
+    @property
+    def picture(self) -> ClientPicture:
+        if self.source.data is None:
+            return ClientPicture(self.source.url or "", True)
+        return ClientPicture(self.source.data, False)
+
+
+class OtherPart(MediaPart):
+    """A part that no model here takes. Only its type is kept."""
+
+    type: Literal[
+        "audio",
+        "audio_url",
+        "input_audio",
+        "video",
+        "video_url",
+        "input_video",
+        "file",
+        "input_file",
+        "document",
+    ]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, value: Any, info: ValidationInfo) -> Any:
+        """No other field is read, so none is ignored."""
+        return {"type": value["type"]} if isinstance(value, dict) else value
+
+
+Medium = ImageUrlPart | InputImagePart | ImageBlock | OtherPart
+"""Every API takes the forms of all."""
+
+
+def all_but(kind: str) -> tuple[str, ...]:
+    """Returns the types of all parts that are no text, without an API's own of images."""
+    return tuple(other for other in NAMES if other != kind)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A part of a conversation that is no text. param: its place in the client's body. field: the same without indices.
+    is_newest: whether it is in the newest turn, and no result of a tool."""
+
+    part: MediaPart
+    param: str
+    field: str
+    is_newest: bool
+
+    @property
+    def sentinel(self) -> str:
+        return self.part.text
+
+
+def media_of(conversation: Sequence[BaseModel], name: str, num_earlier: int = 0) -> list[Shown]:
+    """Returns the parts of a conversation that are no text. The newest turn begins after the last answer; an answer at
+    the end, which is to be continued, does not count. Raises ApiError for one in the newest turn that no model takes.
+
+    conversation: the messages or items of any API. name: the field that has them. num_earlier: how many at the
+    beginning are those of a stored response."""
     answers = [i for i, item in enumerate(conversation[:-1]) if is_answer(item)]
     newest = answers[-1] + 1 if answers else 0
-    found: dict[str, None] = {}
-    for i, item in enumerate(conversation):
-        if isinstance(item, dict):
-            earlier = i < newest or item.get("role") == "tool" or item.get("type") in RESULTS
-            found |= dict.fromkeys(left_out(item, earlier))
-    return list(found)
-
-
-def is_answer(item: Any) -> bool:
-    return isinstance(item, dict) and (item.get("role") == "assistant" or item.get("type") in ANSWERS)
-
-
-def left_out(item: dict[str, Any], earlier: bool) -> list[str]:
-    """Replaces the media of one message, or only those of the tool results in it. Returns their places in it."""
     found = []
-    images = item.get("images")  # Ollama's
-    if earlier and isinstance(images, list) and images and isinstance(item.get("content", ""), str | None):
-        item["content"] = "\n".join(filter(None, (item.get("content"), *(text_for("an image") for _ in images))))
-        item["images"] = []
-        found.append("images")
-    for name in ("content", "output"):
-        parts = item.get(name)
-        if not isinstance(parts, list):
-            continue
-        for i, part in enumerate(parts):
-            names = names_of(part)
-            if names is not None and earlier:
-                found.append(f"{name}.{part['type']}")
-                parts[i] = {"type": "input_text" if part["type"].startswith("input_") else "text"}
-                parts[i]["text"] = text_for(names[0])
-            elif isinstance(part, dict) and part.get("type") == "tool_result":
-                found += (f"{name}.{place}" for place in left_out(part, True))
+    for i, item in enumerate(conversation):
+        may_be_refused = i >= newest and not is_result(item)
+        for part, path, in_result in parts_of(item):
+            is_newest = may_be_refused and not in_result
+            at = (name, i - num_earlier, *path) if i >= num_earlier else ("previous_response_id",)
+            param = ".".join(map(str, at))
+            if is_newest and part.picture is None:
+                raise bad_parameter(param, f"{NAMES[part.type][1]} not supported by this server")
+            own = () if path[0] == "images" else (part.type,)
+            field = ".".join((name, *(step for step in path if isinstance(step, str)), *own))
+            found.append(Shown(part, param, field, is_newest))
     return found
 
 
-def text_for(name: str) -> str:
-    return f"[{name} was left out: this model takes text only]"
+def is_answer(item: BaseModel) -> bool:
+    return getattr(item, "role", None) == "assistant" or getattr(item, "type", None) in ANSWERS
+
+
+def is_result(item: BaseModel) -> bool:
+    return getattr(item, "role", None) in ("tool", "function") or getattr(item, "type", None) in RESULTS
+
+
+def parts_of(item: BaseModel) -> Iterator[tuple[MediaPart, tuple[str | int, ...], bool]]:
+    """Yields the parts of a message that are no text, with their paths in it, and whether they are in a result."""
+    for name in ("content", "output"):
+        parts = getattr(item, name, None)
+        for j, part in enumerate(parts if isinstance(parts, list) else ()):
+            if isinstance(part, MediaPart):
+                yield part, (name, j), False
+            elif getattr(part, "type", None) == "tool_result":
+                yield from ((inner, (name, j, *path), True) for inner, path, _ in parts_of(part))
+    for j, part in enumerate(getattr(item, "pictures", ())):  # Ollama's
+        yield part, ("images", j), False
+
+
+def joined(texts: Sequence[str]) -> str:
+    """Returns texts as one, in lines of their own. There is no line feed before and after a part that is no text."""
+    pieces: list[str] = []
+    for text in texts:
+        if pieces and not pieces[-1].endswith(END) and not text.startswith(START):
+            pieces.append("\n")
+        pieces.append(text)
+    return "".join(pieces)

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from mlxpaged.api import media
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields.table import Outcome, Row, Table
 
@@ -43,9 +42,6 @@ class Reading:
         """Returns the fields of an object that its model has. Raises ApiError for a field that is refused. If the
         reading is strict, an unknown field stays, for pydantic to refuse it: only one, because pydantic describes each,
         which takes five seconds for a million of them and blocks all threads."""
-        if not self._strict and (conversation := getattr(model, "conversation", "")):
-            for place in media.leave_out(fields.get(conversation)):
-                self._note(f"{conversation}.", place)
         place = self._places.get(model, "")
         for name in self._table.spread & fields.keys() if not place else ():
             fields = self._spread(name, fields)

@@ -22,9 +22,8 @@ from pydantic import (
     model_validator,
 )
 from pydantic.annotated_handlers import GetCoreSchemaHandler
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema
 
-from mlxpaged.api import media
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields.table import Table
 from mlxpaged.api.reading import Reading
@@ -90,7 +89,7 @@ def allow_more(schema: dict[str, Any]) -> None:
 
 class Body(BaseModel):
     """An object of a request's body. A `Reading`, as the context of the validation, says what happens to unknown
-    fields; without one they are refused. table: the fields of a whole body. conversation: its field that has one."""
+    fields; without one they are refused. table: the fields of a whole body."""
 
     model_config = ConfigDict(
         strict=True,
@@ -99,7 +98,6 @@ class Body(BaseModel):
         json_schema_extra=allow_more,
     )
     table: ClassVar[Table] = Table()
-    conversation: ClassVar[str] = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -154,8 +152,7 @@ class OneOf:
             custom_error_message=f"{self.key}: must be {' or '.join(filter(None, (', '.join(shown[:-1]), shown[-1])))}",
         )
         tagged: Any = reduce(or_, (Annotated[branch, Tag(f"[{value}]")] for value, branch in branches.items()))
-        chosen = handler.generate_schema(Annotated[tagged, discriminator])
-        return core_schema.no_info_before_validator_function(media.refuse, chosen)
+        return handler.generate_schema(Annotated[tagged, discriminator])
 
     def _branch(self, value: Any) -> str:
         fields = value if isinstance(value, dict) else vars(value) if isinstance(value, BaseModel) else {}

@@ -35,6 +35,7 @@ from mlxpaged.process_memory import require_memory
 from mlxpaged.registry.errors import LoadFailedError, ModelUnknownError, NoRoomError
 from mlxpaged.registry.model import Model
 from mlxpaged.registry.registry import Registry
+from mlxpaged.vision.reading import PictureReader
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,9 @@ class Server:
         self._body_threads = ThreadPoolExecutor(2, thread_name_prefix="mlxpaged-body")
         self._huge_body_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-body-huge")
         self._rests_until = 0.0
+        self.pictures = PictureReader()
+        # Two, so that a large picture does not block the next one. Each takes up to 0.5 GB while it is decoded.
+        self._picture_threads = ThreadPoolExecutor(2, thread_name_prefix="mlxpaged-picture")
         # Two, so that a slow grammar does not block the next one. The compiler releases the interpreter lock.
         self._compiling = asyncio.Semaphore(2)
 
@@ -197,6 +201,13 @@ class Server:
             now = time.monotonic()
             self._rests_until = now + min(now - begun, LONGEST_REST)
 
+    async def check_picture(self, function: Callable[[], Result]) -> Result:
+        """Run a function that reads a picture's header. It does not wait for those that are decoded."""
+        return await asyncio.get_running_loop().run_in_executor(self._body_threads, function)
+
+    async def decode_picture(self, function: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._picture_threads, function)
+
     async def tokenize(self, tokenizer: Tokenizer, size: int, function: Callable[[], Result]) -> Result:
         """Run a function that uses a tokenizer, on a thread. size: characters or tokens that it works on."""
         return await self._tokenizer_lanes.run(tokenizer, size, function)
@@ -245,7 +256,7 @@ class Server:
         return self._clock() - self._started
 
     async def close(self) -> None:
-        for threads in (self._body_threads, self._huge_body_thread):
+        for threads in (self._body_threads, self._huge_body_thread, self._picture_threads):
             threads.shutdown(wait=False, cancel_futures=True)
         self._tokenizer_lanes.close()
         if self.registry is not None:

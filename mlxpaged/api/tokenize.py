@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
@@ -11,7 +11,10 @@ from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import others
+from mlxpaged.api.generation.pictures import apart, resolve, together
+from mlxpaged.api.generation.request import Chat
 from mlxpaged.api.generation.tool_prompt import with_tools
+from mlxpaged.api.media import media_of
 from mlxpaged.api.openai.schema import MAX_TOKEN_ID, Message
 from mlxpaged.api.schema import MAX_LIST, Body
 from mlxpaged.api.server import server_of
@@ -28,7 +31,6 @@ class TokenizeRequest(Body):
     """A prompt, or the messages of a chat, which its template renders."""
 
     table = others.TOKENIZE
-    conversation = "messages"
 
     model: str | None = None
     prompt: Annotated[str, Field(max_length=MAX_BYTES)] | None = None
@@ -85,13 +87,15 @@ class TokenizerInfo(Body):
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     server = server_of(request)
     _, info = await server.ready(request, body.model)
-    messages = await server.prepare(request, lambda: texts_of(body))
+    chat = await server.prepare(request, lambda: chat_of(body))
+    chat, pictures = await resolve(request, chat, info)
 
     def work() -> list[int]:
         if body.prompt is None:
-            marker, shown = info.tokenizer.mark(messages)
-            shown = with_tools(shown, (), info.tokenizer)
-            return info.tokenizer.apply_chat_template(shown, True, partial(check_size, "messages"), marker)
+            marker, shown = info.tokenizer.mark(apart(chat.messages))
+            shown, order = pictures.in_parts(with_tools(together(shown), (), info.tokenizer))
+            tokens = info.tokenizer.apply_chat_template(shown, True, partial(check_size, "messages"), marker)
+            return pictures.placed(tokens, order).token_ids
         try:
             return info.tokenizer.encode(
                 body.prompt, body.add_special_tokens is not False, body.split_special_tokens is True
@@ -99,7 +103,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         except ControlTokenError as error:
             raise bad_parameter("split_special_tokens", str(error)) from None
 
-    size = len(body.prompt) if body.prompt is not None else sum(len(message["content"]) for message in messages)
+    size = chat.num_chars if body.prompt is None else len(body.prompt)
     tokens = await server.tokenize(info.tokenizer, size, work)
 
     def answer() -> str:
@@ -110,14 +114,15 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     return Response(await server.prepare(request, answer), media_type="application/json")
 
 
-def texts_of(body: TokenizeRequest) -> list[dict[str, Any]]:
+def chat_of(body: TokenizeRequest) -> Chat:
     """The messages as the chat template takes them. Raises ApiError if the texts have more than MAX_BYTES."""
-    messages = [message.for_template() for message in body.messages or ()]
+    messages = body.messages or []
+    chat = Chat([message.for_template() for message in messages], media=media_of(messages, "messages"))
     if body.prompt is None:
-        check_size("messages", *(message["content"] for message in messages))
+        check_size("messages", *(message["content"] for message in chat.messages))
     else:
         check_size("prompt", body.prompt)
-    return messages
+    return chat
 
 
 def check_size(field: str, *texts: str) -> None:

@@ -69,12 +69,15 @@ class EngineInfo:
         self.no_reranker_because = served.no_reranker_because
         self.no_embeddings_because = core.no_embedder_because
         self.adapters = served.adapters.names
+        # How prompts show pictures; None if it takes none.
+        self.pictures = None if served.vision is None else served.vision.format
         self.cluster: Cluster | None = None  # None if the model runs on one machine
 
     def __getstate__(self) -> dict[str, object]:
         """The state without what belongs to a process. The one that gets it sets its own tokenizer and grammars."""
-        own = {"tokenizer", "grammars", "reranker"}
-        return {name: value for name, value in vars(self).items() if name not in own} | {"reranker": None}
+        own = {"tokenizer", "grammars", "reranker", "pictures"}
+        others = {name: value for name, value in vars(self).items() if name not in own}
+        return others | {"reranker": None, "pictures": None}
 
     @property
     def max_tokens_in_pool(self) -> int:

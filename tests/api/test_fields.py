@@ -93,6 +93,11 @@ def content(text: str) -> Honoured:
     return Honoured("prompt.messages.1.content", text)
 
 
+def medium(place: str) -> Honoured:
+    """The model decides what becomes of an image."""
+    return Honoured("prompt.media.0.param", place)
+
+
 SAMPLERS: list[Case] = [
     *both("OpenAI", {"temperature": 0.5}, param("temperature", 0.5)),
     *both("OpenAI", {"max_tokens": 7}, param("max_tokens", 7)),
@@ -375,7 +380,31 @@ HISTORY: list[Case] = [
         {"messages": [USER | {"content": [{"type": "text", "text": "x", "y": 1}]}]},
         Ignored("messages.content.y"),
     ),
-    ("OpenAI", CHAT, {"messages": [USER | {"content": [IMAGE]}]}, Refused("images are not supported by this server")),
+    ("OpenAI", CHAT, {"messages": [USER | {"content": [IMAGE]}]}, medium("messages.0.content.0")),
+    (
+        "LiteLLM",
+        CHAT,
+        {"messages": [USER | {"content": [{"type": "image_url", "image_url": "data:,"}]}]},
+        Honoured("prompt.media.0.part.picture.data", "data:,"),
+    ),
+    (
+        "OpenAI",
+        CHAT,
+        {"messages": [USER | {"content": [{"type": "image_url", "image_url": {"detail": "low"}}]}]},
+        Refused("messages.0.content.0.image_url.url: is required"),
+    ),
+    (
+        "OpenAI",
+        CHAT,
+        {"messages": [USER | {"content": [{"type": "image_url", "image_url": {"url": "x", "detail": "most"}}]}]},
+        Refused("messages.0.content.0.image_url.detail: must be 'auto', 'low' or 'high'"),
+    ),
+    (
+        "OpenAI",
+        CHAT,
+        {"messages": [USER | {"content": [{"type": "image_url", "image_url": 5}]}]},
+        Refused("messages.0.content.0.image_url: must be an object"),
+    ),
     (
         "OpenAI",
         CHAT,
@@ -434,7 +463,7 @@ OTHERS: list[Case] = [
         "OpenAI",
         RESPONSES,
         {"input": [USER | {"content": [{"type": "input_image", "image_url": "x"}]}]},
-        Refused("images are not supported by this server"),
+        medium("input.0.content.0"),
     ),
     (
         "OpenAI",
@@ -479,7 +508,7 @@ OTHERS: list[Case] = [
         "Claude Code",
         MESSAGES,
         {"messages": [USER | {"content": [{"type": "image", "source": {}}]}]},
-        Refused("images are not supported by this server"),
+        medium("messages.0.content.0"),
     ),
     (
         "Claude Code",

@@ -227,7 +227,8 @@ def test_a_way_of_sampling_that_is_missing_is_refused(options: dict[str, Any]) -
     ("path", "body", "status", "words"),
     [
         ("/api/chat", {"model": "scripted", "messages": [{"role": "user", "images": ["aGk="]}]}, 400, "images are not"),
-        ("/api/generate", prompted("x", images=["aGk="]), 400, "images are not supported by this server"),
+        ("/api/generate", prompted("x", images=["aGk="]), 400, "images are not supported by this model"),
+        ("/api/generate", prompted("x", images=["aGk="], raw=True), 400, "images: cannot be combined with raw"),
         ("/api/generate", prompted("x", suffix="y"), 400, "suffix: "),
         ("/api/generate", prompted("x", template="{{ .Prompt }}"), 400, "template: "),
         ("/api/generate", prompted("x", context=[1]), 400, "context: "),

@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 from openai import OpenAI
 
+from mlxpaged.api.generation.pictures import Pictures
 from mlxpaged.api.generation.prompt import rendering
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
 from mlxpaged.engine.config import EngineConfig
@@ -155,7 +156,7 @@ def test_a_long_answer_is_made_off_the_event_loop_and_off_the_tokenizers_thread(
 def test_a_model_tells_its_limits_and_what_it_can_do(client: OpenAI) -> None:
     model = client.models.retrieve("demo").model_dump()
     assert (model["context_length"], model["max_model_len"]) == (4096, 4096)
-    nothing_else = {"rerank": False, "embeddings": False, "thinking": False}
+    nothing_else = {"rerank": False, "embeddings": False, "thinking": False, "vision": False}
     assert model["capabilities"] == {"chat": True, "completions": True, "tools": True} | nothing_else
     assert [each.id for each in client.models.list()] == ["demo"]
 
@@ -225,7 +226,7 @@ def test_control_tokens_in_tools_that_are_shown_as_text_are_text(demo_server: Ru
 
     def control_tokens(description: str) -> list[int]:
         chat = Chat([{"role": "user", "content": "hi"}], [Tool("f", description, None, None, "tools")])
-        tokens = rendering(GenerationRequest(chat, SamplingParams()), chat, info)()
+        tokens = rendering(GenerationRequest(chat, SamplingParams()), chat, info, Pictures())().token_ids
         return [token for token in tokens if token in special]
 
     assert control_tokens("<|im_end|>\n<|im_start|>system") == control_tokens("x")

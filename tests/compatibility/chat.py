@@ -39,10 +39,15 @@ MESSAGES: tuple[Claim, ...] = (
     honoured("messages", said(content=None), "an assistant's or a tool's empty content is an empty text"),
     honoured("messages", said(content=None, refusal="No."), "the refusal is the text"),
     honoured("messages", said(reasoning_content="Hm.", tool_calls=[]), "goes to the chat template"),
+    by_model(
+        "messages",
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,", "detail": "low"}}]}],
+        f"{shared.IMAGES}; with `low`, at most 512 pixels a side",
+    ),
     refused(
         "messages",
-        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
-        "images, audio, videos and files are not supported",
+        [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}],
+        "audio, videos and files are not supported; in earlier turns they are left out",
     ),
     ignored(
         "messages.content.image_url",

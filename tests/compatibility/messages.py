@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.compatibility import shared
-from tests.compatibility.claims import Claim, honoured, ignored, label, refused
+from tests.compatibility.claims import Claim, by_model, honoured, ignored, label, refused
 
 USER: dict[str, Any] = {"role": "user", "content": "x"}
 TOOL: dict[str, Any] = {"name": "f", "input_schema": {"type": "object"}}
@@ -23,10 +23,15 @@ PROMPT: tuple[Claim, ...] = (
         [USER, {"role": "system", "content": "Be brief."}],
         "if the chat template refuses a late system message, it goes into the user's turn",
     ),
+    by_model(
+        "messages",
+        [{"role": "user", "content": [{"type": "image", "source": {"type": "base64", "data": "aGk="}}]}],
+        "if the model takes images; in a `tool_result` too; `source` is `base64`: PNG, JPEG, WEBP or GIF",
+    ),
     refused(
         "messages",
-        [{"role": "user", "content": [{"type": "image", "source": {}}]}],
-        "images, documents and files are not supported",
+        [{"role": "user", "content": [{"type": "document", "source": {}}]}],
+        "documents and files are not supported; in earlier turns and results they are left out",
     ),
     ignored(
         "messages.content.image",

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from tests.compatibility.claims import Claim, by_model, honoured, ignored, label, refused
+from tests.compatibility.shared import LEFT_OUT
 
 LOADED = "how a model is loaded is decided when the server starts"
 STAYS = "the model is loaded as long as the server runs"
 NAME = "with or without `:latest`; another model is a 404"
+IMAGES = "if the model takes images; base64 of PNG, JPEG, WEBP or GIF, which stand before the text"
 SHORT: dict[str, Any] = {"num_predict": 2}
 
 
@@ -51,6 +53,16 @@ CHAT: tuple[Claim, ...] = (
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}],
         "roles `system`, `user`, `assistant`, `tool`; with none, the answer is `load` or `unload` at once",
     ),
+    by_model("messages", [{"role": "user", "content": "x", "images": ["aGk="]}], IMAGES),
+    ignored(
+        "messages.images",
+        [
+            {"role": "user", "content": "x", "images": ["aGk="]},
+            {"role": "assistant", "content": "y"},
+            {"role": "user", "content": "z"},
+        ],
+        LEFT_OUT,
+    ),
     label("tools", []),
     honoured("tools", [{"type": "function", "function": {"name": "f"}}], "as in chat completions"),
     *GENERATING,
@@ -59,6 +71,7 @@ CHAT: tuple[Claim, ...] = (
 GENERATE: tuple[Claim, ...] = (
     honoured("model", "demo:latest", NAME),
     honoured("prompt", "y", "a user's message; without a prompt, the answer is `load` or `unload` at once"),
+    by_model("images", ["aGk="], f"{IMAGES}; not together with `raw`"),
     honoured("system", "Be brief."),
     honoured("raw", True, "the model continues the prompt as it is; not together with `system` and `think`"),
     *GENERATING,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.compatibility import shared
-from tests.compatibility.claims import Claim, honoured, ignored, label, refused
+from tests.compatibility.claims import Claim, by_model, honoured, ignored, label, refused
 
 USER: dict[str, Any] = {"role": "user", "content": "x"}
 ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
@@ -28,10 +28,15 @@ PROMPT: tuple[Claim, ...] = (
         "another server encrypted this reasoning, and there is no `content`",
     ),
     refused("input", [{"type": "function_call_output", "call_id": "c", "output": "x"}], "a result without its call"),
+    by_model(
+        "input",
+        [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,", "detail": "low"}]}],
+        f"{shared.IMAGES}; in the output of a call too",
+    ),
     refused(
         "input",
-        [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}],
-        "images, audio and files are not supported",
+        [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}],
+        "audio and files are not supported; in earlier turns and results they are left out",
     ),
     ignored(
         "input.content.input_image",

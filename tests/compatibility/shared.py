@@ -21,7 +21,8 @@ PROMPT_LOGPROBS: tuple[Claim, ...] = (
     refused("prompt_logprobs", 2, "not in a stream", stream=True),
 )
 
-LEFT_OUT = "in earlier turns and tool results; the model sees a text that says so"
+IMAGES = "if the model takes images; base64 in a `data:` URL, PNG, JPEG, WEBP or GIF"
+LEFT_OUT = "in earlier turns and tool results, if the model takes no images; it sees a text that says so"
 
 LABELS: tuple[Claim, ...] = (
     label("user", "u", "numbers and objects too"),

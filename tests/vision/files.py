@@ -31,6 +31,9 @@ class Grid:
         scale = min(1.0, self._longest / max(width, height))
         return max(1, round(scale * width / 8)) * 8, max(1, round(scale * height / 8)) * 8
 
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        return height // 8, width // 8
+
     def tokens(self, width: int, height: int) -> list[int]:
         return [*[self.placeholder] * (width // 8), self.end_of_row] * (height // 8)
 

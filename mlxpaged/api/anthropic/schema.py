@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import messages as fields
+from mlxpaged.api.media import Medium, all_but
 from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Label, Limit, OneOf, ToolName, TopP, stop_field
 
 
@@ -42,7 +43,8 @@ class ToolReference(Body):
     tool_name: ToolName
 
 
-ResultBlock = Annotated[TextBlock | ToolReference, OneOf("type")]
+HIDDEN = all_but("image")
+ResultBlock = Annotated[TextBlock | ToolReference | Medium, OneOf("type", hidden=HIDDEN)]
 
 
 class ToolResultBlock(Body):
@@ -52,8 +54,9 @@ class ToolResultBlock(Body):
     is_error: bool | None = None
 
 
-UserBlock = Annotated[TextBlock | ToolResultBlock, OneOf("type")]
-AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, OneOf("type")]
+UserBlock = Annotated[TextBlock | ToolResultBlock | Medium, OneOf("type", hidden=HIDDEN)]
+AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | Medium, OneOf("type", hidden=HIDDEN)]
+SystemBlock = Annotated[TextBlock | Medium, OneOf("type", hidden=HIDDEN)]
 
 
 class UserMessage(Body):
@@ -70,7 +73,7 @@ class SystemMessage(Body):
     """A system message that stands between the turns."""
 
     role: Literal["system"]
-    content: str | Texts
+    content: str | Annotated[list[SystemBlock], Field(max_length=MAX_LIST, fail_fast=True)]
 
 
 Message = Annotated[UserMessage | AssistantMessage | SystemMessage, OneOf("role")]
@@ -143,7 +146,6 @@ class CountTokensRequest(Body):
     """These fields determine the prompt."""
 
     table = fields.COUNT
-    conversation = "messages"
 
     model: str
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from mlxpaged.api.anthropic import schema
 from mlxpaged.api.anthropic.signature import unseal
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool, ToolChoice, function_call, sampling_params
+from mlxpaged.api.media import MediaPart, joined, media_of
 from mlxpaged.engine.constraint import Constraint
 from mlxpaged.models.tokenizer import Tokenizer
 
@@ -30,6 +31,7 @@ def translate(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> Generati
     form = body.output_config and body.output_config.format
     chat = Chat(
         messages=messages_of(body),
+        media=media_of(body.messages, "messages"),
         tools=[
             Tool(tool.name, tool.description, tool.input_schema, tool.strict, f"tools.{index}")
             for index, tool in body.offered_tools()
@@ -74,16 +76,18 @@ def messages_of(body: schema.CountTokensRequest) -> list[dict[str, Any]]:
             messages.append(assistant(message))
     for said in messages:
         if said["role"] == "user":
-            said["content"] = "\n".join(said["content"])
+            said["content"] = joined(said["content"])
     return messages
 
 
-def text_of(content: str | Iterable[schema.TextBlock | schema.ToolReference] | None) -> str:
+def text_of(content: str | Iterable[schema.TextBlock | schema.ToolReference | MediaPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(
-        block.text if isinstance(block, schema.TextBlock) else f"The tool {block.tool_name} can be called now."
-        for block in content
+    return joined(
+        [
+            f"The tool {block.tool_name} can be called now." if isinstance(block, schema.ToolReference) else block.text
+            for block in content
+        ]
     )
 
 
@@ -109,10 +113,11 @@ def add_user(messages: list[dict[str, Any]], content: str | Sequence[schema.User
 def assistant(message: schema.AssistantMessage) -> dict[str, Any]:
     if isinstance(message.content, str):
         return {"role": "assistant", "content": message.content}
-    texts, calls, thoughts = [], [], []
+    texts: list[schema.TextBlock | MediaPart] = []
+    calls, thoughts = [], []
     for block in message.content:
         match block:
-            case schema.TextBlock():
+            case schema.TextBlock() | MediaPart():
                 texts.append(block)
             case schema.ToolUseBlock():
                 calls.append(function_call(block.id, block.name, block.input))

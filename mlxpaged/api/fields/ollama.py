@@ -11,7 +11,6 @@ LOADED = "how a model is loaded is decided when the server starts"
 NOT_SAMPLED = "this server does not sample in this way"
 TOO_LONG = "a prompt that is too long is refused"
 STAYS = "the model is loaded as long as the server runs"
-NO_IMAGES = "images are not supported by this server"
 SHORT: dict[str, Any] = {"num_predict": 2}
 
 
@@ -30,12 +29,6 @@ GENERATING: tuple[Row, ...] = (
 )
 
 CHAT = Table(
-    refused(
-        "messages.images",
-        [{"role": "user", "content": "x", "images": ["aGk="]}],
-        f"{NO_IMAGES}; in earlier turns they are left out, and the model sees a text that says so",
-        ([],),
-    ),
     label("messages.tool_calls.type", [{"role": "user", "content": "x"}], "every tool is a function"),
     label("messages.tool_calls.function.index", [{"role": "user", "content": "x"}], "the list has the order"),
     *GENERATING,
@@ -43,7 +36,6 @@ CHAT = Table(
 )
 
 GENERATE = Table(
-    refused("images", ["aGk="], NO_IMAGES, ([],)),
     refused("suffix", "y", "the middle of a text is not filled in", ("",)),
     refused("template", "{{ .Prompt }}", "the model's own chat template is used; with `raw`, none", ("",)),
     refused("context", [20], "send the conversation to `/api/chat`; answers have no `context`", ([],)),

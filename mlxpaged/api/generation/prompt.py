@@ -13,9 +13,10 @@ from typing import Any
 from starlette.requests import Request
 
 from mlxpaged.api.errors import NOT_RENDERED, ApiError
-from mlxpaged.api.generation import check
+from mlxpaged.api.generation import check, pictures
 from mlxpaged.api.generation.answer_parser import AnswerParser, HarmonyParser, TagParser
 from mlxpaged.api.generation.history import adapted, with_system_as_user, with_thought_apart
+from mlxpaged.api.generation.pictures import Pictures, Prompt, apart, together
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
 from mlxpaged.api.generation.structured_output import structured_output
 from mlxpaged.api.generation.tool_prompt import tool_prompt, with_tools
@@ -26,6 +27,7 @@ from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.formats import HARMONY
 from mlxpaged.models.control_tokens import ControlTokenError
 from mlxpaged.models.tokenizer import ChatTemplateError
+from mlxpaged.vision.picture import Picture
 
 NO_THOUGHTS = "this model does not think: its vocabulary has no thinking tags"
 
@@ -37,13 +39,15 @@ short context answers without them."""
 @dataclass(frozen=True)
 class Prompts:
     """A request's prompts, ready for the engine. param: the client's field that holds them. echoes: their texts, if the
-    answers begin with them. new_parser: makes a parser for one answer; None if all of it is text."""
+    answers begin with them. new_parser: makes a parser for one answer; None if all of it is text. pictures: of each
+    prompt."""
 
     param: str
     token_ids: list[list[int]]
     params: SamplingParams
     echoes: Sequence[str] = ()
     new_parser: Callable[[], AnswerParser] | None = None
+    pictures: tuple[Picture, ...] = ()
 
 
 async def prepare(http: Request, request: GenerationRequest, info: EngineInfo) -> Prompts:
@@ -61,8 +65,12 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
     if (chat.asks_thinking or chat.effort not in (None, "none")) and not info.tokenizer.tags.thinks:
         server_of(http).ignore(http, request.client_name("thinking"), NO_THOUGHTS)
     tags, param = info.tokenizer.tags, request.client_name("messages")
-    tokens = await render(http, request, chat, info)
+    chat, shown = await pictures.resolve(http, chat, info)
+    prompt = await render(http, request, chat, info, shown)
+    tokens = prompt.token_ids
     check.check_token_ids(request, param, [tokens], info)
+    if prompt.places:
+        check.check_with_pictures(request, len(tokens), info)
     thinking = thinking_of(info, chat, tokens)
     form = await enforced(http, request, chat, info, thinking)
     tools = [tool.for_template() for tool in chat.offered_tools]
@@ -81,7 +89,8 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
             return HarmonyParser(tools, chat.one_call)
         return TagParser(tags, opened, tools, chat.one_call, form)
 
-    return Prompts(param, [tokens], params, new_parser=new_parser)
+    seen = await pictures.decode(http, shown, prompt)
+    return Prompts(param, [tokens], params, new_parser=new_parser, pictures=seen)
 
 
 async def enforced(
@@ -137,7 +146,8 @@ async def count_tokens(http: Request, translate: Callable[[], GenerationRequest]
     _, info = await server.ready(http, request.model)
     assert isinstance(request.prompt, Chat)
     chat = await with_usable_tools(http, request, request.prompt, info)
-    return len(await render(http, request, chat, info))
+    chat, shown = await pictures.resolve(http, chat, info)
+    return len((await render(http, request, chat, info, shown)).token_ids)
 
 
 async def with_usable_tools(http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo) -> Chat:
@@ -164,18 +174,19 @@ async def leave_room(http: Request, tools: Sequence[Tool], info: EngineInfo) -> 
     return len(await server.tokenize(tokenizer, len(text), lambda: tokenizer.encode(text))) <= most
 
 
-async def render(http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo) -> list[int]:
+async def render(http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo, shown: Pictures) -> Prompt:
     """Returns the tokens of a conversation up to the beginning of the answer. Raises ApiError."""
     server = server_of(http)
-    rendered = await server.prepare(http, lambda: rendering(request, chat, info))
+    rendered = await server.prepare(http, lambda: rendering(request, chat, info, shown))
     try:
-        size = sum(len(message["content"]) for message in chat.messages)
-        return await server.tokenize(info.tokenizer, size, rendered)
+        return await server.tokenize(info.tokenizer, chat.num_chars, rendered)
     except ChatTemplateError as error:
         raise request.refusal("messages", str(error), reason=NOT_RENDERED) from None
 
 
-def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo) -> Callable[[], list[int]]:
+def rendering(
+    request: GenerationRequest, chat: Chat, info: EngineInfo, shown_pictures: Pictures
+) -> Callable[[], Prompt]:
     """Returns a function that renders the prompt, for the tokenizer's thread. Raises ApiError."""
     check.check_template(request, chat, info)
     tokenizer = info.tokenizer
@@ -186,40 +197,48 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo) -> Calla
     if opens_answer is None:
         opens_answer = not chat.continue_final_message
     tools = [tool.for_template() for tool in chat.offered_tools]
-    num_chars = sum(len(message["content"]) for message in chat.messages) + sum(len(json.dumps(tool)) for tool in tools)
+    num_chars = chat.num_chars + sum(len(json.dumps(tool)) for tool in tools)
 
     def check_length(num_chars: int) -> None:
         check.check_text_length(request.client_name("messages"), num_chars, info)
 
     check_length(num_chars)
 
-    def of(conversation: Sequence[dict[str, Any]]) -> Callable[[], list[int]]:
-        marker, messages, shown, options = tokenizer.mark(adapted(conversation, tokenizer), tools, variables)
-        messages = with_tools(messages, shown, tokenizer)
+    def of(conversation: Sequence[dict[str, Any]], pictures_in_text: bool = False) -> Callable[[], Prompt]:
+        marker, messages, shown, options = tokenizer.mark(apart(adapted(conversation, tokenizer)), tools, variables)
+        messages = with_tools(together(messages), shown, tokenizer)
         if not tokenizer.takes_system:
             messages = with_system_as_user(messages)
         if shown and tokenizer.shows_tools:
             options["tools"] = shown
-        # Only the rendered text has all calls and reasoning of earlier turns, as far as the template shows them.
-        return lambda: tokenizer.apply_chat_template(
-            messages, opens_answer, lambda text: check_length(len(text)), marker, **options
-        )
+        messages, order = (shown_pictures.in_text if pictures_in_text else shown_pictures.in_parts)(messages)
+
+        def prompt() -> Prompt:
+            # Only the rendered text has all calls and reasoning of earlier turns, as far as the template shows them.
+            tokens = tokenizer.apply_chat_template(
+                messages, opens_answer, lambda text: check_length(len(text)), marker, **options
+            )
+            return shown_pictures.placed(tokens, order)
+
+        return prompt
 
     try:
         as_given = of(chat.messages)
     except ChatTemplateError as error:
         raise request.refusal("messages", str(error), reason=NOT_RENDERED) from None
     *earlier, last = chat.messages
-    apart = with_thought_apart(last, tokenizer.tags) if chat.continue_final_message else None
-    if apart is None:
-        return as_given
+    # Some templates take a thought out of the text, which cannot be continued then. Others do not show all images.
+    thought = with_thought_apart(last, tokenizer.tags) if chat.continue_final_message else None
 
-    def render() -> list[int]:
-        """Some templates take a thought out of the text, which cannot be continued then."""
+    def render() -> Prompt:
         try:
             return as_given()
         except ChatTemplateError:
-            return of([*earlier, apart])()
+            if thought is not None:
+                return of([*earlier, thought])()
+            if shown_pictures.shown:
+                return of(chat.messages, pictures_in_text=True)()
+            raise
 
     return render
 

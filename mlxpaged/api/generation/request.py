@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from mlxpaged.api.errors import ApiError, bad_parameter
+from mlxpaged.api.media import Shown
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.formats.pieces import LARK, Grammar
 
@@ -66,9 +67,10 @@ class ToolChoice:
 class Chat:
     """A conversation to be answered.
 
-    messages: as chat templates expect them. enable_thinking: the template's switch; None leaves it as it is.
-    asks_thinking, needs_thinking: a model that does not think answers without, and the client is told so; or it is
-    refused. effort: of the thinking, for templates that know it. one_call: end the answer after its first call.
+    messages: as chat templates expect them. media: what in them is no text. enable_thinking: the template's switch;
+    None leaves it as it is. asks_thinking, needs_thinking: a model that does not think answers without, and the client
+    is told so; or it is refused. effort: of the thinking, for templates that know it. one_call: end the answer after
+    its first call.
     """
 
     messages: list[dict[str, Any]]
@@ -82,6 +84,13 @@ class Chat:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    media: Sequence[Shown] = ()
+
+    @property
+    def num_chars(self) -> int:
+        """Returns the characters of its texts."""
+        sentinels = sum(len(each.sentinel) for each in self.media)
+        return sum(len(message["content"]) for message in self.messages) - sentinels
 
     @property
     def offered_tools(self) -> list[Tool]:

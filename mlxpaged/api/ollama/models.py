@@ -23,7 +23,13 @@ from mlxpaged.registry.model import Model
 VERSION = "0.13.5"
 """The version of Ollama whose API these endpoints follow. Some clients refuse older ones."""
 NEVER = "9999-12-31T23:59:59Z"
-KNOWN = {"completions": "completion", "tools": "tools", "thinking": "thinking", "embeddings": "embedding"}
+KNOWN = {
+    "completions": "completion",
+    "vision": "vision",
+    "tools": "tools",
+    "thinking": "thinking",
+    "embeddings": "embedding",
+}
 """Ollama's names of capabilities."""
 
 
@@ -85,15 +91,14 @@ async def show(request: Request, body: OllamaShowRequest) -> Response:
         facts["general.parameter_count"] = info.num_parameters
     if info is not None and info.embedding_model is not None:
         facts[f"{family}.embedding_length"] = info.embedding_model.dimensions
-    can = {} if info is None else capabilities(info)
     return JSONResponse(
         {
             "modelfile": f"FROM {found.name}\n",
             "parameters": "",
-            "template": info.tokenizer.template_source if info is not None and can["chat"] else "",
+            "template": info.tokenizer.template_source if info is not None and capabilities(info)["chat"] else "",
             "details": details,
             "model_info": facts,
-            "capabilities": [shown for ours, shown in KNOWN.items() if can.get(ours)],
+            "capabilities": capabilities_of(info),
             "modified_at": timestamp(0 if info is None else info.created),
         }
     )
@@ -118,7 +123,14 @@ def entry(model: Model, name: str) -> dict[str, Any]:
         "size": 0 if info is None else info.weight_bytes,
         "digest": hashlib.sha256(name.encode()).hexdigest(),
         "details": details_of(info) | {"parent_model": "" if name == model.name else model.name},
+        "capabilities": capabilities_of(info),
     }
+
+
+def capabilities_of(info: EngineInfo | EmbeddingInfo | None) -> list[str]:
+    """info: None if the model is not loaded. What it can do is not known then."""
+    can = {} if info is None else capabilities(info)
+    return [shown for ours, shown in KNOWN.items() if can.get(ours)]
 
 
 def details_of(info: EngineInfo | EmbeddingInfo | None) -> dict[str, Any]:

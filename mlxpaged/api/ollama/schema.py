@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -9,6 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from mlxpaged.api.embeddings import MAX_INPUTS
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import ollama as fields
+from mlxpaged.api.media import ImageBlock, ImageSource
 from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, ToolName, TopP, stop_field
 
 MAX_TOP_LOGPROBS = 20
@@ -73,15 +75,29 @@ class Call(Body):
     function: CalledFunction
 
 
+Images = Annotated[list[str], Field(max_length=MAX_LIST, fail_fast=True)]
+"""Files in base64."""
+
+
+def pictures_of(images: list[str] | None) -> list[ImageBlock]:
+    return [ImageBlock(type="image", source=ImageSource(data=data)) for data in images or ()]
+
+
 class Message(Body):
-    """tool_name, tool_call_id: the call that a tool's message answers; without them, the first open call."""
+    """images: they stand before the content. tool_name, tool_call_id: the call that a tool's message answers; without
+    them, the first open call."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
+    images: Images | None = None
     thinking: str | None = None
     tool_calls: Annotated[list[Call], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
+
+    @cached_property
+    def pictures(self) -> list[ImageBlock]:
+        return pictures_of(self.images)
 
 
 class Function(Body):
@@ -100,18 +116,19 @@ class OllamaChatRequest(GeneratingFields):
     """Without messages, it asks to load or unload the model."""
 
     table = fields.CHAT
-    conversation = "messages"
 
     messages: Annotated[list[Message], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateRequest(GeneratingFields):
-    """Without a prompt, it asks to load or unload the model. raw: the prompt goes to the model as it is."""
+    """Without a prompt, it asks to load or unload the model. raw: the prompt goes to the model as it is. images: they
+    stand before the prompt."""
 
     table = fields.GENERATE
 
     prompt: str | None = None
+    images: Images | None = None
     system: str | None = None
     raw: bool | None = None
 
@@ -121,6 +138,8 @@ class OllamaGenerateRequest(GeneratingFields):
             raise bad_parameter("system", "cannot be combined with raw; put it into the prompt")
         if self.raw and self.think:
             raise bad_parameter("think", "cannot be combined with raw; put the tags into the prompt")
+        if self.raw and self.images:
+            raise bad_parameter("images", "cannot be combined with raw: the chat template shows them to the model")
         return self
 
 

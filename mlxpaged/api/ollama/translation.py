@@ -16,6 +16,7 @@ from mlxpaged.api.generation.request import (
     given_fields,
     sampling_params,
 )
+from mlxpaged.api.media import Shown, media_of
 from mlxpaged.api.ollama import schema
 from mlxpaged.engine.constraint import Constraint
 from mlxpaged.engine.sampling_params import SamplingParams
@@ -39,7 +40,8 @@ def translate_chat(body: schema.OllamaChatRequest, model: str) -> GenerationRequ
         )
         for i, tool in enumerate(body.tools or ())
     ]
-    return translated(body, model, chat_of(body, messages_of(body.messages or ()), tools))
+    messages = body.messages or []
+    return translated(body, model, chat_of(body, messages_of(messages), media_of(messages, "messages"), tools))
 
 
 def translate_prompt(body: schema.OllamaGenerateRequest, model: str, tokenizer: Tokenizer) -> GenerationRequest:
@@ -48,8 +50,11 @@ def translate_prompt(body: schema.OllamaGenerateRequest, model: str, tokenizer: 
     text = body.prompt or ""
     if not body.raw and tokenizer.has_chat_template:
         system = [{"role": "system", "content": body.system}] if body.system else []
-        return translated(body, model, chat_of(body, [*system, {"role": "user", "content": text}]))
-    for name in ("system", "think"):
+        pictures = schema.pictures_of(body.images)
+        said = {"role": "user", "content": "".join(each.text for each in pictures) + text}
+        media = [Shown(each, f"images.{i}", "images", True) for i, each in enumerate(pictures)]
+        return translated(body, model, chat_of(body, [*system, said], media))
+    for name in ("system", "think", "images"):
         if getattr(body, name):
             raise bad_parameter(name, "this model has no chat template, which would show it to the model")
     return replace(translated(body, model, [text]), split_special_tokens=not body.raw)
@@ -64,9 +69,15 @@ def translated(body: schema.GeneratingFields, model: str, prompt: Chat | list[st
     return GenerationRequest(prompt, params, model, timed=True, chosen=chosen, client_names=names)
 
 
-def chat_of(body: schema.GeneratingFields, messages: list[dict[str, Any]], tools: Sequence[Tool] = ()) -> Chat:
+def chat_of(
+    body: schema.GeneratingFields,
+    messages: list[dict[str, Any]],
+    media: Sequence[Shown],
+    tools: Sequence[Tool] = (),
+) -> Chat:
     return Chat(
         messages=messages,
+        media=media,
         tools=tools,
         enable_thinking=None if body.think is None else body.think is not False,
         needs_thinking=bool(body.think),
@@ -100,7 +111,8 @@ def messages_of(given: Sequence[schema.Message]) -> list[dict[str, Any]]:
     tool's name or without anything."""
     found = []
     for i, message in enumerate(given):
-        said: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        pictures = "".join(each.text for each in message.pictures)
+        said: dict[str, Any] = {"role": message.role, "content": pictures + (message.content or "")}
         if message.thinking:
             said["reasoning_content"] = message.thinking
         if message.tool_calls:

@@ -12,6 +12,7 @@ from mlxpaged.api.generation.answers import Answer, Answers, reply
 from mlxpaged.api.generation.deltas import Delta, Finish, Text, Thinking, ToolCall, Update
 from mlxpaged.api.generation.request import Chat, GenerationRequest, function_call, sampling_params
 from mlxpaged.api.generation.submission import start
+from mlxpaged.api.media import media_of
 from mlxpaged.api.openai.renderer import CompletionsRenderer, chat_logprobs
 from mlxpaged.api.openai.schema import ChatRequest
 from mlxpaged.api.openai.thinking import ThinkingFields
@@ -32,6 +33,7 @@ def translate(body: ChatRequest) -> GenerationRequest:
     form = body.response_format.constraint("response_format") if body.response_format is not None else None
     chat = Chat(
         messages=[message.for_template() for message in body.messages],
+        media=media_of(body.messages, "messages"),
         tools=[tool.function.translated(f"tools.{index}") for index, tool in enumerate(body.tools or ())],
         tool_choice=translated_choice(body.tool_choice),
         one_call=body.parallel_tool_calls is False,

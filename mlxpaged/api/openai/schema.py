@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, field_validator, mo
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import chat, completions
+from mlxpaged.api.media import Medium, all_but
 from mlxpaged.api.openai.structured import ResponseFormat, StructuredFields
 from mlxpaged.api.openai.thinking import ThinkingFields
 from mlxpaged.api.openai.tools import Call, CalledFunction, Tool, ToolChoice
@@ -145,7 +146,8 @@ class RefusalPart(Body):
         return self.refusal
 
 
-Part = Annotated[TextPart | RefusalPart, OneOf("type", hidden=("input_text", "output_text", "refusal"))]
+HIDDEN = ("input_text", "output_text", "refusal", *all_but("image_url"))
+Part = Annotated[TextPart | RefusalPart | Medium, OneOf("type", hidden=HIDDEN)]
 
 
 ROLES = {"developer": "system", "function": "tool"}
@@ -197,7 +199,6 @@ class Message(Body):
 
 class ChatRequest(SamplingFields, ThinkingFields):
     table = chat.TABLE
-    conversation = "messages"
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
     max_completion_tokens: TokenLimit = None

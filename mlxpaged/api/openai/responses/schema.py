@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import responses as fields
+from mlxpaged.api.media import Medium, all_but
 from mlxpaged.api.openai.responses.tools import Tool, ToolChoice, check_kinds
 from mlxpaged.api.openai.schema import MAX_TOP_LOGPROBS, RefusalPart, RequestFields
 from mlxpaged.api.openai.structured import JsonSchema, TextFormat
@@ -28,7 +29,7 @@ class ContentPart(Body):
     logprobs: list[Any] | None = None
 
 
-Part = Annotated[ContentPart | RefusalPart, OneOf("type", hidden=("refusal",))]
+Part = Annotated[ContentPart | RefusalPart | Medium, OneOf("type", hidden=("refusal", *all_but("input_image")))]
 Content = str | Annotated[list[Part], Field(max_length=MAX_LIST, fail_fast=True)]
 
 
@@ -165,7 +166,6 @@ class InputTokensRequest(Body):
     """These fields determine the prompt."""
 
     table = fields.INPUT_TOKENS
-    conversation = "input"
 
     model: str | None = None
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]

@@ -7,6 +7,7 @@ from typing import Any
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.request import INPUT, Chat, GenerationRequest, function_call, parsed, sampling_params
+from mlxpaged.api.media import media_of
 from mlxpaged.api.openai.responses import schema
 from mlxpaged.api.openai.responses.tools import full_name, functions, translated_choice
 from mlxpaged.api.openai.thinking import EFFORT_TOKENS
@@ -25,6 +26,7 @@ def translate(body: schema.InputTokensRequest, items: Sequence[schema.Item]) -> 
     form = body.text.format if body.text is not None else None
     chat = Chat(
         messages=messages_of(body.instructions, items),
+        media=media_of(items, "input", len(items) - len(body.items)),
         tools=[tool for tool, _ in functions(body.tools)],
         tool_choice=translated_choice(body.tool_choice),
         one_call=body.parallel_tool_calls is False,

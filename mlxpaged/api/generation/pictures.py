@@ -1,0 +1,219 @@
+"""Decides what becomes of the images of a conversation when its model is known, and puts them into its prompt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+
+from mlxpaged.api.errors import ApiError, bad_parameter
+from mlxpaged.api.generation.check import ContextLengthError
+from mlxpaged.api.generation.request import Chat
+from mlxpaged.api.media import END, NAMES, START, Shown
+from mlxpaged.api.models import models_for
+from mlxpaged.api.server import server_of
+from mlxpaged.engine.info import EngineInfo
+from mlxpaged.models.tokenizer import ChatTemplateError
+from mlxpaged.process_memory import require_memory
+from mlxpaged.scheduler.admission import PromptTooLongError
+from mlxpaged.vision.headers import PictureError
+from mlxpaged.vision.picture import Picture, PictureFormat
+from mlxpaged.vision.reading import CheckedPicture, check
+
+MAX_PICTURES = 100
+"""Images of a request. Anthropic's limit."""
+BYTES_PER_PIXEL = 12
+"""Memory that decoding takes: a picture with transparency is held three times."""
+SENTINEL = re.compile(f"({START}[0-9a-f]{{32}}{END})")
+
+
+@dataclass(frozen=True)
+class ShownPicture:
+    """param: the client's field that has it. tokens: what the prompt has in its place."""
+
+    param: str
+    checked: CheckedPicture
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """token_ids: with those of the pictures. places: the sentinel of each picture, and its placeholders among them."""
+
+    token_ids: list[int]
+    places: Sequence[tuple[str, tuple[int, ...]]] = ()
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The pictures of a conversation, by their sentinels. form: None if there are none. token_text: of its
+    `template_token`."""
+
+    form: PictureFormat | None = None
+    token_text: str = ""
+    shown: Mapping[str, ShownPicture] = field(default_factory=dict)
+
+    def in_parts(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+        """Returns the messages for the chat template, with the content of those with pictures as a list of parts; and
+        the sentinels in their order."""
+        order: list[str] = []
+        changed = []
+        for message in messages:
+            pieces = SENTINEL.split(message["content"]) if START in message["content"] else []
+            found = [piece for piece in pieces if piece in self.shown]
+            order += found
+            parts = [
+                {"type": "image"} if piece in self.shown else {"type": "text", "text": piece}
+                for piece in filter(None, pieces)
+            ]
+            changed.append({**message, "content": parts} if found else dict(message))
+        return changed, order
+
+    def in_text(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+        """Does the same for templates that show no parts: a picture is the token that a template writes for it. Those
+        of Mistral do not show a tool's parts, and refuse a message of the user right after a result."""
+        texts = dict.fromkeys(self.shown, self.token_text)
+        changed = [
+            {**message, "content": SENTINEL.sub(lambda found: texts.get(found[0], found[0]), message["content"])}
+            for message in messages
+        ]
+        return changed, self.in_parts(messages)[1]
+
+    def placed(self, token_ids: list[int], order: Sequence[str]) -> Prompt:
+        """Puts the pictures into a rendered prompt. Raises ChatTemplateError if it does not show all of them."""
+        if self.form is None:
+            return Prompt(token_ids)
+        num_shown = token_ids.count(self.form.template_token)
+        if num_shown != len(self.shown):
+            message = f"the model's chat template shows {num_shown} of the {len(self.shown)} images"
+            raise ChatTemplateError(message)
+        placed: list[int] = []
+        places, start = [], 0
+        for sentinel in order:
+            end = token_ids.index(self.form.template_token, start)
+            placed += token_ids[start:end]
+            tokens = self.shown[sentinel].tokens
+            first, placeholder = len(placed), self.form.placeholder
+            places.append((sentinel, tuple(first + i for i, token in enumerate(tokens) if token == placeholder)))
+            placed += tokens
+            start = end + 1
+        return Prompt(placed + token_ids[start:], places)
+
+
+def apart(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the messages with the texts before and after each sentinel apart, so that control tokens at the end of
+    each are found. `together` joins them."""
+    return [
+        {**message, "content": SENTINEL.split(message["content"])} if START in message["content"] else message
+        for message in messages
+    ]
+
+
+def together(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {**each, "content": "".join(each["content"])} if isinstance(each["content"], list) else dict(each)
+        for each in messages
+    ]
+
+
+def with_texts(content: str, texts: Mapping[str, str]) -> str:
+    """Returns a message's content with texts in the place of sentinels, each in lines of its own."""
+
+    def text_of(match: re.Match[str]) -> str:
+        if match[0] not in texts:
+            return match[0]
+        start, end = match.span()
+        before = "\n" if start and content[start - 1] != "\n" else ""
+        after = "\n" if end < len(content) and content[end] not in ("\n", START) else ""
+        return before + texts[match[0]] + after
+
+    return SENTINEL.sub(text_of, content)
+
+
+async def resolve(http: Request, chat: Chat, info: EngineInfo) -> tuple[Chat, Pictures]:
+    """Returns the conversation with a text in the place of each part that the model does not take, and the pictures
+    that are left in it, within all limits. Nothing is decoded yet. Raises ApiError.
+
+    A part in the newest turn that the model does not take is an error: no answer pretends to have seen it. One in an
+    earlier turn or in a tool's result does not end the session: the client is told that it was left out."""
+    if not chat.media:
+        return chat, Pictures()
+    form, server = info.pictures, server_of(http)
+    kept = [each for each in chat.media if form is not None and each.part.picture is not None]
+    sentinels = {each.sentinel for each in kept}
+    left = [each for each in chat.media if each.sentinel not in sentinels]
+    for each in left:
+        if each.is_newest:
+            raise bad_parameter(each.param, f"{unsupported(each)}{advice(http)}", code="unsupported_media")
+    for name, each in reversed({each.field: each for each in left}.items()):
+        server.ignore(http, name, unsupported(each))
+    texts = {each.sentinel: f"[{NAMES[each.part.type][0]} was left out: {reason(form)}]" for each in left}
+    messages = [message | {"content": with_texts(message["content"], texts)} for message in chat.messages]
+    chat = replace(chat, messages=messages, media=kept)
+    if form is None or not kept:
+        return chat, Pictures()
+    token_text = info.tokenizer.text_with_specials([form.template_token])
+    return chat, Pictures(form, token_text, await checked(http, kept, form, info))
+
+
+def unsupported(each: Shown) -> str:
+    return f"{NAMES[each.part.type][1]} not supported by this model"
+
+
+def reason(form: PictureFormat | None) -> str:
+    return f"this model takes text {'only' if form is None else 'and images only'}"
+
+
+def advice(http: Request) -> str:
+    """The end of an error about an image: the loaded models that take some."""
+    infos = [model.engine.info for model in models_for(http, server_of(http)) if model.is_loaded and model.engine]
+    names = [repr(info.model) for info in infos if isinstance(info, EngineInfo) and info.pictures is not None]
+    return f"; use {' or '.join(names)}" if names else ""
+
+
+async def checked(
+    http: Request, media: Sequence[Shown], form: PictureFormat, info: EngineInfo
+) -> dict[str, ShownPicture]:
+    """Checks the pictures by their headers. Raises ApiError."""
+    if len(media) > MAX_PICTURES:
+        message = f"there are {len(media)} images in the request; the limit is {MAX_PICTURES}"
+        raise bad_parameter(media[MAX_PICTURES].param, message, code="too_many_images")
+    found: dict[str, ShownPicture] = {}
+    num_tokens = 0
+    for each in media:
+        picture = each.part.picture
+        assert picture is not None
+        http.state.body_size = max(0, http.state.body_size - len(picture.data))  # what is left is text
+        try:
+            header = await server_of(http).check_picture(partial(check, picture, form))
+        except PictureError as error:
+            raise invalid(each.param, error) from None
+        found[each.sentinel] = ShownPicture(each.param, header, form.tokens(header.width, header.height))
+        num_tokens += len(found[each.sentinel].tokens)
+        if num_tokens > info.longest:
+            message = f"the images have more than {info.longest} tokens; {info.limit}"
+            raise ContextLengthError(each.param, PromptTooLongError(message, num_tokens, info.longest))
+    return found
+
+
+async def decode(http: Request, pictures: Pictures, prompt: Prompt) -> tuple[Picture, ...]:
+    """Decodes the pictures of a prompt. Raises ApiError."""
+    server, found = server_of(http), []
+    for sentinel, positions in prompt.places:
+        shown = pictures.shown[sentinel]
+        header = shown.checked.header
+        require_memory(BYTES_PER_PIXEL * header.width * header.height, "the image")
+        try:
+            pixels = await server.decode_picture(partial(server.pictures.pixels, shown.checked))
+        except PictureError as error:
+            raise invalid(shown.param, error) from None
+        found.append(Picture(shown.checked.digest, pixels, positions))
+    return tuple(found)
+
+
+def invalid(param: str, error: PictureError) -> ApiError:
+    return bad_parameter(param, f"the image {error}", code="invalid_image")
