@@ -16,7 +16,19 @@ import mlxpaged
 PACKAGE = Path(mlxpaged.__file__).parent
 
 MAY_IMPORT = {
-    "cli": {"registry", "cluster", "cpu", "api", "engine", "scheduler", "models", "attention", "cache", "formats"},
+    "cli": {
+        "registry",
+        "cluster",
+        "cpu",
+        "api",
+        "engine",
+        "scheduler",
+        "models",
+        "attention",
+        "cache",
+        "formats",
+        "vision",
+    },
     "api": {"registry", "engine", "models", "scheduler", "formats", "vision"},
     "registry": {"engine", "models"},
     "cluster": {"engine", "models"},

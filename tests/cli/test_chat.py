@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import re
@@ -28,6 +29,9 @@ from tests.cli.helpers import Result
 from tests.cli.screen import shown
 from tests.scripted import scripted_server
 from tests.support import RunningServer, wait_until
+
+PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC")
+"""One red pixel."""
 
 SCRIPT = {
     "Why?": "<think>\nHm, why.\n</think>\n\nBecause *so*.",
@@ -146,6 +150,42 @@ def test_commands_change_what_is_sent(session: Session) -> None:
     assert "temperature: 0.5\n" in session.type("/set")
     session.type("/system none", "Hello", "/clear")
     assert session.conversation.request()["messages"] == []
+
+
+def test_an_image_goes_with_the_next_message(session: Session, tmp_path: Path) -> None:
+    """The scripted model sees nothing, so it refuses the message: it is taken back, and the image is kept."""
+    file = tmp_path / "a b.png"
+    file.write_bytes(PNG)
+    assert session.type(f"/image {file}") == "images that go with your next message: 1\n"
+    assert "image" in session.type("Hello")
+    assert session.conversation.messages == []
+    url = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+    assert session.conversation.images == [url]
+    session.conversation.ask("Hello")
+    part = {"type": "image_url", "image_url": {"url": url}}
+    assert session.conversation.messages == [{"role": "user", "content": [part, {"type": "text", "text": "Hello"}]}]
+    session.conversation.answer("Hi.")
+    session.type(f"/save {tmp_path}/chat.json", "/clear")
+    assert session.type("/image") == "images that go with your next message: 0\n"
+    session.type(f"/load {tmp_path}/chat.json")
+    assert session.conversation.last_question() == "Hello"
+    assert session.conversation.images == [url]
+    assert session.type("/image none") == "images that go with your next message: 0\n"
+
+
+def test_what_is_no_image_is_not_sent(session: Session, tmp_path: Path) -> None:
+    (tmp_path / "text.png").write_text("no picture")
+    os.mkfifo(tmp_path / "fifo.png")
+    with (tmp_path / "large.png").open("wb") as file:
+        file.truncate(2**25)
+    for name, said in (
+        ("text.png", "is no PNG, JPEG, WEBP or GIF"),
+        ("fifo.png", "is not a file"),
+        ("large.png", "has more than 20 MiB"),
+        ("none.png", "No such file"),
+    ):
+        assert said in session.type(f"/image {tmp_path}/{name}")
+    assert session.conversation.images == []
 
 
 def test_a_question_is_asked_again(session: Session) -> None:

@@ -63,33 +63,49 @@ SETTINGS: dict[str, Kind] = {
 
 @dataclass
 class Conversation:
-    """messages: without the system message. settings: fields of the request that are not left to the server."""
+    """messages: without the system message. settings: fields of the request that are not left to the server. images:
+    data: URLs that go with the next question."""
 
     model: str
     system: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
 
     def request(self) -> dict[str, Any]:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return {"model": self.model, "messages": [*system, *self.messages], **self.settings}
 
     def ask(self, text: str) -> None:
-        self.messages.append({"role": "user", "content": text})
+        content: Any = text
+        if self.images:
+            parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+            content = [*parts, {"type": "text", "text": text}]
+            self.images = []
+        self.messages.append({"role": "user", "content": content})
 
     def answer(self, text: str) -> None:
-        """Add the answer to the last question; without an answer, take the question back."""
+        """Add the answer to the last question; without an answer, take the question back, and its images."""
         if text:
             self.messages.append({"role": "assistant", "content": text})
         else:
-            self.messages.pop()
+            self._take_back()
 
     def last_question(self) -> str | None:
         """Take the last question and its answer out of the conversation. Returns None if there is none."""
         if not self.messages:
             return None
         del self.messages[-1]
-        return self.messages.pop()["content"]
+        return self._take_back()
+
+    def _take_back(self) -> str:
+        """Take a question out of the conversation. Its images go with the next one."""
+        content = self.messages.pop()["content"]
+        if isinstance(content, str):
+            return content
+        *parts, last = content
+        self.images = [part["image_url"]["url"] for part in parts]
+        return str(last["text"])
 
     def save(self, path: Path) -> None:
         """Only the user may read the file. Raises OSError, or ValueError if the file is there and is something else."""
@@ -103,6 +119,15 @@ class Conversation:
         ValueError if the file is not a saved chat."""
         other = read(path)
         self.system, self.settings, self.messages = other.system, other.settings, other.messages
+        self.images = other.images
+
+
+def is_content(content: Any) -> bool:
+    """Whether it is a text, or what `ask` makes of images and a text. Raises KeyError or TypeError for some others."""
+    if isinstance(content, str):
+        return True
+    *parts, last = content
+    return isinstance(last["text"], str) and all(isinstance(part["image_url"]["url"], str) for part in parts)
 
 
 def read(path: Path) -> Conversation:
@@ -113,8 +138,9 @@ def read(path: Path) -> Conversation:
             raise ValueError
         found = Conversation(**json.loads(path.read_text(encoding="utf-8")))
         roles = [message["role"] for message in found.messages]
-        texts = [message["content"] for message in found.messages]
-        whole = roles == ["user", "assistant"] * (len(roles) // 2) and all(isinstance(text, str) for text in texts)
+        contents = [message["content"] for message in found.messages]
+        whole = roles == ["user", "assistant"] * (len(roles) // 2) and all(map(is_content, contents))
+        whole = whole and all(isinstance(url, str) for url in found.images)
         if not (whole and set(found.settings) <= SETTINGS.keys() and isinstance(found.system, str | None)):
             raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # not JSON, or JSON of something else

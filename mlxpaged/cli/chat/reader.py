@@ -86,7 +86,7 @@ class SlashCompleter(Completer):
             for command in COMMANDS:
                 if f"/{command.name}".startswith(name):
                     yield Completion(f"/{command.name}", -len(name), display_meta=command.help)
-        elif name in ("/save", "/load"):
+        elif name in ("/save", "/load", "/image"):
             yield from self._paths.get_completions(Document(rest), complete_event)
         elif " " not in rest:
             yield from (Completion(word, -len(rest)) for word in self._words(name[1:]) if word.startswith(rest))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import difflib
 import json
 import re
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from mlxpaged.cli.chat.conversation import SETTINGS
 from mlxpaged.cli.connection import chosen, generating
+from mlxpaged.vision.headers import PictureError, read_header
+from mlxpaged.vision.reading import MAX_BYTES
 
 if TYPE_CHECKING:
     from mlxpaged.cli.chat.chat import Chat
@@ -119,6 +123,26 @@ def clear(chat: Chat, argument: str) -> None:
     chat.say("The conversation is forgotten. The system message and the settings stay.")
 
 
+def attach(chat: Chat, argument: str) -> None:
+    images = chat.conversation.images
+    if argument == "none":
+        images.clear()
+    elif argument:
+        path = file_named(argument, "/image FILE")
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):  # to open a FIFO would wait
+            raise UsageError(f"{path} is not a file")
+        if about.st_size > MAX_BYTES:
+            raise UsageError(f"{path} has more than {MAX_BYTES >> 20} MiB")
+        data = path.read_bytes()
+        try:
+            kind = read_header(data).kind.lower()
+        except PictureError as error:
+            raise UsageError(f"{path} {error}") from None
+        images.append(f"data:image/{kind};base64,{base64.b64encode(data).decode()}")
+    chat.say(f"images that go with your next message: {len(images)}")
+
+
 def retry(chat: Chat, argument: str) -> None:
     question = chat.conversation.last_question()
     if question is None:
@@ -155,6 +179,7 @@ COMMANDS = (
     Command("set", "[NAME [VALUE]]", "show or change a setting, such as temperature 0.2", change_setting),
     Command("think", "", "show the thinking of the last answer", show_thinking),
     Command("stats", "[on|off]", "show the speed of the last answer, or of each one", show_stats),
+    Command("image", "[FILE|none]", "show the model an image with your next message", attach),
     Command("retry", "", "ask the last question again", retry),
     Command("clear", "", "forget the conversation", clear),
     Command("save", "FILE", "save the conversation", save),
