@@ -4,6 +4,8 @@ its format of pictures is made up; no tower runs."""
 from __future__ import annotations
 
 import dataclasses
+import json
+import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -56,7 +58,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     registry = Registry.of(config)
     blind = dataclasses.replace(config, model="demo", served_model_name="demo")
     registry.models["demo"] = Model("demo", blind)
-    with running_server(registry) as server:
+    with running_server(registry, data_dir=tmp_path_factory.mktemp("data")) as server:
         follow(server, lambda prompt: "I see.")
         info = server.engine.info
         assert info is not None
@@ -385,6 +387,19 @@ def test_what_a_client_types_is_no_image(server: RunningServer, submitted: list[
         assert prompt_of(server, submitted[0]).count(typed) == 2
 
 
+def test_a_batch_takes_images(server: RunningServer, submitted: list[Request]) -> None:
+    body = {"model": "seeing", "max_tokens": 4, "messages": [user(text("A"), url_part(RED))]}
+    line = json.dumps({"custom_id": "a", "method": "POST", "url": CHAT, "body": body})
+    with raw(server) as client:
+        uploaded = client.post("/v1/files", data={"purpose": "batch"}, files={"file": line.encode()}).json()
+        batch = {"input_file_id": uploaded["id"], "endpoint": CHAT, "completion_window": "24h"}
+        created = client.post("/v1/batches", json=batch).json()
+        wait_until(lambda: client.get(f"/v1/batches/{created['id']}").json()["status"] == "completed")
+        counts = client.get(f"/v1/batches/{created['id']}").json()["request_counts"]
+    assert counts == {"total": 1, "completed": 1, "failed": 0}
+    check_pictures(server, submitted[0], RED)
+
+
 # Errors
 
 
@@ -549,6 +564,11 @@ def test_what_each_model_can_do_is_listed(server: RunningServer) -> None:
             "demo:latest": ["completion", "tools"],
         }
         assert client.post("/api/show", json={"model": "seeing"}).json()["capabilities"] == tags["seeing:latest"]
+
+
+def test_a_model_in_other_processes_takes_text_only(server: RunningServer) -> None:
+    """What it knows of itself comes from them without its format of pictures."""
+    assert pickle.loads(pickle.dumps(server.engine.info)).pictures is None
 
 
 def test_a_model_that_takes_no_images_names_those_that_do(server: RunningServer) -> None:
