@@ -1,7 +1,8 @@
-"""Text files that go with a message, in Chromium."""
+"""Text files and images that go with a message, in Chromium."""
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +40,7 @@ def file(name: str, content: bytes) -> FilePayload:
 
 def attach(tab: Visit, *files: FilePayload) -> None:
     with tab.page.expect_file_chooser() as chooser:
-        button(tab.page, "Attach text files").click()
+        button(tab.page, "Attach files").click()
     chooser.value.set_files(list(files))
 
 
@@ -110,12 +111,23 @@ def test_an_edited_message_keeps_its_files_or_loses_them(visit: Start, scripted:
     tab.answered()
 
 
+NEITHER = " is neither a text in UTF-8 nor a PNG, JPEG, WEBP or GIF image."
+
+
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
-        ("photo.png", b"\x89PNG\r\n\x1a\n\0\0", "photo.png is not a text in UTF-8. This server takes text only."),
-        ("nul.txt", b"a\0b", "nul.txt is not a text in UTF-8. This server takes text only."),
-        ("latin.txt", "Grüße".encode("latin-1"), "latin.txt is not a text in UTF-8. This server takes text only."),
+        (
+            "photo.png",
+            b"\x89PNG\r\n\x1a\n\0\0",
+            "photo.png" + NEITHER,
+        ),
+        ("nul.txt", b"a\0b", "nul.txt" + NEITHER),
+        (
+            "latin.txt",
+            "Grüße".encode("latin-1"),
+            "latin.txt" + NEITHER,
+        ),
         ("big.txt", b"a" * 500_001, "big.txt is too large. A file may have up to 500 kB."),
         ("empty.txt", b"", "empty.txt is empty."),
     ],
@@ -141,3 +153,39 @@ def test_files_are_dropped_anywhere_on_the_chat(visit: Start, scripted: RunningS
     expect(chips(tab)).to_have_text(["dropped.txt 4 B\u00d7"])
     expect(tab.page.locator(".dropping")).to_have_count(0)
     assert tab.page.evaluate("document.documentElement.scrollWidth") <= PHONE[0]
+
+
+def image(name: str) -> FilePayload:
+    """One red pixel."""
+    data = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+    return {"name": name, "mimeType": "image/png", "buffer": base64.b64decode(data)}
+
+
+PASTE = """([name, data]) => {
+    const bytes = Uint8Array.from(atob(data), (each) => each.charCodeAt(0));
+    const clipboardData = new DataTransfer();
+    clipboardData.items.add(new File([bytes], name, { type: "image/png" }));
+    const event = new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true });
+    document.querySelector(".composer textarea").dispatchEvent(event);
+    return event.defaultPrevented;
+}"""
+
+
+def test_images_are_chosen_or_pasted_and_go_before_the_message(visit: Start, scripted: RunningServer) -> None:
+    """This server's model takes text only, and says so."""
+    tab = visit(scripted)
+    tab.allowed.add(400)
+    tab.open()
+    attach(tab, image("chosen.png"), file("a.txt", b"text"))
+    data = base64.b64encode(image("")["buffer"]).decode()
+    assert tab.page.evaluate(PASTE, ["pasted.png", data]) is True
+    expect(chips(tab)).to_have_count(3)
+    with tab.page.expect_request("**/v1/chat/completions") as request:
+        tab.say("What is this?")
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    content = json.loads(request.value.post_data or "")["messages"][-1]["content"]
+    assert content == [part, part, {"type": "text", "text": "a.txt:\n```txt\ntext\n```\n\nWhat is this?"}]
+    shown = tab.page.locator(".message.user img")
+    expect(shown).to_have_count(2)
+    expect(shown.first).to_have_attribute("alt", "chosen.png")
+    expect(tab.page.locator(".message.assistant .note.error")).to_contain_text("image")

@@ -16,6 +16,7 @@ export class Composer {
       enterkeyhint: "send",
       oninput: () => this.fitField(),
       onkeydown: (event) => this.onKey(event),
+      onpaste: (event) => this.takePasted(event),
     });
     this.attachments = new Attachments(() => this.focus());
     this.chosen = h("input", { type: "file", multiple: true, hidden: true, onchange: () => this.takeChosen() });
@@ -32,7 +33,7 @@ export class Composer {
       },
       this.attachments.element,
       this.chosen,
-      button("+", () => this.chosen.click(), { "aria-label": "Attach text files", title: "Attach text files" }),
+      button("+", () => this.chosen.click(), { "aria-label": "Attach files", title: "Attach text files and images" }),
       this.field,
       this.send,
       this.stop,
@@ -65,6 +66,13 @@ export class Composer {
     this.attachments.add(this.chosen.files);
     this.chosen.value = ""; // the same file may be chosen again
     this.focus();
+  }
+
+  /** An image in the clipboard, such as a screenshot, is a file there. */
+  takePasted(event) {
+    if (event.clipboardData.files.length === 0) return;
+    event.preventDefault();
+    this.attachments.add(event.clipboardData.files);
   }
 
   /** Takes files that are dropped anywhere on an element. */

@@ -1,11 +1,34 @@
-// Text files that go with a message: {name, text} each.
+// Files that go with a message: {name, text} each, or {name, image} with the image as a data: URL.
 import { announce, button, h } from "../lib/dom.js";
 import { bytes } from "../lib/format.js";
 
 const MAX_BYTES = 500_000;
+const MAX_IMAGE_BYTES = 10_000_000; // a server takes requests of 16 MiB, unless it is told otherwise
+const IMAGES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 
 /** The content of a file. Throws an Error that says what is wrong with it. */
-export async function readText(file) {
+export function readFile(file) {
+  return IMAGES.includes(file.type) ? readImage(file) : readText(file);
+}
+
+async function readImage(file) {
+  if (file.size > MAX_IMAGE_BYTES) {
+    throw new Error(`${file.name} is too large. An image may have up to ${bytes(MAX_IMAGE_BYTES)}.`);
+  }
+  const image = await new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(new Error(`${file.name} cannot be read.`));
+    reader.readAsDataURL(file);
+  });
+  return { name: nameOf(file), image };
+}
+
+function nameOf(file) {
+  return file.name.replace(/[\s`]+/g, " ");
+}
+
+async function readText(file) {
   if (file.size > MAX_BYTES) {
     throw new Error(`${file.name} is too large. A file may have up to ${bytes(MAX_BYTES)}.`);
   }
@@ -18,13 +41,21 @@ export async function readText(file) {
   } catch {
     // not UTF-8
   }
-  if (text.includes("\0")) throw new Error(`${file.name} is not a text in UTF-8. This server takes text only.`);
+  if (text.includes("\0")) throw new Error(`${file.name} is neither a text in UTF-8 nor a PNG, JPEG, WEBP or GIF image.`);
   if (!text.trim()) throw new Error(`${file.name} is empty.`);
-  return { name: file.name.replace(/[\s`]+/g, " "), text };
+  return { name: nameOf(file), text };
 }
 
-/** The message as the model gets it: the files as blocks of code, and then what the user wrote. */
+/** The message as the API takes it: the images, the other files as blocks of code, and then what the user wrote. */
 export function withFiles(content, files = []) {
+  const text = withTexts(content, files.filter((file) => file.image === undefined));
+  const images = files.filter((file) => file.image !== undefined);
+  if (images.length === 0) return text;
+  const parts = images.map(({ image }) => ({ type: "image_url", image_url: { url: image } }));
+  return text ? [...parts, { type: "text", text }] : parts;
+}
+
+function withTexts(content, files) {
   const blocks = files.map(({ name, text }) => {
     const longest = Math.max(2, ...[...text.matchAll(/`+/g)].map(([run]) => run.length));
     const fence = "`".repeat(longest + 1); // longer than all in the file, so that none of them ends the block
@@ -35,7 +66,8 @@ export function withFiles(content, files = []) {
 }
 
 /** A file in a message: its text unfolds. */
-export function fold({ name, text }) {
+export function fold({ name, text, image }) {
+  if (image !== undefined) return h("img", { class: "file", src: image, alt: name, title: name });
   return h(
     "details",
     { class: "file" },
@@ -70,7 +102,8 @@ export class Attachments {
           this.removed();
         };
         const cross = button("×", remove, { class: "quiet", "aria-label": `Remove ${file.name}` });
-        return h("li", {}, file.name, " ", h("small", {}, size(file.text)), cross);
+        const shown = file.image === undefined ? h("small", {}, size(file.text)) : h("img", { src: file.image, alt: "" });
+        return h("li", {}, file.name, " ", shown, cross);
       }),
     );
     this.list.hidden = files.length === 0;
@@ -85,7 +118,7 @@ export class Attachments {
     const problems = [];
     for (const file of files) {
       try {
-        const read = await readText(file);
+        const read = await readFile(file);
         this.show([...this.files, read]);
         announce(`${read.name} is attached`);
       } catch (error) {
