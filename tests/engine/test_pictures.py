@@ -329,3 +329,11 @@ def test_requests_that_share_no_blocks_share_no_features(seeing: tuple[ServedMod
         core.add(dataclasses.replace(request(f"{i}", PROMPTS[0]), cache_salt=salt))
     finish(core)
     assert tower.calls == [(2, 32, 64, 3)]
+
+
+def test_a_request_that_waits_for_its_picture_is_in_the_status(seeing: tuple[ServedModel, PatchTower]) -> None:
+    core = make_core(seeing[0])
+    core.add(request("text", PROMPTS[2]))
+    core.add(request("picture", PROMPTS[0]))
+    assert [each.request_id for each in core.status().waiting] == ["text", "picture"]
+    finish(core)
