@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.activations import gelu, silu
@@ -17,8 +17,8 @@ from mlx.nn.layers.normalization import RMSNorm
 from mlx.utils import tree_flatten
 
 from mlxpaged.vision.attention import attend
+from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, patches_of
 
-CHANNELS = 3
 NORM_EPS = 1e-5
 """The same in all norms of the tower; no config.json has it."""
 
@@ -53,18 +53,6 @@ class PixtralSizes:
     merger_eps: float
     mean: tuple[float, ...] = MEAN
     std: tuple[float, ...] = STD
-
-
-class Rotation(NamedTuple):
-    """Cosines and sines of the patches' positions, [patches, half of a head]."""
-
-    cos: mx.array
-    sin: mx.array
-
-    def __call__(self, x: mx.array) -> mx.array:
-        first, second = mx.split(x, 2, axis=-1)
-        turned = [first * self.cos - second * self.sin, second * self.cos + first * self.sin]
-        return mx.concatenate(turned, axis=-1)
 
 
 class Attention(Module):
@@ -163,28 +151,21 @@ class PixtralTower(Module):
 
     def encode(self, pixels: mx.array) -> Iterator[mx.array]:
         rows, columns = (size // self.sizes.patch for size in pixels.shape[1:3])
-        state = self._embedded(self.normalized(pixels), rows, columns)
+        state = self._embedded(pixels)
         rotation = self._rotation(rows, columns, state.dtype)
         for block in self.vision_tower.transformer["layers"]:
             state = block(state, rotation)
             yield state
         yield self.multi_modal_projector(state, rows, columns)
 
-    def normalized(self, pixels: mx.array) -> mx.array:
-        """Pixels as the tower was trained on them, in float32. pixels: uint8."""
-        return (pixels.astype(mx.float32) / 255 - mx.array(self.sizes.mean)) / mx.array(self.sizes.std)
-
-    def _embedded(self, pixels: mx.array, rows: int, columns: int) -> mx.array:
-        side, tower = self.sizes.patch, self.vision_tower
-        patches = pixels.reshape(-1, rows, side, columns, side, CHANNELS).swapaxes(2, 3)
-        patches = patches.reshape(len(pixels), rows * columns, -1)
+    def _embedded(self, pixels: mx.array) -> mx.array:
+        tower = self.vision_tower
+        patches = patches_of(pixels, self.sizes.patch, self.sizes.mean, self.sizes.std).flatten(1, 2)
         embedded: mx.array = tower.ln_pre(tower.patch_conv(patches.astype(tower.ln_pre.weight.dtype)))
         return embedded
 
     def _rotation(self, rows: int, columns: int, dtype: mx.Dtype) -> Rotation:
         size = self.sizes.width // self.sizes.heads
         frequencies = self.sizes.rope_base ** -(mx.arange(0, size, 2, dtype=mx.float32) / size)
-        down = mx.arange(rows, dtype=mx.float32)[:, None] * frequencies[0::2]
-        across = mx.arange(columns, dtype=mx.float32)[:, None] * frequencies[1::2]
-        angles = mx.concatenate([mx.repeat(down, columns, axis=0), mx.tile(across, (rows, 1))], axis=-1)
+        angles = angles_of(rows, columns, frequencies[0::2], frequencies[1::2]).flatten(0, 1)
         return Rotation(mx.cos(angles).astype(dtype), mx.sin(angles).astype(dtype))

@@ -20,8 +20,8 @@ from mlx.nn.layers.normalization import LayerNorm
 from mlx.utils import tree_flatten
 
 from mlxpaged.vision.attention import attend
+from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, in_squares, patches_of
 
-CHANNELS = 3
 NORM_EPS = 1e-6
 ROPE_BASE = 10_000.0
 """The same in all of these towers; no config.json has them."""
@@ -61,17 +61,10 @@ class Attention(Module):
         self.qkv = Linear(width, 3 * width)
         self.proj = Linear(width, width)
 
-    def __call__(self, x: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
-        """cosines, sines: [patches, half of a head]."""
+    def __call__(self, x: mx.array, rotation: Rotation) -> mx.array:
         pictures, patches, width = x.shape
         q, k, v = self.qkv(x).reshape(pictures, patches, 3, self.heads, -1).transpose(2, 0, 3, 1, 4)
-
-        def turned(heads: mx.array) -> mx.array:
-            first, second = mx.split(heads.astype(mx.float32), 2, axis=-1)
-            parts = [first * cosines - second * sines, second * cosines + first * sines]
-            return mx.concatenate(parts, axis=-1).astype(heads.dtype)
-
-        mixed = attend(turned(q), turned(k), v)
+        mixed = attend(rotation(q), rotation(k), v)
         out: mx.array = self.proj(mixed.swapaxes(1, 2).reshape(pictures, patches, width))
         return out
 
@@ -95,8 +88,8 @@ class Block(Module):
         self.attn = Attention(sizes.width, sizes.heads)
         self.mlp = FeedForward(sizes.width, sizes.hidden)
 
-    def __call__(self, x: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
-        x = x + self.attn(self.norm1(x), cosines, sines)
+    def __call__(self, x: mx.array, rotation: Rotation) -> mx.array:
+        x = x + self.attn(self.norm1(x), rotation)
         return x + self.mlp(self.norm2(x))
 
 
@@ -143,31 +136,22 @@ class QwenTower(Module):
         sizes = self.sizes
         rows, columns = (size // sizes.patch for size in pixels.shape[1:3])
         state = self._embedded(pixels, rows, columns)
-        cosines, sines = self._rotation(rows, columns)
+        frequencies = frequencies_of(sizes.width // sizes.heads)
+        rotation = Rotation.of(in_squares(angles_of(rows, columns, frequencies, frequencies)[None], sizes.merge)[0])
         deep = []
         for number, block in enumerate(self.blocks):
-            state = block(state, cosines, sines)
+            state = block(state, rotation)
             if number in sizes.deep:
                 deep.append(self.deepstack_merger_list[sizes.deep.index(number)](state))
             yield state
         features = self.merger(state)
         yield mx.stack([features, *deep], axis=2) if deep else features
 
-    def _in_squares(self, places: mx.array) -> mx.array:
-        """[rows, columns, ...] -> [patches, ...], in the order of the features."""
-        merge = self.sizes.merge
-        rows, columns, *rest = places.shape
-        squares = places.reshape(rows // merge, merge, columns // merge, merge, *rest).swapaxes(1, 2)
-        return squares.reshape(rows * columns, *rest)
-
     def _embedded(self, pixels: mx.array, rows: int, columns: int) -> mx.array:
-        side = self.sizes.patch
-        colours = (pixels.astype(mx.float32) / 255 - mx.array(self.sizes.mean)) / mx.array(self.sizes.std)
-        patches = colours.reshape(-1, rows, side, columns, side, CHANNELS).swapaxes(2, 3)
-        patches = mx.stack([self._in_squares(picture) for picture in patches]).flatten(2)
         project = self.patch_embed["proj"]
-        embedded = project(patches.astype(project.bias.dtype)) + self._in_squares(self._places(rows, columns))
-        return embedded.astype(project.bias.dtype)
+        patches = patches_of(pixels, self.sizes.patch, self.sizes.mean, self.sizes.std)
+        embedded = project(patches.astype(project.weight.dtype)) + self._places(rows, columns)
+        return in_squares(embedded, self.sizes.merge).astype(project.weight.dtype)
 
     def _places(self, rows: int, columns: int) -> mx.array:
         """[rows, columns, width]: the embeddings of the grid, bilinearly interpolated, corner to corner."""
@@ -187,10 +171,8 @@ class QwenTower(Module):
         lower = at(below, left) * (1 - by_column) + at(below, right) * by_column
         return upper * (1 - by_row) + lower * by_row
 
-    def _rotation(self, rows: int, columns: int) -> tuple[mx.array, mx.array]:
-        half = self.sizes.width // self.sizes.heads // 2
-        frequencies = ROPE_BASE ** -(mx.arange(0, half, 2, dtype=mx.float32) / half)
-        down = mx.broadcast_to(mx.arange(rows)[:, None, None] * frequencies, (rows, columns, len(frequencies)))
-        across = mx.broadcast_to(mx.arange(columns)[None, :, None] * frequencies, (rows, columns, len(frequencies)))
-        angles = self._in_squares(mx.concatenate([down, across], axis=-1))
-        return mx.cos(angles), mx.sin(angles)
+
+def frequencies_of(size: int) -> mx.array:
+    """Returns those of a head of so many elements, a quarter as many: rows and columns have the same."""
+    half = size // 2
+    return ROPE_BASE ** -(mx.arange(0, half, 2, dtype=mx.float32) / half)
