@@ -21,7 +21,7 @@ from mlxpaged.models.preflight import WEIGHTS
 from mlxpaged.models.vision_family import Family, Settings
 from mlxpaged.models.vision_pixtral import PIXTRAL
 from mlxpaged.models.vision_probe import check_vision
-from mlxpaged.models.vision_qwen import QWEN
+from mlxpaged.models.vision_qwen import QWEN, QWEN_2_5
 from mlxpaged.models.weights import read_weights
 from mlxpaged.vision.install import install
 from mlxpaged.vision.tower import Vision
@@ -32,6 +32,7 @@ FAMILIES: Mapping[str, Family] = {
     "mistral3": PIXTRAL,
     "pixtral": PIXTRAL,
     "llava": PIXTRAL,
+    "qwen2_5_vl": QWEN_2_5,
     "qwen3_vl": QWEN,
     "qwen3_vl_moe": QWEN,
     "qwen3_5": QWEN,

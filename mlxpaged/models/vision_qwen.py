@@ -1,14 +1,18 @@
-"""Makes the tower of Qwen3-VL, Qwen3.5 and Qwen3.6 by a model's configuration."""
+"""Makes the towers of Qwen2.5-VL, and of Qwen3-VL, Qwen3.5 and Qwen3.6, by a model's configuration."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
 
 from mlxpaged.models.vision_family import Family, Settings, colours_of
+from mlxpaged.vision.pixtral import MEAN as CLIP_MEAN
+from mlxpaged.vision.pixtral import STD as CLIP_STD
 from mlxpaged.vision.positions import Axes
 from mlxpaged.vision.qwen import MEAN, STD, QwenSizes, QwenTower
+from mlxpaged.vision.qwen2_5 import Qwen25Sizes, Qwen25Tower
 from mlxpaged.vision.qwen_format import QwenFormat
 from mlxpaged.vision.tower import Vision
 
@@ -20,11 +24,17 @@ CONVOLUTION = "patch_embed.proj.weight"
 ACTIVATION = "gelu_pytorch_tanh"
 
 LEAST, MOST = 65_536, 16_777_216
-"""Pixels of a picture if the files do not say."""
+"""Pixels of a picture of the newer models if the files do not say."""
 
 
 def name_of(name: str) -> str | None:
     return next((name.removeprefix(part) for part in PARTS if name.startswith(part)), None)
+
+
+def name_of_2_5(name: str) -> str | None:
+    """The checkpoints count the layers of the merger, the activation included."""
+    found = name_of(name)
+    return found and found.replace("merger.mlp.0.", "merger.linear_fc1.").replace("merger.mlp.2.", "merger.linear_fc2.")
 
 
 def prepare(stored: dict[str, mx.array]) -> None:
@@ -60,28 +70,60 @@ def make(settings: Settings) -> tuple[Vision, QwenTower]:
     ):
         raise ValueError("its vision_config is not that of a Qwen3 tower")
     tower = QwenTower(sizes)
-    return Vision(format_of(settings, sizes), tower, axes_of(text), len(sizes.deep)), tower
+    axes = axes_of(text, interleaved=True)
+    return Vision(format_of(settings, sizes.patch * sizes.merge), tower, axes, len(sizes.deep)), tower
 
 
-def axes_of(text: dict[str, Any]) -> Axes:
+def make_2_5(settings: Settings) -> tuple[Vision, Qwen25Tower]:
+    config = settings.config
+    seen, text = config["vision_config"], config.get("text_config", config)
+    if seen.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"its activation is {seen['hidden_act']}")
+    mean, std = colours_of(settings.pictures, CLIP_MEAN, CLIP_STD)
+    sizes = Qwen25Sizes(
+        width=seen.get("hidden_size", 1280),
+        hidden=seen.get("intermediate_size", 3420),
+        blocks=seen.get("depth", 32),
+        heads=seen.get("num_heads", 16),
+        patch=seen.get("patch_size", 14),
+        merge=seen.get("spatial_merge_size", 2),
+        window=seen.get("window_size", 112) // seen.get("patch_size", 14),
+        whole=tuple(seen.get("fullatt_block_indexes", (7, 15, 23, 31))),
+        output=seen.get("out_hidden_size", text["hidden_size"]),
+        mean=mean,
+        std=std,
+    )
+    if sizes.window % sizes.merge:
+        raise ValueError(f"its windows of {sizes.window} patches are not made of whole squares")
+    tower = Qwen25Tower(sizes)
+    side = sizes.patch * sizes.merge
+    picture_format = format_of(settings, side, least=4 * side**2, most=16_384 * side**2)
+    return Vision(picture_format, tower, axes_of(text, interleaved=False)), tower
+
+
+def axes_of(text: Mapping[str, Any], interleaved: bool) -> Axes:
     """Raises ValueError if the text model does not rotate by three axes."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     sections = rope.get("mrope_section")
     if not isinstance(sections, list) or len(sections) != 3:
         raise ValueError(f"its mrope_section is {sections}")
-    return Axes((int(sections[0]), int(sections[1]), int(sections[2])), bool(rope.get("mrope_interleaved", True)))
+    return Axes(
+        (int(sections[0]), int(sections[1]), int(sections[2])), bool(rope.get("mrope_interleaved", interleaved))
+    )
 
 
-def format_of(settings: Settings, sizes: QwenSizes) -> QwenFormat:
+def format_of(settings: Settings, side: int, least: int = LEAST, most: int = MOST) -> QwenFormat:
+    """least, most: pixels of a picture if the files do not say."""
     pictures, size = settings.pictures, settings.pictures.get("size") or {}
-    least = pictures.get("min_pixels") or size.get("shortest_edge") or LEAST
-    most = pictures.get("max_pixels") or size.get("longest_edge") or MOST
+    least = pictures.get("min_pixels") or size.get("shortest_edge") or least
+    most = pictures.get("max_pixels") or size.get("longest_edge") or most
     if not (type(least) is int and type(most) is int and 0 < least <= most):
         raise ValueError(f"its pictures have from {least} to {most} pixels")
     placeholder = settings.config.get("image_token_id")
     if placeholder is None:
         placeholder = settings.token("<|image_pad|>")
-    return QwenFormat(int(placeholder), sizes.patch * sizes.merge, least, most)
+    return QwenFormat(int(placeholder), side, least, most)
 
 
 QWEN = Family({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}, name_of, prepare, make)
+QWEN_2_5 = Family({"qwen2_5_vl"}, name_of_2_5, prepare, make_2_5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from mlxpaged.models.vision import load_vision
 from mlxpaged.vision.positions import Axes
 from mlxpaged.vision.qwen import QwenSizes, QwenTower
 from mlxpaged.vision.qwen_format import QwenFormat
+from tests.vision.definitions import Array, exact_gelu, gelu_of_tanh, linear, mixed_heads, norm
 from tests.vision.tiny import pictures
 from tests.vision.tiny_qwen import DEEP, PLAIN, config_of, files, tiny_tower
-
-Array = npt.NDArray[np.float64]
 
 BOTH = pytest.mark.parametrize("sizes", [DEEP, PLAIN], ids=["deep", "plain"])
 
@@ -27,23 +25,6 @@ BOTH = pytest.mark.parametrize("sizes", [DEEP, PLAIN], ids=["deep", "plain"])
 def features(tower: QwenTower, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
     *_, last = tower.encode(mx.array(pixels))
     return np.array(last)
-
-
-def norm(x: Array, weights: dict[str, Array], name: str) -> Array:
-    centred = x - x.mean()
-    return weights[f"{name}.weight"] * centred / math.sqrt((centred**2).mean() + 1e-6) + weights[f"{name}.bias"]
-
-
-def linear(x: Array, weights: dict[str, Array], name: str) -> Array:
-    return weights[f"{name}.weight"] @ x + weights[f"{name}.bias"]
-
-
-def exact_gelu(x: Array) -> Array:
-    return np.array([each / 2 * (1 + math.erf(each / math.sqrt(2))) for each in x])
-
-
-def gelu_of_tanh(x: Array) -> Array:
-    return np.array([v / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))) for v in x])
 
 
 def place(weights: dict[str, Array], sizes: QwenSizes, row: int, column: int, rows: int, columns: int) -> Array:
@@ -55,17 +36,6 @@ def place(weights: dict[str, Array], sizes: QwenSizes, row: int, column: int, ro
         for j in range(sizes.places):
             found += max(0.0, 1 - abs(y - i)) * max(0.0, 1 - abs(x - j)) * grid[i, j]
     return found
-
-
-def turned(x: Array, row: int, column: int) -> Array:
-    half = len(x) // 2
-    out = x.copy()
-    for i in range(half):
-        quarter = half // 2
-        angle = (row if i < quarter else column) * 10000.0 ** (-2 * (i % quarter) / half)
-        out[i] = x[i] * math.cos(angle) - x[half + i] * math.sin(angle)
-        out[half + i] = x[half + i] * math.cos(angle) + x[i] * math.sin(angle)
-    return out
 
 
 def merged(state: list[Array], weights: dict[str, Array], name: str, norms_squares: bool) -> list[Array]:
@@ -104,15 +74,7 @@ def reference_features(tower: QwenTower, picture: npt.NDArray[np.uint8]) -> Arra
     for number in range(sizes.blocks):
         own = {name.removeprefix(f"blocks.{number}."): w for name, w in weights.items()}
         heads = [linear(norm(x, own, "norm1"), own, "attn.qkv").reshape(3, sizes.heads, -1) for x in state]
-        mixed = np.zeros((len(state), sizes.heads, sizes.width // sizes.heads))
-        for head in range(sizes.heads):
-            queries, keys = (
-                [turned(each[k, head], *at) for each, at in zip(heads, places, strict=True)] for k in (0, 1)
-            )
-            for i, query in enumerate(queries):
-                scores = np.array([math.exp(query @ key / math.sqrt(len(key))) for key in keys])
-                for score, each in zip(scores / scores.sum(), heads, strict=True):
-                    mixed[i, head] += score * each[2, head]
+        mixed = mixed_heads(heads, places, lambda one, other: True)
         state = [x + linear(y.reshape(-1), own, "attn.proj") for x, y in zip(state, mixed, strict=True)]
         for i, x in enumerate(state):
             inner = gelu_of_tanh(linear(norm(x, own, "norm2"), own, "mlp.linear_fc1"))
