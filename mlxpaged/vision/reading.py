@@ -21,7 +21,8 @@ import numpy as np
 from mlxpaged.vision.headers import Header, PictureError, read_header
 from mlxpaged.vision.picture import PictureFormat, Pixels
 
-Detail = Literal["auto", "low", "high"]
+Detail = Literal["auto", "low", "high", "original"]
+"""All but "low" are the same here."""
 
 MAX_BYTES = 20 * 2**20
 """Bytes of a picture's file."""
@@ -87,7 +88,7 @@ def check(picture: ClientPicture, form: PictureFormat) -> CheckedPicture:
         scale = min(1.0, LOW_SIDE / max(width, height))
         width, height = max(1, round(scale * width)), max(1, round(scale * height))
     digest = hashlib.blake2b(digest_size=16)
-    for part in (form.settings, picture.detail.encode(), data):
+    for part in (form.settings, b"low" if picture.detail == "low" else b"", data):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return CheckedPicture(digest.digest(), header, *form.size(width, height))

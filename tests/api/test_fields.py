@@ -397,7 +397,7 @@ HISTORY: list[Case] = [
         "OpenAI",
         CHAT,
         {"messages": [USER | {"content": [{"type": "image_url", "image_url": {"url": "x", "detail": "most"}}]}]},
-        Refused("messages.0.content.0.image_url.detail: must be 'auto', 'low' or 'high'"),
+        Refused("messages.0.content.0.image_url.detail: must be 'auto', 'low', 'high' or 'original'"),
     ),
     (
         "OpenAI",

@@ -166,6 +166,7 @@ def test_the_digest_is_of_all_that_the_pixels_depend_on() -> None:
     assert len(set(digests)) == 4
     assert {len(digest) for digest in digests} == {16}
     assert checked(one).digest == digests[0] == check(ClientPicture(url_of(one), True), FORM).digest
+    assert checked(one, "high").digest == checked(one, "original").digest == digests[0]
 
 
 @pytest.mark.parametrize(
