@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 MAX_PIECES = 10_000
-"""Segments, chunks or blocks before the pixels. A photo with a large colour profile has some hundred."""
+"""Segments or blocks before the pixels, or chunks of a PNG. A photo with a large colour profile has some hundred, and a
+PNG of 20 MiB 2,560 if it has chunks of 8 KiB, as libpng writes them."""
+MAX_SCANS = 100
+"""Scans of a JPEG. Encoders make about ten. One of 40 million pixels takes 3 ms, however few bytes it has."""
 ORIENTATION = 0x0112
 """The EXIF tag that says how a picture is turned (Exif 3.0, 4.6.5)."""
 FILL = re.compile(rb"\xff+")
@@ -61,7 +64,7 @@ def bounded(kind: str) -> Iterator[None]:
     """Yields once for each piece of a file. Raises PictureError if there are too many."""
     for _ in range(MAX_PIECES):
         yield
-    raise PictureError(f"is a {kind} with more than {MAX_PIECES:,} pieces before its pixels")
+    raise PictureError(f"is a {kind} with more than {MAX_PIECES:,} pieces")
 
 
 def png(data: bytes) -> Header:
@@ -74,9 +77,9 @@ def png(data: bytes) -> Header:
         length, kind = struct.unpack_from(">I4s", data, place)
         if kind == b"eXIf":
             orientation = orientation_of(data[place + 8 : place + 8 + length])
-        if kind == b"IDAT":
-            break
         place += 12 + length
+        if kind == b"IEND" or (kind == b"IDAT" and place + 8 > len(data)):  # the decoder says what is missing
+            break
     return Header("PNG", width, height, orientation, data)
 
 
@@ -95,7 +98,9 @@ def jpeg(data: bytes) -> Header:
             size = struct.unpack_from(">HH", segment, 3)
         elif marker == 0xE1 and segment[2:8] == b"Exif\0\0":
             orientation = orientation_of(segment[8:])
-        if marker == 0xDA:  # the pixels follow
+        if marker == 0xDA:  # the pixels follow; among them, 0xFF is followed by 0
+            if data.count(b"\xff\xda", place) >= MAX_SCANS:
+                raise PictureError(f"is a JPEG with more than {MAX_SCANS} scans")
             break
         if marker in SIZES | TABLES | COLOURS:
             kept.append(bytes([0xFF, marker]) + segment)

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from mlxpaged.vision import reading
-from mlxpaged.vision.headers import MAX_PIECES, PictureError, read_header
+from mlxpaged.vision.headers import MAX_PIECES, MAX_SCANS, PictureError, read_header
 from mlxpaged.vision.picture import Pixels
 from mlxpaged.vision.reading import (
     MAX_BYTES,
@@ -257,7 +257,7 @@ def test_a_gif_may_be_larger_than_its_screen() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        png_with(chunk(b"tIME", b"") * MAX_PIECES),
+        encoded(halves())[:-12] + chunk(b"IDAT", b"") * MAX_PIECES + chunk(b"IEND", b""),
         encoded(halves(), "JPEG")[:2] + b"\xff\xfe\0\2" * MAX_PIECES + encoded(halves(), "JPEG")[2:],
         b"GIF89a" + struct.pack("<HHBBB", 9, 9, 0, 0, 0) + b"!\xfe\x01x\0" * MAX_PIECES,
         b"RIFF\0\0\0\0WEBPVP8L" + struct.pack("<I", 10) + b"\x2f" + bytes(9) + b"EXIF\0\0\0\0" * MAX_PIECES,
@@ -265,8 +265,22 @@ def test_a_gif_may_be_larger_than_its_screen() -> None:
     ids=FORMATS,
 )
 def test_a_file_of_many_pieces_is_refused(data: bytes) -> None:
-    with pytest.raises(PictureError, match="more than 10,000 pieces before its pixels"):
+    with pytest.raises(PictureError, match="with more than 10,000 pieces"):
         read_header(data)
+
+
+def test_a_jpeg_of_many_scans_is_refused() -> None:
+    """Each is a pass over all pixels, and needs a few bytes only: a file of 240 kB would take seconds."""
+    data = encoded(halves(), "JPEG", progressive=True)
+    first, second = data.index(b"\xff\xda"), data.index(b"\xff\xda", data.index(b"\xff\xda") + 2)
+    scan, num_scans = data[second : data.index(b"\xff\xda", second + 2)], data.count(b"\xff\xda", first)
+    for more, is_refused in ((MAX_SCANS - num_scans, False), (MAX_SCANS - num_scans + 1, True)):
+        many = data[:second] + scan * more + data[second:]
+        if is_refused:
+            with pytest.raises(PictureError, match="is a JPEG with more than 100 scans"):
+                read_header(many)
+        else:
+            assert corners(pixels_of(many)) == [RED, BLUE, RED, BLUE]
 
 
 def test_a_file_with_two_sizes_is_refused() -> None:
