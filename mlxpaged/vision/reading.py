@@ -48,7 +48,7 @@ TURNS = {
     8: "ROTATE_90",
 }
 """What turns a picture upright, by its orientation in EXIF."""
-FILES = "the server fetches no URL and opens no file; send the picture as a data: URL with base64"
+FILES = "the server fetches no URL and opens no file; send the picture itself, as a data: URL with base64"
 
 
 class PillowMissingError(Exception):
@@ -100,7 +100,7 @@ def decoded(picture: ClientPicture) -> bytes:
     if picture.is_url:
         start = DATA_URL.match(text, 0, DATA_URL_CHARS)
         if start is None:
-            raise PictureError(f"has a URL that is not supported: {FILES}")
+            raise PictureError(f"is not in the request: {FILES}")
         text = text[start.end() :]
     if len(text) > (MAX_BYTES + 2) // 3 * 4:
         raise PictureError(f"has more than {MAX_BYTES >> 20} MiB")

@@ -454,7 +454,7 @@ def test_a_hostile_file_is_refused_with_the_reason(server: RunningServer, path: 
     "url", ["http://169.254.169.254/x.png", "https://example.com/a.png", "file:///etc/passwd", "/a"]
 )
 def test_no_url_is_fetched_and_no_file_opened(server: RunningServer, path: str, url: str) -> None:
-    check_refusal(post(server, path, wrong(path, url)), path, "send the picture as a data: URL with base64")
+    check_refusal(post(server, path, wrong(path, url)), path, "send the picture itself, as a data: URL with base64")
 
 
 @pytest.mark.parametrize("path", PLACES)

@@ -194,7 +194,7 @@ def test_a_data_url_is_read_whatever_type_it_states(start: str) -> None:
 )
 def test_no_other_url_is_read(url: str) -> None:
     with pytest.raises(
-        PictureError, match="the server fetches no URL and opens no file; send the picture as a data: URL"
+        PictureError, match="the server fetches no URL and opens no file; send the picture itself, as a data: URL"
     ):
         check(ClientPicture(url, True), FORM)
 

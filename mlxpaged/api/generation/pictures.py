@@ -152,8 +152,9 @@ async def resolve(http: Request, chat: Chat, info: EngineInfo) -> tuple[Chat, Pi
     for name, each in reversed({each.field: each for each in left}.items()):
         server.ignore(http, name, unsupported(each))
     texts = {each.sentinel: f"[{NAMES[each.part.type][0]} was left out: {reason(form)}]" for each in left}
-    messages = [message | {"content": with_texts(message["content"], texts)} for message in chat.messages]
-    chat = replace(chat, messages=messages, media=kept)
+    if texts:
+        messages = [message | {"content": with_texts(message["content"], texts)} for message in chat.messages]
+        chat = replace(chat, messages=messages, media=kept)
     if form is None or not kept:
         return chat, Pictures()
     token_text = info.tokenizer.text_with_specials([form.template_token])
