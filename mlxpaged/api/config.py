@@ -12,6 +12,7 @@ class HttpConfig:
     api_keys: Path | None = None  # file of API keys; None: requests need no key
     allowed_hosts: tuple[str, ...] = ()  # names of this server, beside the local ones; see `Origins`
     allow_downloads: bool = False  # whether POST /api/pull downloads models
+    image_hosts: tuple[str, ...] = ()  # hosts that images are fetched from; see `ImageHosts`
     cors_origins: tuple[str, ...] = ()  # origins whose pages may use it, beside the local ones
     max_body_bytes: int = 16 * 1024 * 1024  # over four million tokens of English: no model's context is longer
     ollama_port: int | None = None  # the port that answers as Ollama at /, beside the main one; None: there is none

@@ -18,6 +18,7 @@ from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.downloads import Downloads
 from mlxpaged.api.errors import ApiError, bad_parameter, load_failed, model_not_found, no_room
 from mlxpaged.api.ignored_fields import IgnoredFields, client_of
+from mlxpaged.api.image_hosts import ImageHosts
 from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequest, OpenRequests
 from mlxpaged.api.refusals import MAX_REFUSALS, Refusal
@@ -80,6 +81,7 @@ class Server:
         self._huge_body_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-body-huge")
         self._rests_until = 0.0
         self.pictures = PictureReader()
+        self.image_hosts = ImageHosts(http.image_hosts)
         # Two, so that a large picture does not block the next one. Each takes up to 0.5 GB while it is decoded.
         self._picture_threads = ThreadPoolExecutor(2, thread_name_prefix="mlxpaged-picture")
         # Two, so that a slow grammar does not block the next one. The compiler releases the interpreter lock.
@@ -258,6 +260,7 @@ class Server:
     async def close(self) -> None:
         for threads in (self._body_threads, self._huge_body_thread, self._picture_threads):
             threads.shutdown(wait=False, cancel_futures=True)
+        self.image_hosts.close()
         self._tokenizer_lanes.close()
         if self.registry is not None:
             had_model = bool(self.registry.loaded)

@@ -260,6 +260,8 @@ def output_file(text: str) -> str:
 # HOST is a name as in a Host header, without the port. Addresses are always allowed, so [ and : are mistakes here.
 HOST, ORIGIN = re.compile(r"\*|[a-z0-9_-]+(\.[a-z0-9_-]+)*"), re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")
 host_name = fitting(str.lower, "the name of a host, without scheme and port", HOST.fullmatch)
+IMAGE_HOST = re.compile(r"([a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?", re.IGNORECASE)
+image_host = fitting(str, "the name or address of a host, with or without a port", IMAGE_HOST.fullmatch)
 origin = fitting(str, "an origin, such as http://localhost:3000, without a path", ORIGIN.fullmatch)
 
 METAVARS: dict[Kind, str] = {positive_int: "N", natural_int: "N", positive_ints: "N[,N...]", output_file: "FILE"}

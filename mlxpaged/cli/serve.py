@@ -106,6 +106,8 @@ def add_parser(commands: Any) -> None:
     access.switch("--isolate-prefix-cache", apart)
     names = "another host name of this server, beside the local ones, or * for any"
     access.values("--allowed-host", flags.host_name, names, "allowed_hosts")
+    fetched_from = "host whose images the server fetches if a request has their URL; HOST:PORT for another port"
+    access.values("--allow-image-hosts", flags.image_host, fetched_from, "image_hosts")
     pages = "origin whose web pages may use the server, beside local pages and apps, or * for any"
     access.values("--cors-origin", flags.origin, pages, "cors_origins")
 

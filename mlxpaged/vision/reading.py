@@ -78,9 +78,10 @@ class CheckedPicture:
     height: int
 
 
-def check(picture: ClientPicture, form: PictureFormat) -> CheckedPicture:
-    """Reads a picture's header. Raises PictureError."""
-    data = decoded(picture)
+def check(picture: ClientPicture, form: PictureFormat, data: bytes | None = None) -> CheckedPicture:
+    """Reads a picture's header. data: its file, if the picture is a URL from which it was fetched. Raises
+    PictureError."""
+    data = decoded(picture) if data is None else data
     header = read_header(data)
     width, height = header.size
     check_size(width, height)

@@ -8,6 +8,8 @@ import json
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +19,7 @@ from anthropic import Anthropic
 from mlx_lm.utils import load_tokenizer
 from PIL import Image
 
+from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.generation.pictures import MAX_PICTURES
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.request import Request
@@ -455,6 +458,50 @@ def test_a_hostile_file_is_refused_with_the_reason(server: RunningServer, path: 
 )
 def test_no_url_is_fetched_and_no_file_opened(server: RunningServer, path: str, url: str) -> None:
     check_refusal(post(server, path, wrong(path, url)), path, "send the picture itself, as a data: URL with base64")
+
+
+def test_images_of_allowed_hosts_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are refused, and a tool's URL is no other case."""
+
+    class Host(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(RED)))
+            self.end_headers()
+            self.wfile.write(RED)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    model = make_scripted_model(tmp_path, "json_tools", more=TOKENS, template=TEMPLATE)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Host) as host:
+        thread = threading.Thread(target=host.serve_forever)
+        thread.start()
+        here = f"127.0.0.1:{host.server_port}"
+        config = EngineConfig(model=str(model), served_model_name="seeing", kv_cache_bytes=16_000_000)
+        with running_server(config, http=HttpConfig(image_hosts=(here,))) as server:
+            info = server.engine.info
+            assert info is not None
+            info.pictures = grid_of(info.tokenizer)
+            found: list[Request] = []
+            submit = server.engine.submit
+
+            def recorded(requests: Sequence[Request]) -> Any:
+                found.extend(requests)
+                return submit([dataclasses.replace(each, pictures=()) for each in requests])
+
+            monkeypatch.setattr(server.engine, "submit", recorded)
+            source = {"type": "url", "url": f"http://{here}/a.png"}
+            answered(server, CHAT, {"messages": [user({"type": "image_url", "image_url": source["url"]})]})
+            answered(server, MESSAGES, {"messages": [user({"type": "image", "source": source})]})
+            for request in found:
+                check_pictures(server, request, RED)
+            assert len(found) == 2
+            other = {"type": "image_url", "image_url": "http://127.0.0.1:1/a.png"}
+            refused = post(server, CHAT, {"messages": [user(text("What is this?"), other)]})
+            check_refusal(refused, CHAT, "is on a host that this server does not fetch images from")
+        host.shutdown()
+        thread.join()
 
 
 @pytest.mark.parametrize("path", PLACES)

@@ -22,12 +22,13 @@ from mlxpaged.process_memory import require_memory
 from mlxpaged.scheduler.admission import PromptTooLongError
 from mlxpaged.vision.headers import PictureError
 from mlxpaged.vision.picture import Picture, PictureFormat
-from mlxpaged.vision.reading import CheckedPicture, check
+from mlxpaged.vision.reading import CheckedPicture, ClientPicture, check
 
 MAX_PICTURES = 100
 """Images of a request. Anthropic's limit."""
 BYTES_PER_PIXEL = 12
 """Memory that decoding takes: a picture with transparency is held three times."""
+HTTP_URL = re.compile("https?:", re.IGNORECASE)
 SENTINEL = re.compile(f"({START}[0-9a-f]{{32}}{END})")
 
 
@@ -190,7 +191,8 @@ async def checked(
         assert picture is not None
         http.state.body_size = max(0, http.state.body_size - len(picture.data))  # what is left is text
         try:
-            header = await server_of(http).check_picture(partial(check, picture, form))
+            data = await fetched(http, picture)
+            header = await server_of(http).check_picture(partial(check, picture, form, data))
         except PictureError as error:
             raise invalid(each.param, error) from None
         found[each.sentinel] = ShownPicture(each.param, header, form.tokens(header.width, header.height))
@@ -199,6 +201,15 @@ async def checked(
             message = f"the images have more than {info.longest} tokens; {info.limit}"
             raise ContextLengthError(each.param, PromptTooLongError(message, num_tokens, info.longest))
     return found
+
+
+async def fetched(http: Request, picture: ClientPicture) -> bytes | None:
+    """Returns the file of a picture that is a URL, from a host that the operator allows; None for other pictures.
+    Raises PictureError."""
+    server = server_of(http)
+    if not (picture.is_url and server.http.image_hosts and HTTP_URL.match(picture.data)):
+        return None
+    return await server.image_hosts.fetch(picture.data)
 
 
 async def decode(http: Request, pictures: Pictures, prompt: Prompt) -> tuple[Picture, ...]:

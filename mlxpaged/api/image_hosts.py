@@ -1,0 +1,147 @@
+"""Fetches images of hosts that the operator names: `--allow-image-hosts`. Without it, no URL of a client is opened.
+
+A client could make the server ask any machine that it reaches (server-side request forgery). So a name is resolved
+once, all of its addresses must be public, and the connection goes to the first of them; an address that is allowed as
+such may be private. Redirections are not followed. Of an answer, no more is read than an image may have, for at most
+SECONDS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import ipaddress
+import socket
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from mlxpaged import __version__
+from mlxpaged.vision.headers import PictureError
+from mlxpaged.vision.reading import MAX_BYTES
+
+SECONDS = 10.0
+"""The longest that an image may take."""
+AT_ONCE = 8
+PORTS = {"http": 80, "https": 443}
+READ_BYTES = 2**16
+Addresses = Sequence[tuple[Any, ...]]
+
+
+class ImageHosts:
+    """allowed: names or addresses, each with or without a port; without one, the scheme's port is allowed. resolve,
+    seconds: others are for tests."""
+
+    def __init__(
+        self,
+        allowed: Sequence[str],
+        resolve: Callable[..., Addresses] = socket.getaddrinfo,
+        seconds: float = SECONDS,
+    ) -> None:
+        self._allowed = {split_host(each) for each in allowed}
+        self._resolve = resolve
+        self._seconds = seconds
+        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="mlxpaged-fetch")
+
+    async def fetch(self, url: str) -> bytes:
+        """Raises PictureError."""
+        try:
+            parts = urlsplit(url)
+            name, port = (parts.hostname or "").lower(), parts.port or PORTS[parts.scheme]
+        except (ValueError, KeyError):
+            raise PictureError("has a URL that is neither http nor https") from None
+        if not {(name, port), (name, None if port == PORTS[parts.scheme] else port)} & self._allowed:
+            raise PictureError("is on a host that this server does not fetch images from (--allow-image-hosts)")
+        fetch = Fetch(parts, name, port, self._resolve, time.monotonic() + self._seconds)
+        try:
+            return await asyncio.wait_for(
+                asyncio.get_running_loop().run_in_executor(self._threads, fetch.run), self._seconds
+            )
+        except asyncio.TimeoutError:
+            raise PictureError(f"did not come from its host within {self._seconds:g} s") from None
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            raise PictureError(f"could not be fetched: {type(error).__name__}") from None
+        finally:
+            fetch.stop()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def split_host(allowed: str) -> tuple[str, int | None]:
+    """Returns the name or address and the port of HOST, HOST:PORT or [ADDRESS]:PORT. Raises ValueError."""
+    parts = urlsplit(f"//{allowed}")
+    if not parts.hostname or parts.netloc != allowed or "@" in allowed or "*" in allowed:
+        raise ValueError(f"not a host: {allowed!r}")
+    return parts.hostname.lower(), parts.port
+
+
+class Fetch:
+    """One request, on a thread. `stop` ends it from any other one."""
+
+    def __init__(
+        self, parts: SplitResult, name: str, port: int, resolve: Callable[..., Addresses], deadline: float
+    ) -> None:
+        self._parts, self._name, self._port, self._resolve = parts, name, port, resolve
+        self._deadline = deadline
+        self._socket: socket.socket | None = None
+
+    def run(self) -> bytes:
+        """Raises PictureError, OSError or HTTPException."""
+        family, address = self._address()
+        with socket.socket(family, socket.SOCK_STREAM) as plain:
+            self._socket = plain
+            plain.settimeout(self._left())
+            plain.connect(address)
+            if self._parts.scheme == "http":
+                return self._ask(plain)
+            with ssl.create_default_context().wrap_socket(plain, server_hostname=self._name) as encrypted:
+                self._socket = encrypted
+                return self._ask(encrypted)
+
+    def _ask(self, connected: socket.socket) -> bytes:
+        connection = http.client.HTTPConnection(self._name, self._port)
+        connection.sock = connected
+        path = (self._parts.path or "/") + (f"?{self._parts.query}" if self._parts.query else "")
+        connection.request("GET", path, headers={"User-Agent": f"mlxpaged/{__version__}", "Accept": "image/*"})
+        with connection.getresponse() as response:
+            if response.status != http.client.OK:
+                raise PictureError(f"could not be fetched: its host answers with {response.status}")
+            data = bytearray()
+            while piece := response.read1(READ_BYTES):
+                data += piece
+                if len(data) > MAX_BYTES:
+                    raise PictureError(f"has more than {MAX_BYTES >> 20} MiB")
+                connected.settimeout(self._left())
+            return bytes(data)
+
+    def stop(self) -> None:
+        """Ends what the thread waits for. It closes the socket itself."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it is closed, or not connected
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _left(self) -> float:
+        return max(0.001, self._deadline - time.monotonic())
+
+    def _address(self) -> tuple[int, Any]:
+        """The family and the address to connect to. Raises PictureError if one of the name's is not public."""
+        found = self._resolve(self._name, self._port, type=socket.SOCK_STREAM)
+        if not is_address(self._name):
+            for _, _, _, _, address in found:
+                if not ipaddress.ip_address(address[0].partition("%")[0]).is_global:
+                    raise PictureError("is on a host whose address is not public")
+        family, _, _, _, address = found[0]
+        return family, address
+
+
+def is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
