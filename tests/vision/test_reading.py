@@ -205,6 +205,20 @@ def test_wrong_base64_is_refused(text: str) -> None:
         check(ClientPicture(text, False), FORM)
 
 
+def test_long_base64_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An end in the middle is no end of the text."""
+    data = encoded(halves(32, 32))
+    text = text_of(data)
+    digest = checked(data).digest
+    for piece in (4, 8, 40, len(text) - len(text) % 4, 4 * len(text)):
+        monkeypatch.setattr(reading, "PIECE", piece)
+        assert checked(data).digest == digest
+    monkeypatch.setattr(reading, "PIECE", 8)
+    for wrong in ("aGloaGk=" + text, text[:-1], text + "=", "aGk=" + text):
+        with pytest.raises(PictureError, match="is not valid base64"):
+            check(ClientPicture(wrong, False), FORM)
+
+
 def test_a_long_text_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     most = text_of(bytes(MAX_BYTES))
     with pytest.raises(PictureError, match="is no PNG"):
