@@ -71,6 +71,7 @@ class EngineInfo:
         self.adapters = served.adapters.names
         # How prompts show pictures; None if it takes none.
         self.pictures = None if served.vision is None else served.vision.format
+        self.no_pictures_because = served.no_vision_because
         self.cluster: Cluster | None = None  # None if the model runs on one machine
 
     def __getstate__(self) -> dict[str, object]:

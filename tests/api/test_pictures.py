@@ -626,6 +626,14 @@ def test_a_model_that_takes_no_images_names_those_that_do(server: RunningServer)
     assert error["code"] == "unsupported_media"
 
 
+def test_a_model_that_lost_its_tower_says_why(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.engine.info, "pictures", None)
+    monkeypatch.setattr(server.engine.info, "no_pictures_because", "its checkpoint has no vision tower")
+    error = post(server, CHAT, {"messages": [user(url_part(RED))]}).json()["error"]
+    said = "messages.0.content.0: images are not supported by this model: its checkpoint has no vision tower"
+    assert error["message"] == said
+
+
 def test_what_no_model_takes_is_left_out_beside_images(server: RunningServer, submitted: list[Request]) -> None:
     audio = {"type": "input_audio", "input_audio": {"data": "aGk=", "format": "wav"}}
     turns = [user(url_part(RED), audio), {"role": "assistant", "content": "y"}, user(text("A"))]

@@ -149,7 +149,9 @@ async def resolve(http: Request, chat: Chat, info: EngineInfo) -> tuple[Chat, Pi
     left = [each for each in chat.media if each.sentinel not in sentinels]
     for each in left:
         if each.is_newest:
-            raise bad_parameter(each.param, f"{unsupported(each)}{advice(http)}", code="unsupported_media")
+            because = f": {info.no_pictures_because}" if info.no_pictures_because else ""
+            message = f"{unsupported(each)}{because}{advice(http)}"
+            raise bad_parameter(each.param, message, code="unsupported_media")
     for name, each in reversed({each.field: each for each in left}.items()):
         server.ignore(http, name, unsupported(each))
     texts = {each.sentinel: f"[{NAMES[each.part.type][0]} was left out: {reason(form)}]" for each in left}
