@@ -167,7 +167,7 @@ def test_after_a_failure_no_request_is_admitted_until_a_step_succeeds(server: Ru
 def test_a_request_that_the_engine_cannot_take_is_refused(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def faulty(sequence: Any) -> None:
+    def faulty(*_: Any, **__: Any) -> None:
         raise MemoryError
 
     monkeypatch.setattr(server.core.scheduler, "add", faulty)
