@@ -16,7 +16,7 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 from mlx.utils import tree_flatten
 
-from mlxpaged.vision.attention import attend
+from mlxpaged.vision.blocks import join, parts_of_block, separate
 from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, patches_of
 
 NORM_EPS = 1e-5
@@ -56,23 +56,14 @@ class PixtralSizes:
 
 
 class Attention(Module):
-    """Attention of a picture's patches to one another."""
+    """Its weights. `Block` computes it."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = heads
         self.q_proj = Linear(width, width, bias=False)
         self.k_proj = Linear(width, width, bias=False)
         self.v_proj = Linear(width, width, bias=False)
         self.o_proj = Linear(width, width, bias=False)
-
-    def __call__(self, x: mx.array, rotation: Rotation) -> mx.array:
-        pictures, patches, width = x.shape
-        projected = (layer(x) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = (each.reshape(pictures, patches, self.heads, -1).swapaxes(1, 2) for each in projected)
-        mixed = attend(rotation(q), rotation(k), v)
-        out: mx.array = self.o_proj(mixed.swapaxes(1, 2).reshape(pictures, patches, width))
-        return out
 
 
 class FeedForward(Module):
@@ -89,15 +80,23 @@ class FeedForward(Module):
 
 
 class Block(Module):
+    """A `blocks.Block`."""
+
     def __init__(self, sizes: PixtralSizes) -> None:
         super().__init__()
+        self.num_heads = sizes.heads
         self.attention_norm = RMSNorm(sizes.width, NORM_EPS)
-        self.attention = Attention(sizes.width, sizes.heads)
+        self.attention = Attention(sizes.width)
         self.ffn_norm = RMSNorm(sizes.width, NORM_EPS)
         self.feed_forward = FeedForward(sizes.width, sizes.hidden, sizes.activation)
 
-    def __call__(self, x: mx.array, rotation: Rotation) -> mx.array:
-        x = x + self.attention(self.attention_norm(x), rotation)
+    def heads(self, x: mx.array, rotation: Rotation) -> mx.array:
+        x, own = self.attention_norm(x), self.attention
+        q, k, v = (separate(layer(x), self.num_heads) for layer in (own.q_proj, own.k_proj, own.v_proj))
+        return mx.stack([rotation(q), rotation(k), v])
+
+    def rest(self, x: mx.array, mixed: mx.array) -> mx.array:
+        x = x + self.attention.o_proj(join(mixed))
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -154,8 +153,7 @@ class PixtralTower(Module):
         state = self._embedded(pixels)
         rotation = self._rotation(rows, columns, state.dtype)
         for block in self.vision_tower.transformer["layers"]:
-            state = block(state, rotation)
-            yield state
+            state = yield from parts_of_block(block, state, rotation)
         yield self.multi_modal_projector(state, rows, columns)
 
     def _embedded(self, pixels: mx.array) -> mx.array:

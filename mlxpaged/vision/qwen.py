@@ -19,7 +19,7 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import LayerNorm
 from mlx.utils import tree_flatten
 
-from mlxpaged.vision.attention import attend
+from mlxpaged.vision.blocks import join, parts_of_block, separate
 from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, in_squares, patches_of
 
 NORM_EPS = 1e-6
@@ -53,20 +53,12 @@ class QwenSizes:
 
 
 class Attention(Module):
-    """Attention of a picture's patches to one another."""
+    """Its weights. `Block` computes it."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = heads
         self.qkv = Linear(width, 3 * width)
         self.proj = Linear(width, width)
-
-    def __call__(self, x: mx.array, rotation: Rotation) -> mx.array:
-        pictures, patches, width = x.shape
-        q, k, v = self.qkv(x).reshape(pictures, patches, 3, self.heads, -1).transpose(2, 0, 3, 1, 4)
-        mixed = attend(rotation(q), rotation(k), v)
-        out: mx.array = self.proj(mixed.swapaxes(1, 2).reshape(pictures, patches, width))
-        return out
 
 
 class FeedForward(Module):
@@ -81,15 +73,22 @@ class FeedForward(Module):
 
 
 class Block(Module):
+    """A `blocks.Block`."""
+
     def __init__(self, sizes: QwenSizes) -> None:
         super().__init__()
+        self.num_heads = sizes.heads
         self.norm1 = LayerNorm(sizes.width, NORM_EPS)
         self.norm2 = LayerNorm(sizes.width, NORM_EPS)
-        self.attn = Attention(sizes.width, sizes.heads)
+        self.attn = Attention(sizes.width)
         self.mlp = FeedForward(sizes.width, sizes.hidden)
 
-    def __call__(self, x: mx.array, rotation: Rotation) -> mx.array:
-        x = x + self.attn(self.norm1(x), rotation)
+    def heads(self, x: mx.array, rotation: Rotation) -> mx.array:
+        q, k, v = (separate(each, self.num_heads) for each in mx.split(self.attn.qkv(self.norm1(x)), 3, axis=-1))
+        return mx.stack([rotation(q), rotation(k), v])
+
+    def rest(self, x: mx.array, mixed: mx.array) -> mx.array:
+        x = x + self.attn.proj(join(mixed))
         return x + self.mlp(self.norm2(x))
 
 
@@ -140,10 +139,10 @@ class QwenTower(Module):
         rotation = Rotation.of(in_squares(angles_of(rows, columns, frequencies, frequencies)[None], sizes.merge)[0])
         deep = []
         for number, block in enumerate(self.blocks):
-            state = block(state, rotation)
+            state = yield from parts_of_block(block, state, rotation)
             if number in sizes.deep:
                 deep.append(self.deepstack_merger_list[sizes.deep.index(number)](state))
-            yield state
+                yield deep[-1]
         features = self.merger(state)
         yield mx.stack([features, *deep], axis=2) if deep else features
 

@@ -18,7 +18,9 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 from mlx.utils import tree_flatten
 
+from mlxpaged.vision import blocks
 from mlxpaged.vision.attention import attend
+from mlxpaged.vision.blocks import Parts
 from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, in_squares, patches_of
 from mlxpaged.vision.pixtral import MEAN, STD
 from mlxpaged.vision.qwen import frequencies_of
@@ -51,47 +53,12 @@ class Qwen25Sizes:
 
 
 class Attention(Module):
-    """Attention of a picture's patches to one another, or to those of their window of `window` x `window`."""
+    """Its weights. `Block` computes it."""
 
-    def __init__(self, sizes: Qwen25Sizes, window: int | None) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads, self.window = sizes.heads, window
-        self.qkv = Linear(sizes.width, 3 * sizes.width)
-        self.proj = Linear(sizes.width, sizes.width)
-
-    def __call__(self, x: mx.array, rotation: Rotation) -> mx.array:
-        """x: [n, rows, columns, width], and the result."""
-        q, k, v = mx.split(self.qkv(x).reshape(*x.shape[:3], 3 * self.heads, -1), 3, axis=3)
-        q, k = rotation(q), rotation(k)
-        bands = []
-        for rows in parts_of(x.shape[1], self.window):
-            parts = [
-                attend_in(q[:, rows, columns], k[:, rows, columns], v[:, rows, columns], self.window)
-                for columns in parts_of(x.shape[2], self.window)
-            ]
-            bands.append(mx.concatenate(parts, axis=2))
-        out: mx.array = self.proj(mx.concatenate(bands, axis=1).flatten(3))
-        return out
-
-
-def parts_of(length: int, window: int | None) -> list[slice]:
-    """Returns the part of an axis that whole windows fill, and the rest."""
-    filled = length if window is None else length // window * window
-    return [part for part in (slice(0, filled), slice(filled, length)) if part.start < part.stop]
-
-
-def attend_in(queries: mx.array, keys: mx.array, values: mx.array, window: int | None) -> mx.array:
-    """Attention within windows of one shape, which fill a part of a picture: [n, rows, columns, heads, D] each."""
-    n, rows, columns, heads, size = queries.shape
-    high, wide = (length if window is None else min(window, length) for length in (rows, columns))
-    shape = (n, rows // high, high, columns // wide, wide, heads, size)
-
-    def apart(x: mx.array) -> mx.array:
-        return x.reshape(shape).transpose(0, 1, 3, 5, 2, 4, 6).reshape(-1, heads, high * wide, size)
-
-    mixed = attend(apart(queries), apart(keys), apart(values))
-    mixed = mixed.reshape(n, rows // high, columns // wide, heads, high, wide, size)
-    return mixed.transpose(0, 1, 4, 2, 5, 3, 6).reshape(queries.shape)
+        self.qkv = Linear(width, 3 * width)
+        self.proj = Linear(width, width)
 
 
 class FeedForward(Module):
@@ -107,16 +74,64 @@ class FeedForward(Module):
 
 
 class Block(Module):
+    """window: side of the windows in which its patches attend; None if they attend to all."""
+
     def __init__(self, sizes: Qwen25Sizes, window: int | None) -> None:
         super().__init__()
+        self.num_heads, self.window = sizes.heads, window
         self.norm1 = RMSNorm(sizes.width, NORM_EPS)
         self.norm2 = RMSNorm(sizes.width, NORM_EPS)
-        self.attn = Attention(sizes, window)
+        self.attn = Attention(sizes.width)
         self.mlp = FeedForward(sizes.width, sizes.hidden)
 
-    def __call__(self, x: mx.array, rotation: Rotation) -> mx.array:
-        x = x + self.attn(self.norm1(x), rotation)
-        return x + self.mlp(self.norm2(x))
+    def parts(self, x: mx.array, rotation: Rotation) -> Parts:
+        """Does what `parts_of_block` does. x: [n, rows, columns, width]."""
+        q, k, v = mx.split(self.attn.qkv(self.norm1(x)).reshape(*x.shape[:3], 3 * self.num_heads, -1), 3, axis=3)
+        heads = mx.stack([rotation(q), rotation(k), v])
+        yield heads
+        unit = self.window or 1
+        count = max(1, blocks.PATCHES // (len(x) * x.shape[2] * unit)) * unit
+        parts = []
+        for start in range(0, x.shape[1], count):
+            rows = slice(start, start + count)
+            mixed = attend_whole(heads, rows) if self.window is None else attend_in_windows(heads[:, :, rows], unit)
+            y = x[:, rows] + self.attn.proj(mixed.flatten(3))
+            parts.append(y + self.mlp(self.norm2(y)))
+            yield parts[-1]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+
+
+def attend_whole(heads: mx.array, rows: slice) -> mx.array:
+    """Attention of the patches of some rows to all. heads: [3, n, rows, columns, heads, D]."""
+    queries, keys, values = (each.flatten(1, 2).swapaxes(1, 2) for each in (heads[0][:, rows], heads[1], heads[2]))
+    return attend(queries, keys, values).swapaxes(1, 2).reshape(heads[0][:, rows].shape)
+
+
+def attend_in_windows(heads: mx.array, window: int) -> mx.array:
+    """Attention within windows of window x window patches, which are cut at the lower and the right edge. heads:
+    [3, n, rows, columns, heads, D]."""
+    bands = []
+    for rows in parts_of(heads.shape[2], window):
+        band = heads[:, :, rows]
+        parts = [attend_in(band[:, :, :, columns], window) for columns in parts_of(heads.shape[3], window)]
+        bands.append(mx.concatenate(parts, axis=2))
+    return mx.concatenate(bands, axis=1)
+
+
+def parts_of(length: int, window: int) -> list[slice]:
+    """Returns the part of an axis that whole windows fill, and the rest."""
+    filled = length // window * window
+    return [part for part in (slice(0, filled), slice(filled, length)) if part.start < part.stop]
+
+
+def attend_in(heads: mx.array, window: int) -> mx.array:
+    """Attention within windows of one shape, which fill a part of a picture. heads: [3, n, rows, columns, heads, D]."""
+    _, n, rows, columns, num_heads, size = heads.shape
+    high, wide = min(window, rows), min(window, columns)
+    apart = heads.reshape(3, n, rows // high, high, columns // wide, wide, num_heads, size)
+    queries, keys, values = apart.transpose(0, 1, 2, 4, 6, 3, 5, 7).reshape(3, -1, num_heads, high * wide, size)
+    mixed = attend(queries, keys, values).reshape(n, rows // high, columns // wide, num_heads, high, wide, size)
+    return mixed.transpose(0, 1, 4, 2, 5, 3, 6).reshape(n, rows, columns, num_heads, size)
 
 
 class Merger(Module):
@@ -160,6 +175,5 @@ class Qwen25Tower(Module):
         frequencies = frequencies_of(sizes.width // sizes.heads)
         rotation = Rotation.of(angles_of(state.shape[1], state.shape[2], frequencies, frequencies)[:, :, None])
         for block in self.blocks:
-            state = block(state, rotation)
-            yield state
+            state = yield from block.parts(state, rotation)
         yield self.merger(state)

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxpaged.vision import blocks
 from mlxpaged.vision.patches import normalized
 from mlxpaged.vision.pixtral import PixtralSizes
 from tests.vision.tiny import MERGED, PLAIN, features, pictures, reference_features, tiny_tower
@@ -43,7 +44,7 @@ def test_an_encoding_may_be_evaluated_after_any_of_its_parts() -> None:
     whole = features(tower, pixels)
     for stride in (1, 2):
         parts = list(tower.encode(mx.array(pixels)))
-        assert len(parts) == MERGED.blocks + 1
+        assert len(parts) == 2 * MERGED.blocks + 1
         for i, part in enumerate(parts, start=1):
             if i % stride == 0:
                 mx.eval(part)
@@ -82,3 +83,11 @@ def test_the_bytes_of_a_tower_are_those_of_its_weights() -> None:
     tower = tiny_tower(PLAIN)
     patches, block = 4 * 4 * 3 * 24 + 24, 4 * 24 * 24 + 3 * 24 * 20 + 2 * 24
     assert tower.nbytes == 4 * (patches + 2 * block + 24 * 16 + 16 + 16 * 16 + 16)
+
+
+def test_a_block_is_computed_for_some_patches_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower, several = tiny_tower(MERGED), pictures(2, 40, 24)
+    whole, num_parts = features(tower, several), len(list(tower.encode(mx.array(several))))
+    monkeypatch.setattr(blocks, "PATCHES", 24)
+    assert features(tower, several) == pytest.approx(whole, abs=1e-5 * float(np.abs(whole).max()))
+    assert len(list(tower.encode(mx.array(several)))) > num_parts

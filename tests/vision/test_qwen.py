@@ -12,6 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxpaged.models.vision import load_vision
+from mlxpaged.vision import blocks
 from mlxpaged.vision.positions import Axes
 from mlxpaged.vision.qwen import QwenSizes, QwenTower
 from mlxpaged.vision.qwen_format import QwenFormat
@@ -104,7 +105,7 @@ def test_a_batch_has_the_features_of_each_picture_alone(sizes: QwenSizes) -> Non
 
 def test_parts_of_an_encoding() -> None:
     tower, pixels = tiny_tower(DEEP), pictures(2, 24, 16)
-    assert len(list(tower.encode(mx.array(pixels)))) == DEEP.blocks + 1
+    assert len(list(tower.encode(mx.array(pixels)))) == 2 * DEEP.blocks + len(DEEP.deep) + 1
 
 
 @pytest.mark.parametrize(
@@ -163,3 +164,11 @@ def test_a_configuration_that_does_not_fit_is_told(tmp_path: Path, change: dict[
     vision, why = load_vision(path, config_of(DEEP, "qwen3_vl") | change, dict, lambda done, total: None)
     assert vision is None
     assert reason in why
+
+
+def test_a_block_is_computed_for_some_patches_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower, several = tiny_tower(DEEP), pictures(2, 40, 24)
+    whole, num_parts = features(tower, several), len(list(tower.encode(mx.array(several))))
+    monkeypatch.setattr(blocks, "PATCHES", 24)
+    assert features(tower, several) == pytest.approx(whole, abs=1e-5 * float(np.abs(whole).max()))
+    assert len(list(tower.encode(mx.array(several)))) > num_parts

@@ -14,6 +14,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from mlxpaged.models.vision import load_vision
+from mlxpaged.vision import blocks
 from mlxpaged.vision.positions import Axes
 from mlxpaged.vision.qwen2_5 import Qwen25Sizes, Qwen25Tower
 from tests.vision.definitions import Array, Place, exact_gelu, linear, mixed_heads
@@ -142,3 +143,11 @@ def test_a_checkpoint_gives_its_tower(tmp_path: Path) -> None:
     pixels = pictures(1, 40, 24)
     wanted = features(tiny_tower(), pixels)
     assert features(vision.tower, pixels) == pytest.approx(wanted, abs=2e-5 * float(np.abs(wanted).max()))
+
+
+def test_a_block_is_computed_for_some_patches_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower, several = tiny_tower(), pictures(2, 40, 24)
+    whole, num_parts = features(tower, several), len(list(tower.encode(mx.array(several))))
+    monkeypatch.setattr(blocks, "PATCHES", 24)
+    assert features(tower, several) == pytest.approx(whole, abs=1e-5 * float(np.abs(whole).max()))
+    assert len(list(tower.encode(mx.array(several)))) > num_parts
