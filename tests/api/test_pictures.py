@@ -510,6 +510,49 @@ def test_wrong_base64_is_refused(server: RunningServer, path: str) -> None:
     check_refusal(post(server, path, wrong(path, data, False)), path, "is not valid base64")
 
 
+UNREADABLE = {
+    "header": (url_of(HOSTILE["41 MP"][0]), "it has 8,200 x 5,000 pixels; the limit is 40,000,000 pixels"),
+    "pixels": (url_of(HOSTILE["half a JPEG"][0]), "it is a broken JPEG"),
+    "URL": ("https://example.com/a.png", "it is not in the request: the server fetches no URL"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_an_image_that_cannot_be_read_ends_no_session(
+    server: RunningServer, submitted: list[Request], name: str
+) -> None:
+    """The client sends an earlier one, and that of a tool, again in each turn."""
+    url, said = UNREADABLE[name]
+    wrong_part = {"type": "image_url", "image_url": {"url": url}}
+    conversations = [
+        [user(wrong_part, url_part(RED)), {"role": "assistant", "content": "y"}, user(text("A"))],
+        [
+            user(url_part(RED)),
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "t", "content": [wrong_part]},
+        ],
+    ]
+    for messages in conversations:
+        response = post(server, CHAT, {"messages": messages})
+        assert response.status_code == 200, response.text
+        assert response.headers["x-mlxpaged-ignored"] == "messages.content.image_url"
+    for request in submitted:
+        check_pictures(server, request, RED)
+        assert f"[an image was left out: {said}" in prompt_of(server, request)
+
+
+def test_a_strict_server_leaves_out_no_image_that_cannot_be_read(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = server.app.state.server
+    monkeypatch.setattr(inner, "http", dataclasses.replace(inner.http, strict=True))
+    wrong_part = {"type": "image_url", "image_url": {"url": UNREADABLE["header"][0]}}
+    turns = [user(wrong_part), {"role": "assistant", "content": "y"}, user(text("A"))]
+    error = post(server, CHAT, {"messages": turns}).json()["error"]
+    assert (error["param"], error["code"]) == ("messages.content.image_url", "unsupported_parameter")
+    assert "an image cannot be shown: it has 8,200 x 5,000 pixels" in error["message"]
+
+
 def test_too_many_images_are_refused_before_any_is_read(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "read_header", None)
     response = post(server, CHAT, {"messages": [user(*[url_part(RED)] * 200)]})
@@ -522,18 +565,27 @@ def test_too_many_images_are_refused_before_any_is_read(server: RunningServer, m
 def test_images_that_do_not_fit_the_context_are_refused_before_any_is_decoded(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert server.engine.info is not None
+    large = use_large_pictures(server, monkeypatch, 8 * 130)
     monkeypatch.setattr(reading, "load_pillow", None)
-    large = encoded(Image.new("RGB", (1000, 1000)))
-    for longest, words in ((8 * 80, "tokens; this model's context length is"), (8 * 130, "the images have more than")):
-        form = grid_of(server.engine.info.tokenizer)
-        monkeypatch.setattr(
-            server.engine.info, "pictures", Grid(form.template_token, form.placeholder, form.end_of_row, longest)
-        )
-        response = post(server, CHAT, {"messages": [user(text("A" * 2000), url_part(large))]})
-        assert response.status_code == 400
-        assert response.json()["error"]["code"] == "context_length_exceeded"
-        assert words in response.json()["error"]["message"]
+    error = post(server, CHAT, {"messages": [user(url_part(large))]}).json()["error"]
+    assert (error["param"], error["code"]) == ("messages.0.content.0", "context_length_exceeded")
+    assert "the images have more than 8192 tokens" in error["message"]
+
+
+def test_images_and_text_that_do_not_fit_together_are_refused(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = use_large_pictures(server, monkeypatch, 8 * 80)
+    error = post(server, CHAT, {"messages": [user(text("A" * 2000), url_part(large))]}).json()["error"]
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
+def use_large_pictures(server: RunningServer, monkeypatch: pytest.MonkeyPatch, longest: int) -> bytes:
+    """Until the test ends, pictures may have sides of this length. Returns one that has."""
+    form = form_of(server)
+    large = Grid(form.template_token, form.placeholder, form.end_of_row, longest)
+    monkeypatch.setattr(server.engine.info, "pictures", large)
+    return encoded(Image.new("RGB", (longest, longest)))
 
 
 def test_a_picture_that_is_sent_again_is_decoded_once(

@@ -115,17 +115,6 @@ def check_text_length(param: str, num_chars: int, info: EngineInfo) -> None:
         raise ContextLengthError(param, PromptTooLongError(message, tokens, info.longest))
 
 
-def check_with_pictures(request: GenerationRequest, num_tokens: int, info: EngineInfo) -> None:
-    """Raises ApiError for a prompt with pictures that is too long, before they are decoded, and for one whose own
-    log-probabilities are asked for: a picture's tokens have none."""
-    if request.params.prompt_logprobs is not None:
-        raise request.refusal("prompt_logprobs", "is not available if the prompt has images")
-    try:
-        info.max_new_tokens(num_tokens, request.params.max_tokens)
-    except PromptTooLongError as error:
-        raise ContextLengthError(request.client_name("messages"), error) from None
-
-
 def check_token_ids(request: GenerationRequest, param: str, prompts: Sequence[Sequence[int]], info: EngineInfo) -> None:
     """Raises ApiError for a prompt without tokens, and for a token id outside the vocabulary. No later check finds
     these. param: the client's field that holds the prompts."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from mlxpaged.api.errors import ApiError, bad_parameter
+from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.check import ContextLengthError
 from mlxpaged.api.generation.request import Chat
 from mlxpaged.api.media import END, NAMES, START, Shown
@@ -21,7 +21,7 @@ from mlxpaged.models.tokenizer import ChatTemplateError
 from mlxpaged.process_memory import require_memory
 from mlxpaged.scheduler.admission import PromptTooLongError
 from mlxpaged.vision.headers import PictureError
-from mlxpaged.vision.picture import Picture, PictureFormat
+from mlxpaged.vision.picture import Picture, PictureFormat, Pixels
 from mlxpaged.vision.reading import CheckedPicture, ClientPicture, check
 
 MAX_PICTURES = 100
@@ -34,19 +34,19 @@ SENTINEL = re.compile(f"({START}[0-9a-f]{{32}}{END})")
 
 @dataclass(frozen=True)
 class ShownPicture:
-    """param: the client's field that has it. tokens: what the prompt has in its place."""
+    """digest, pixels: as in Picture. tokens: what the prompt has in its place."""
 
-    param: str
-    checked: CheckedPicture
+    digest: bytes
+    pixels: Pixels
     tokens: list[int]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """token_ids: with those of the pictures. places: the sentinel of each picture, and its placeholders among them."""
+    """token_ids: with those of the pictures."""
 
     token_ids: list[int]
-    places: Sequence[tuple[str, tuple[int, ...]]] = ()
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,16 +93,16 @@ class Pictures:
             message = f"the model's chat template shows {num_shown} of the {len(self.shown)} images"
             raise ChatTemplateError(message)
         placed: list[int] = []
-        places, start = [], 0
-        for sentinel in order:
+        pictures, start = [], 0
+        for shown in map(self.shown.__getitem__, order):
             end = token_ids.index(self.form.template_token, start)
             placed += token_ids[start:end]
-            tokens = self.shown[sentinel].tokens
             first, placeholder = len(placed), self.form.placeholder
-            places.append((sentinel, tuple(first + i for i, token in enumerate(tokens) if token == placeholder)))
-            placed += tokens
+            positions = tuple(first + i for i, token in enumerate(shown.tokens) if token == placeholder)
+            pictures.append(Picture(shown.digest, shown.pixels, positions))
+            placed += shown.tokens
             start = end + 1
-        return Prompt(placed + token_ids[start:], places)
+        return Prompt(placed + token_ids[start:], tuple(pictures))
 
 
 def apart(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -136,40 +136,46 @@ def with_texts(content: str, texts: Mapping[str, str]) -> str:
 
 
 async def resolve(http: Request, chat: Chat, info: EngineInfo) -> tuple[Chat, Pictures]:
-    """Returns the conversation with a text in the place of each part that the model does not take, and the pictures
-    that are left in it, within all limits. Nothing is decoded yet. Raises ApiError.
+    """Returns the conversation with a text in the place of each part that the model does not take or that cannot be
+    read, and the pictures that are left in it, decoded. All limits are checked before one is decoded. Raises ApiError.
 
-    A part in the newest turn that the model does not take is an error: no answer pretends to have seen it. One in an
-    earlier turn or in a tool's result does not end the session: the client is told that it was left out."""
+    Such a part in the newest turn is an error: no answer pretends to have seen it. One in an earlier turn or in a
+    tool's result, which the client sends again each time, does not end the session: the model is told why it was left
+    out, and so is the client."""
     if not chat.media:
         return chat, Pictures()
     form, server = info.pictures, server_of(http)
-    kept = [each for each in chat.media if form is not None and each.part.picture is not None]
-    sentinels = {each.sentinel for each in kept}
-    left = [each for each in chat.media if each.sentinel not in sentinels]
-    for each in left:
-        if each.is_newest:
-            because = f": {info.no_pictures_because}" if info.no_pictures_because else ""
-            message = f"{unsupported(each)}{because}{advice(http)}"
-            raise bad_parameter(each.param, message, code="unsupported_media")
-    for name, each in reversed({each.field: each for each in left}.items()):
-        server.ignore(http, name, unsupported(each))
-    texts = {each.sentinel: f"[{NAMES[each.part.type][0]} was left out: {reason(form)}]" for each in left}
-    if texts:
+    left: dict[str, str] = {}  # why each part is left out, by its sentinel
+    for each in chat.media:
+        if form is None or each.part.picture is None:
+            if each.is_newest:
+                because = f": {info.no_pictures_because}" if info.no_pictures_because else ""
+                message = f"{unsupported(each)}{because}{advice(http)}"
+                raise bad_parameter(each.param, message, code="unsupported_media")
+            left[each.sentinel] = f"this model takes text {'only' if form is None else 'and images only'}"
+    pictures = Pictures()
+    kept = [each for each in chat.media if each.sentinel not in left]
+    if form is not None and kept:
+        checked = await check_all(http, kept, form, info, left)
+        shown = await decode_all(http, kept, form, checked, left)
+        if shown:
+            pictures = Pictures(form, info.tokenizer.text_with_specials([form.template_token]), shown)
+    if left:
+        named = {each.field: each for each in chat.media if each.sentinel in left}
+        for name, each in reversed(named.items()):
+            server.ignore(http, name, f"{NAMES[each.part.type][0]} cannot be shown: {left[each.sentinel]}")
+        texts = {
+            each.sentinel: f"[{NAMES[each.part.type][0]} was left out: {left[each.sentinel]}]"
+            for each in chat.media
+            if each.sentinel in left
+        }
         messages = [message | {"content": with_texts(message["content"], texts)} for message in chat.messages]
-        chat = replace(chat, messages=messages, media=kept)
-    if form is None or not kept:
-        return chat, Pictures()
-    token_text = info.tokenizer.text_with_specials([form.template_token])
-    return chat, Pictures(form, token_text, await checked(http, kept, form, info))
+        chat = replace(chat, messages=messages, media=[each for each in kept if each.sentinel not in left])
+    return chat, pictures
 
 
 def unsupported(each: Shown) -> str:
     return f"{NAMES[each.part.type][1]} not supported by this model"
-
-
-def reason(form: PictureFormat | None) -> str:
-    return f"this model takes text {'only' if form is None else 'and images only'}"
 
 
 def advice(http: Request) -> str:
@@ -179,14 +185,14 @@ def advice(http: Request) -> str:
     return f"; use {' or '.join(names)}" if names else ""
 
 
-async def checked(
-    http: Request, media: Sequence[Shown], form: PictureFormat, info: EngineInfo
-) -> dict[str, ShownPicture]:
-    """Checks the pictures by their headers. Raises ApiError."""
+async def check_all(
+    http: Request, media: Sequence[Shown], form: PictureFormat, info: EngineInfo, left: dict[str, str]
+) -> dict[str, CheckedPicture]:
+    """Checks pictures by their headers, and notes in `left` those that are left out. Raises ApiError."""
     if len(media) > MAX_PICTURES:
         message = f"there are {len(media)} images in the request; the limit is {MAX_PICTURES}"
         raise bad_parameter(media[MAX_PICTURES].param, message, code="too_many_images")
-    found: dict[str, ShownPicture] = {}
+    found: dict[str, CheckedPicture] = {}
     num_tokens = 0
     for each in media:
         picture = each.part.picture
@@ -194,11 +200,12 @@ async def checked(
         http.state.body_size = max(0, http.state.body_size - len(picture.data))  # what is left is text
         try:
             data = await fetched(http, picture)
-            header = await server_of(http).check_picture(partial(check, picture, form, data))
+            checked = await server_of(http).check_picture(partial(check, picture, form, data))
         except PictureError as error:
-            raise invalid(each.param, error) from None
-        found[each.sentinel] = ShownPicture(each.param, header, form.tokens(header.width, header.height))
-        num_tokens += len(found[each.sentinel].tokens)
+            leave_out(each, error, left)
+            continue
+        found[each.sentinel] = checked
+        num_tokens += len(form.tokens(checked.width, checked.height))
         if num_tokens > info.longest:
             message = f"the images have more than {info.longest} tokens; {info.limit}"
             raise ContextLengthError(each.param, PromptTooLongError(message, num_tokens, info.longest))
@@ -214,20 +221,32 @@ async def fetched(http: Request, picture: ClientPicture) -> bytes | None:
     return await server.image_hosts.fetch(picture.data)
 
 
-async def decode(http: Request, pictures: Pictures, prompt: Prompt) -> tuple[Picture, ...]:
-    """Decodes the pictures of a prompt. Raises ApiError."""
-    server, found = server_of(http), []
-    for sentinel, positions in prompt.places:
-        shown = pictures.shown[sentinel]
-        header = shown.checked.header
-        require_memory(BYTES_PER_PIXEL * header.width * header.height, "the image")
+async def decode_all(
+    http: Request,
+    media: Sequence[Shown],
+    form: PictureFormat,
+    checked: Mapping[str, CheckedPicture],
+    left: dict[str, str],
+) -> dict[str, ShownPicture]:
+    """Decodes pictures, and notes in `left` those that are left out. Raises ApiError."""
+    server = server_of(http)
+    found: dict[str, ShownPicture] = {}
+    for each in media:
+        if (picture := checked.get(each.sentinel)) is None:
+            continue
+        require_memory(BYTES_PER_PIXEL * picture.header.width * picture.header.height, "the image")
         try:
-            pixels = await server.decode_picture(partial(server.pictures.pixels, shown.checked))
+            pixels = await server.decode_picture(partial(server.pictures.pixels, picture))
         except PictureError as error:
-            raise invalid(shown.param, error) from None
-        found.append(Picture(shown.checked.digest, pixels, positions))
-    return tuple(found)
+            leave_out(each, error, left)
+            continue
+        tokens = form.tokens(picture.width, picture.height)
+        found[each.sentinel] = ShownPicture(picture.digest, pixels, tokens)
+    return found
 
 
-def invalid(param: str, error: PictureError) -> ApiError:
-    return bad_parameter(param, f"the image {error}", code="invalid_image")
+def leave_out(each: Shown, error: PictureError, left: dict[str, str]) -> None:
+    """Raises ApiError if the picture is in the newest turn."""
+    if each.is_newest:
+        raise bad_parameter(each.param, f"the image {error}", code="invalid_image")
+    left[each.sentinel] = f"it {error}"

@@ -69,8 +69,8 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
     prompt = await render(http, request, chat, info, shown)
     tokens = prompt.token_ids
     check.check_token_ids(request, param, [tokens], info)
-    if prompt.places:
-        check.check_with_pictures(request, len(tokens), info)
+    if prompt.pictures and request.params.prompt_logprobs is not None:  # a picture's tokens have none
+        raise request.refusal("prompt_logprobs", "is not available if the prompt has images")
     thinking = thinking_of(info, chat, tokens)
     form = await enforced(http, request, chat, info, thinking)
     tools = [tool.for_template() for tool in chat.offered_tools]
@@ -89,8 +89,7 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
             return HarmonyParser(tools, chat.one_call)
         return TagParser(tags, opened, tools, chat.one_call, form)
 
-    seen = await pictures.decode(http, shown, prompt)
-    return Prompts(param, [tokens], params, new_parser=new_parser, pictures=seen)
+    return Prompts(param, [tokens], params, new_parser=new_parser, pictures=prompt.pictures)
 
 
 async def enforced(
