@@ -42,11 +42,13 @@ GAUGES: tuple[tuple[str, str, Read], ...] = (
     ("max_state_checkpoints", "Most checkpoints of recurrent states", lambda stats: stats.scheduler.max_checkpoints),
     ("state_reserved_bytes", "Bytes reserved for recurrent states", lambda stats: stats.state_bytes),
     ("embedding_inputs_waiting", "Inputs that wait for their embeddings", lambda stats: stats.embeddings.waiting),
+    ("image_feature_bytes", "Bytes of the features of images", lambda stats: stats.images.feature_bytes),
 )
 COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("embedding_requests", "Requests whose embeddings were made", lambda stats: stats.embeddings.requests_total),
     ("embedding_tokens", "Tokens of inputs that were embedded", lambda stats: stats.embeddings.tokens_total),
     ("embedding_steps", "Forward passes for embeddings", lambda stats: stats.embeddings.steps_total),
+    ("images_encoded", "Images that were encoded", lambda stats: stats.images.encoded_total),
     (
         "prefix_hit_tokens",
         "Prompt tokens taken from the prefix cache",

@@ -23,9 +23,11 @@ from mlxpaged.engine.stall import StepSize
 from mlxpaged.engine.status import (
     MAX_WAITING_LISTED,
     MAX_WAITING_WATCHED,
+    NO_IMAGES,
     EngineSnapshot,
     EngineStats,
     EngineStatus,
+    ImageStats,
     engine_status,
 )
 from mlxpaged.engine.step_loop import StepLoop
@@ -180,5 +182,6 @@ class EngineCore(Worker):
             self.resizer.bytes_of(self.scheduler.config.num_blocks),
             self.states.nbytes,
             NO_EMBEDDINGS if self.embedder is None else self.embedder.stats(),
+            NO_IMAGES if self.pictures is None else ImageStats(self.pictures.num_encoded, self.pictures.nbytes),
             self.loop.prompt_chunks,
         )

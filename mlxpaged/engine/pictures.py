@@ -148,9 +148,14 @@ class Pictures:
         )
         return needed == 0 or needed < self.budget
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the features."""
+        return sum(features.nbytes for features in self._features.values())
+
     def evict(self) -> None:
         """Drop the features that no prompt needs now, if all take more than the budget."""
-        total = sum(features.nbytes for features in self._features.values())
+        total = self.nbytes
         for number in list(self._features) if total > self.budget else ():
             if number not in self._shown or not self._shown[number].is_needed():
                 total -= self._features.pop(number).nbytes

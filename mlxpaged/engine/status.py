@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, EmbedderStats
 from mlxpaged.engine.prompt_progress import PromptChunk
@@ -17,6 +18,14 @@ from mlxpaged.scheduler.stats import SchedulerStats
 MAX_WAITING_LISTED = 1000
 MAX_WAITING_WATCHED = 100
 """Waiting requests in a snapshot, which is taken twice a second."""
+
+
+class ImageStats(NamedTuple):
+    encoded_total: int
+    feature_bytes: int  # that are kept
+
+
+NO_IMAGES = ImageStats(0, 0)
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,7 @@ class EngineStats:
     max_kv_cache_bytes: int = 0  # that they can grow to
     state_bytes: int = 0  # reserved for recurrent states, of sequences and of checkpoints
     embeddings: EmbedderStats = NO_EMBEDDINGS
+    images: ImageStats = NO_IMAGES
     prompt_chunks: tuple[PromptChunk, ...] = ()  # of the step, without the last ones of their prompts
 
 

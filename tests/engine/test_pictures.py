@@ -16,6 +16,7 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine.status import ImageStats
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.scheduler.sequence import FinishReason, SequenceStatus
 from mlxpaged.step import FIRST_CONTENT_ID
@@ -195,6 +196,8 @@ def test_one_picture_of_many_requests_is_encoded_once(seeing: tuple[ServedModel,
     got = answers(core, [shown(text(1, 5), LARGE, text(2 + i, 6)) for i in range(16)])
     assert tower.calls == [(1, 80, 80, 3)]
     assert len(got) == 16
+    features = 100 * tower.weights.shape[1] * 4
+    assert core.stats().images == ImageStats(encoded_total=1, feature_bytes=features)
 
 
 def test_pictures_of_one_size_are_encoded_together(seeing: tuple[ServedModel, PatchTower]) -> None:
