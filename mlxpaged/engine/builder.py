@@ -166,7 +166,9 @@ def load_core(
     reserved = Reserved(config.kv_cache_bytes or 0, least_step())
     options = config.max_model_len, reserved, config.reranker, config.adapters
     group = None if ranks is None else ranks.group
-    served = load_model(config.model, name, config.tool_parser, turns, *options, group, config.joins)
+    served = load_model(
+        config.model, name, config.tool_parser, turns, *options, group, config.joins, config.max_image_pixels
+    )
     turns.take()
     step_bytes = measure_step(served, config)
     turns.take()

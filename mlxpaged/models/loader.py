@@ -58,6 +58,7 @@ from mlxpaged.models.turns import Turns
 from mlxpaged.models.vision import let_see, load_vision
 from mlxpaged.models.weight_headers import check_sizes
 from mlxpaged.models.weights import READ_BYTES, read_weights
+from mlxpaged.vision import MOST_PIXELS
 from mlxpaged.vision.tower import Vision
 
 logger = logging.getLogger(__name__)
@@ -208,6 +209,7 @@ def load_model(
     adapters: Sequence[AdapterPath] = (),
     group: mx.distributed.Group | None = None,
     joins: bool = True,
+    most_pixels: int = MOST_PIXELS,
 ) -> ServedModel:
     """Load weights and tokenizer and check that paged attention reproduces the model.
 
@@ -215,8 +217,9 @@ def load_model(
     models; they get the bytes of weights that are loaded, and of all. max_model_len: None for the context length.
     reserved: memory that is needed beside the weights. is_reranker: True if the user says so, False if the name
     decides. adapters: to be loaded beside it. group: ranks that each load their share of it, all at the same time.
-    joins: whether operations of its modules are joined (models/joins.py, models/fused_attention.py). Call it on the
-    thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
+    joins: whether operations of its modules are joined (models/joins.py, models/fused_attention.py). most_pixels: of an
+    image; a larger one is reduced. Call it on the thread that will run the model. Raises ModelNotFoundError or
+    UnsupportedModelError.
     """
     turns = turns or Turns()
     prepare_first_load()
@@ -261,7 +264,7 @@ def load_model(
         rows = select_rows_before_head(model, sizes, lambda rows: selects_rows(model, layers, reference, rows))
         installed.step.head = rows
         check_adapters(model, layers, loaded, installed.step, turns)
-        seen = load_vision(path, own_config, tokenizer.reader.get_vocab, turns.report, num_ranks)
+        seen = load_vision(path, own_config, tokenizer.reader.get_vocab, turns.report, num_ranks, most_pixels)
         turns.take()
         vision, no_vision_because = let_see(model, layers, *seen)
     except AdapterError:

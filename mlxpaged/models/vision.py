@@ -23,6 +23,7 @@ from mlxpaged.models.vision_pixtral import PIXTRAL
 from mlxpaged.models.vision_probe import check_vision
 from mlxpaged.models.vision_qwen import QWEN, QWEN_2_5
 from mlxpaged.models.weights import read_weights
+from mlxpaged.vision import MOST_PIXELS
 from mlxpaged.vision.install import install
 from mlxpaged.vision.tower import Vision
 
@@ -47,11 +48,13 @@ def load_vision(
     vocabulary: Callable[[], Mapping[str, int]],
     report: ReportAmount,
     num_ranks: int = 1,
+    most_pixels: int = MOST_PIXELS,
 ) -> tuple[Vision | None, str]:
     """Returns None and the reason if the model cannot see pictures; the reason is empty if it was never meant to.
 
     path: its directory. config: of its config.json. vocabulary: returns the ids of its tokens by their text. report:
     gets the bytes of weights that are read, and of all. num_ranks: that share the model.
+    most_pixels: of a picture; a larger one is reduced.
     """
     if not isinstance(config.get("vision_config"), Mapping):
         return None, ""
@@ -65,7 +68,7 @@ def load_vision(
         stored = stored_weights(path, family)
         if not stored:
             return None, "its checkpoint has no vision tower"
-        vision, tower = family.make(Settings(config, *read_processors(path), vocabulary()))
+        vision, tower = family.make(Settings(config, *read_processors(path), vocabulary(), most_pixels))
         fill(tower, stored, (config.get("quantization") or {}).get("mode", "affine"))
     except Exception as error:  # MLX raises any type for sizes that do not fit one another
         return None, f"its vision tower cannot be loaded: {in_one_line(error)}"

@@ -9,18 +9,43 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from mlxpaged.vision import MOST_PIXELS
 from mlxpaged.vision.tower import Vision
+
+MOST = {
+    "hidden_size": 2**14,
+    "out_hidden_size": 2**16,
+    "intermediate_size": 2**16,
+    "num_hidden_layers": 200,
+    "depth": 200,
+    "num_attention_heads": 256,
+    "num_heads": 256,
+    "patch_size": 256,
+    "spatial_merge_size": 16,
+    "num_position_embeddings": 2**20,
+    "window_size": 2**14,
+}
+"""Far above those of any model. A tower of a damaged directory is not even begun."""
+
+
+def number(values: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """Returns a size that a configuration has. Raises ValueError if it is not a whole number from 1 to MOST."""
+    found = values.get(name, default)
+    if type(found) is not int or not 1 <= found <= MOST[name]:
+        raise ValueError(f"its {name} is {str(found)[:100]}")
+    return found
 
 
 @dataclass(frozen=True)
 class Settings:
     """The files of a model's directory. config: config.json. pictures, prompts: how its processor makes these.
-    vocabulary: ids of tokens by their texts."""
+    vocabulary: ids of tokens by their texts. most_pixels: of a picture, whatever the files say."""
 
     config: Mapping[str, Any]
     pictures: Mapping[str, Any]
     prompts: Mapping[str, Any]
     vocabulary: Mapping[str, int]
+    most_pixels: int = MOST_PIXELS
 
     def token(self, text: str) -> int:
         """Raises ValueError if the vocabulary has no such token."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
 
-from mlxpaged.models.vision_family import Family, Settings, colours_of
+from mlxpaged.models.vision_family import Family, Settings, colours_of, number
 from mlxpaged.vision.pixtral import ACTIVATIONS, MEAN, STD, PixtralSizes, PixtralTower
 from mlxpaged.vision.pixtral_format import PixtralFormat
 from mlxpaged.vision.tower import Vision
@@ -46,7 +47,7 @@ def sizes_of(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Pixt
     """What is left out has the value that transformers takes. Raises ValueError, KeyError or TypeError."""
     seen, text, merges = config["vision_config"], config["text_config"], MERGES[config["model_type"]]
     layer = config.get("vision_feature_layer", -2 if config["model_type"] == "llava" else -1)
-    blocks = seen.get("num_hidden_layers", 24)
+    blocks = number(seen, "num_hidden_layers", 24)
     if layer not in (-1, blocks):
         raise ValueError(f"its features come from layer {layer} instead of the last")
     activations = (seen.get("hidden_act", "gelu"), config.get("projector_hidden_act", "gelu"))
@@ -56,15 +57,15 @@ def sizes_of(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Pixt
     rope = seen.get("rope_parameters") or seen
     mean, std = colours_of(preprocessor, MEAN, STD)
     return PixtralSizes(
-        width=seen.get("hidden_size", 1024),
-        hidden=seen.get("intermediate_size", 4096),
+        width=number(seen, "hidden_size", 1024),
+        hidden=number(seen, "intermediate_size", 4096),
         blocks=blocks,
-        heads=seen.get("num_attention_heads", 16),
-        patch=seen.get("patch_size", 16),
+        heads=number(seen, "num_attention_heads", 16),
+        patch=number(seen, "patch_size", 16),
         rope_base=float(rope.get("rope_theta", 10000.0)),
         activation=activations[0],
-        merge=config.get("spatial_merge_size", 2) if merges else None,
-        output=text["hidden_size"],
+        merge=number(config, "spatial_merge_size", 2) if merges else None,
+        output=number(text, "hidden_size"),
         projector_activation=activations[1],
         bias=config.get("multimodal_projector_bias", not merges),
         merger_eps=float(text.get("rms_norm_eps", 1e-6)),
@@ -86,6 +87,8 @@ def format_of(settings: Settings, sizes: PixtralSizes) -> PixtralFormat:
     longest: Any = (edge, edge) if edge else (size.get("width"), size.get("height"))
     if not all(type(each) is int and each > 0 for each in longest):
         raise ValueError(f"the size of its pictures is {size}")
+    edge_of_most = math.isqrt(settings.most_pixels)
+    longest = tuple(min(each, edge_of_most) for each in longest)
     return PixtralFormat(
         placeholder=token("image_token", "[IMG]") if placeholder is None else int(placeholder),
         row_end=token("image_break_token", "[IMG_BREAK]"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpaged.models.vision_family import Family, Settings, colours_of
+from mlxpaged.models.vision_family import Family, Settings, colours_of, number
 from mlxpaged.vision.pixtral import MEAN as CLIP_MEAN
 from mlxpaged.vision.pixtral import STD as CLIP_STD
 from mlxpaged.vision.positions import Axes
@@ -50,17 +50,17 @@ def prepare(stored: dict[str, mx.array]) -> None:
 def make(settings: Settings) -> tuple[Vision, QwenTower]:
     seen, text = settings.config["vision_config"], settings.config["text_config"]
     mean, std = colours_of(settings.pictures, MEAN, STD)
-    places = round(seen["num_position_embeddings"] ** 0.5)
+    places = round(number(seen, "num_position_embeddings") ** 0.5)
     sizes = QwenSizes(
-        width=seen["hidden_size"],
-        hidden=seen["intermediate_size"],
-        blocks=seen["depth"],
-        heads=seen["num_heads"],
-        patch=seen["patch_size"],
-        merge=seen["spatial_merge_size"],
+        width=number(seen, "hidden_size"),
+        hidden=number(seen, "intermediate_size"),
+        blocks=number(seen, "depth"),
+        heads=number(seen, "num_heads"),
+        patch=number(seen, "patch_size"),
+        merge=number(seen, "spatial_merge_size"),
         places=places,
         deep=tuple(seen.get("deepstack_visual_indexes") or ()),
-        output=seen.get("out_hidden_size", text["hidden_size"]),
+        output=number(seen, "out_hidden_size", text["hidden_size"]),
         mean=mean,
         std=std,
     )
@@ -81,19 +81,19 @@ def make_2_5(settings: Settings) -> tuple[Vision, Qwen25Tower]:
         raise ValueError(f"its activation is {seen['hidden_act']}")
     mean, std = colours_of(settings.pictures, CLIP_MEAN, CLIP_STD)
     sizes = Qwen25Sizes(
-        width=seen.get("hidden_size", 1280),
-        hidden=seen.get("intermediate_size", 3420),
-        blocks=seen.get("depth", 32),
-        heads=seen.get("num_heads", 16),
-        patch=seen.get("patch_size", 14),
-        merge=seen.get("spatial_merge_size", 2),
-        window=seen.get("window_size", 112) // seen.get("patch_size", 14),
+        width=number(seen, "hidden_size", 1280),
+        hidden=number(seen, "intermediate_size", 3420),
+        blocks=number(seen, "depth", 32),
+        heads=number(seen, "num_heads", 16),
+        patch=number(seen, "patch_size", 14),
+        merge=number(seen, "spatial_merge_size", 2),
+        window=number(seen, "window_size", 112) // number(seen, "patch_size", 14),
         whole=tuple(seen.get("fullatt_block_indexes", (7, 15, 23, 31))),
-        output=seen.get("out_hidden_size", text["hidden_size"]),
+        output=number(seen, "out_hidden_size", text["hidden_size"]),
         mean=mean,
         std=std,
     )
-    if sizes.window % sizes.merge:
+    if sizes.window == 0 or sizes.window % sizes.merge:
         raise ValueError(f"its windows of {sizes.window} patches are not made of whole squares")
     tower = Qwen25Tower(sizes)
     side = sizes.patch * sizes.merge
@@ -119,6 +119,8 @@ def format_of(settings: Settings, side: int, least: int = LEAST, most: int = MOS
     most = pictures.get("max_pixels") or size.get("longest_edge") or most
     if not (type(least) is int and type(most) is int and 0 < least <= most):
         raise ValueError(f"its pictures have from {least} to {most} pixels")
+    most = min(most, settings.most_pixels)
+    least = min(least, most)
     placeholder = settings.config.get("image_token_id")
     if placeholder is None:
         placeholder = settings.token("<|image_pad|>")

@@ -252,3 +252,21 @@ def test_a_file_that_is_not_json_is_told(tmp_path: Path) -> None:
     save(tmp_path, torch_weights(tiny_tower(MERGED)))
     (tmp_path / "preprocessor_config.json").write_text("{")
     assert "preprocessor_config.json" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_hidden_layers", 10**9), ("hidden_size", -1), ("patch_size", 0), ("num_attention_heads", "8")],
+)
+def test_sizes_of_no_tower_are_refused_before_it_is_made(tmp_path: Path, name: str, value: Any) -> None:
+    config = MISTRAL3 | {"vision_config": MISTRAL3["vision_config"] | {name: value}}
+    reason = refusal(save(tmp_path, torch_weights(tiny_tower(MERGED))), config)
+    assert reason == f"its vision tower cannot be loaded: its {name} is {value}"
+
+
+def test_a_picture_has_no_more_pixels_than_the_server_is_told(tmp_path: Path) -> None:
+    save(tmp_path, torch_weights(tiny_tower(MERGED)))
+    vision, reason = load_vision(tmp_path, MISTRAL3, lambda: VOCABULARY, lambda done, total: None, most_pixels=1024)
+    assert vision is not None, reason
+    assert vision.format.size(640, 640) == (32, 32)
+    assert load(tmp_path).format.size(640, 640) == (64, 64)
