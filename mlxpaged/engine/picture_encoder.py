@@ -65,6 +65,8 @@ class PictureEncoder:
 
     def _next_part(self) -> bool:
         """Returns False if there is nothing to do now."""
+        if not any(map(self._pictures.is_shown, self._numbers)):
+            self._work = None  # the requests have ended
         if self._work is None and not self._begin():
             return False
         assert self._work is not None
@@ -74,7 +76,7 @@ class PictureEncoder:
         except StopIteration:
             assert self._state is not None
             self._pictures.put(self._numbers, self._state)
-            self._work, self._alone = None, False
+            self._work, self._state, self._alone = None, None, False
             self._release()
         except Exception as error:
             self._recover(error)

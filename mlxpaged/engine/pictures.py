@@ -125,6 +125,10 @@ class Pictures:
             if number not in self._features and self._shown[number].needed_until[sequence.sequence_id][1] > num_computed
         ]
 
+    def is_shown(self, number: int) -> bool:
+        """Whether a request has the picture."""
+        return number in self._shown
+
     def pixels(self, number: int) -> Pixels:
         return self._shown[number].pixels
 

@@ -274,6 +274,23 @@ def test_a_request_that_is_cancelled_before_its_picture_is_encoded(
     assert tower.calls == [(1, 32, 64, 3)]
 
 
+def test_a_picture_of_a_request_that_is_cancelled_meanwhile_is_given_up(
+    seeing: tuple[ServedModel, PatchTower], expected: list[list[int]]
+) -> None:
+    served, tower = seeing
+    tower.parts = 50
+    config = EngineConfig(max_step_ms=0, kv_cache_bytes=10**7)
+    core = build_engine(config, served, clock=lambda: 0.2 * tower.steps)  # each part is longer than it may be
+    core.add(request("gone", shown(LARGE, text(1, 3))))
+    core.step()
+    core.cancel(["gone"])
+    assert not core.has_work()
+    steps = tower.steps
+    core.add(request("stays", PROMPTS[0]))
+    assert list(finish(core)["stays"].token_ids) == expected[0]
+    assert (steps, tower.steps) == (1, 1 + 50)
+
+
 def test_penalties_and_log_probabilities(seeing: tuple[ServedModel, PatchTower]) -> None:
     core = make_core(seeing[0])
     params = {"repetition_penalty": 1.3, "repetition_context_size": 20, "presence_penalty": 0.5, "logprobs": 2}
