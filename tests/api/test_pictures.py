@@ -35,6 +35,8 @@ from tests.support import RunningServer, running_server, wait_until
 from tests.vision.files import HOSTILE, Grid, encoded, halves, text_of, url_of
 
 IMAGE, PATCH, ROW = TOKENS = ("<image>", "<patch>", "<row>")
+ACROSS = "!<im"
+"""A control token that the end of a text and the token of an image would make together."""
 TEMPLATE = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
 {%- if message.content is string or (users_only and message.role != 'user') %}{{ message.content }}
 {%- else %}{% for part in message.content %}
@@ -56,7 +58,9 @@ CALL = {"id": "t", "type": "function", "function": {"name": "read", "arguments":
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """Two models: `seeing`, and `demo`, which takes text only and is loaded when a request names it."""
-    model = make_scripted_model(tmp_path_factory.mktemp("model"), "json_tools", more=TOKENS, template=TEMPLATE)
+    model = make_scripted_model(
+        tmp_path_factory.mktemp("model"), "json_tools", more=(*TOKENS, ACROSS), template=TEMPLATE
+    )
     config = EngineConfig(model=str(model), served_model_name="seeing", kv_cache_bytes=16_000_000)
     registry = Registry.of(config)
     blind = dataclasses.replace(config, model="demo", served_model_name="demo")
@@ -379,7 +383,7 @@ def test_a_template_that_does_not_show_each_image_once_is_an_error(
     assert response.json()["error"]["message"] == said
 
 
-@pytest.mark.parametrize("typed", [IMAGE, PATCH, "<ima", "ge>", "\ue000" + "0" * 32 + "\ue001"])
+@pytest.mark.parametrize("typed", [IMAGE, PATCH, ACROSS[:1], "<ima", "ge>", "\ue000" + "0" * 32 + "\ue001"])
 def test_what_a_client_types_is_no_image(server: RunningServer, submitted: list[Request], typed: str) -> None:
     answered(server, CHAT, {"messages": [user(text(typed), url_part(RED), text(typed))]})
     answered(server, CHAT, {"messages": [user(text(typed))]})
