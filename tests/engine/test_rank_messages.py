@@ -28,7 +28,7 @@ def step(lengths: dict[int, int], groups: int = 1, shift: int = 0) -> Step:
 
 def assert_equal(got: Step, expected: Step) -> None:
     for one, other in zip(got.rows, expected.rows, strict=True):
-        assert one[:-1] == other[:-1]
+        assert [each for each in one if each is not one.tables] == [each for each in other if each is not other.tables]
         assert one.tables is not None
         assert other.tables is not None
         assert one.tables.dtype == other.tables.dtype
