@@ -267,6 +267,9 @@ def test_a_stored_response_keeps_its_images(server: RunningServer, submitted: li
     first = answered(server, RESPONSES, {"input": [user(input_part(RED))]})
     answered(server, RESPONSES, {"input": [user(input_part(BLUE))], "previous_response_id": first["id"]})
     check_pictures(server, submitted[1], RED, BLUE)
+    broken = {"type": "input_image", "image_url": url_of(b"<svg/>")}
+    refused = post(server, RESPONSES, {"input": [user(broken)], "previous_response_id": first["id"]})
+    assert refused.json()["error"]["param"] == "input.0.content.0"
     with raw(server) as client:
         [item] = client.get(f"{RESPONSES}/{first['id']}/input_items").json()["data"]
     assert item["content"] == [input_part(RED)]
