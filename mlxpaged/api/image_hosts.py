@@ -61,7 +61,7 @@ class ImageHosts:
             return await asyncio.wait_for(
                 asyncio.get_running_loop().run_in_executor(self._threads, fetch.run), self._seconds
             )
-        except asyncio.TimeoutError:
+        except (asyncio.TimeoutError, TimeoutError):  # of the wait, or of the socket
             raise PictureError(f"did not come from its host within {self._seconds:g} s") from None
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise PictureError(f"could not be fetched: {type(error).__name__}") from None

@@ -107,6 +107,8 @@ def decoded(picture: ClientPicture) -> bytes:
         text = text[start.end() :]
     if len(text) > (MAX_BYTES + 2) // 3 * 4:
         raise PictureError(f"has more than {MAX_BYTES >> 20} MiB")
+    if len(text) % 4:  # Python 3.10 takes some of these
+        raise PictureError("is not valid base64")
     try:
         pieces = [base64.b64decode(text[i : i + PIECE], validate=True) for i in range(0, len(text), PIECE)]
     except ValueError:
