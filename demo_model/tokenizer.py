@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -31,7 +31,8 @@ CHAT_TEMPLATE = """\
 """
 
 
-def _corpus(seed: int, size: int) -> Iterator[str]:
+def text_of_tasks(seed: int, size: int = 6000) -> Iterator[str]:
+    """Generated examples."""
     rng = random.Random(f"tokenizer {seed}")
     names = list(tasks.TASKS)
     for _ in range(size):
@@ -41,8 +42,10 @@ def _corpus(seed: int, size: int) -> Iterator[str]:
         yield "system\nYou are a helpful assistant."
 
 
-def train_tokenizer(vocab_size: int, seed: int, corpus_size: int = 6000) -> Tokenizer:
-    """Train the BPE on generated examples; with all 256 bytes in its alphabet it encodes any text."""
+def train_tokenizer(
+    vocab_size: int, corpus: Iterator[str], special_tokens: Sequence[str] = SPECIAL_TOKENS
+) -> Tokenizer:
+    """Train the BPE on a text; with all 256 bytes in its alphabet it encodes any other."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -53,16 +56,25 @@ def train_tokenizer(vocab_size: int, seed: int, corpus_size: int = 6000) -> Toke
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(special_tokens),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_corpus(seed, corpus_size), trainer=trainer)
+    tokenizer.train_from_iterator(corpus, trainer=trainer)
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, out: Path, max_length: int) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers reads them."""
+def save_tokenizer(
+    tokenizer: Tokenizer,
+    out: Path,
+    max_length: int,
+    template: str = CHAT_TEMPLATE,
+    additional: Sequence[str] = (IM_START,),
+) -> None:
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers reads them.
+
+    additional: special tokens beside those that pad and end.
+    """
     tokenizer.save(str(out / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -72,7 +84,7 @@ def save_tokenizer(tokenizer: Tokenizer, out: Path, max_length: int) -> None:
         "bos_token": None,
         "unk_token": None,
         "clean_up_tokenization_spaces": False,
-        "additional_special_tokens": [IM_START],
+        "additional_special_tokens": list(additional),
     }
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (out / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    (out / "chat_template.jinja").write_text(template, encoding="utf-8")

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 from demo_model import tasks
 from demo_model.data import Batch, PasskeyMix, RowMaker
 from demo_model.model import CONFIG, hidden_states, new_model, parameter_count, save_model
-from demo_model.tokenizer import save_tokenizer, train_tokenizer
+from demo_model.tokenizer import save_tokenizer, text_of_tasks, train_tokenizer
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def train(out: Path, seed: int, checkpoint: Path | None) -> None:
     """Train, and write the artefact to ``out`` at every save and at the end."""
     out.mkdir(parents=True, exist_ok=True)
     mx.random.seed(seed)
-    tokenizer = train_tokenizer(CONFIG["vocab_size"], seed)
+    tokenizer = train_tokenizer(CONFIG["vocab_size"], text_of_tasks(seed))
     save_tokenizer(tokenizer, out, CONFIG["max_position_embeddings"])
     rows = RowMaker(tokenizer)
     model = new_model()
