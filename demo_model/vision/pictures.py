@@ -23,7 +23,7 @@ BUILT_IN = Path()
 """Stands for the font that Pillow brings along."""
 
 MOST = 999
-LEAST_HEIGHT = 17
+LEAST_HEIGHT = 22
 """Of a digit in pixels, as the tower gets them."""
 MARGIN = 2
 LEAST_CONTRAST = 90

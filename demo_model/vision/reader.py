@@ -15,7 +15,7 @@ from demo_model.vision import tasks
 from demo_model.vision.model import CONFIG
 from mlxpaged.models.vision import load_vision
 
-MOST_TOKENS = 60
+MOST_TOKENS = 100
 
 
 class Reader:

@@ -53,7 +53,7 @@ PHASES = (
     Phase(400, 64, 1, 1, (6,), 1),
     Phase(400, 48, 1, 1, (9,), 2),
     Phase(800, 32, 1, 1),
-    Phase(1900, 20, 3, 3, (12, 16, 24, MOST_PARTS)),
+    Phase(5400, 20, 3, 3, (12, 16, 24, MOST_PARTS)),
 )
 WARMUP_STEPS = 100
 DECAY_SHARE = 0.5  # the rates are constant after the warm-up, then fall linearly to 0 over this share
@@ -66,7 +66,7 @@ PLAIN_SHARE = 0.5
 THREADS = 2
 """Each computes its share of a step's rows."""
 CHECK_ROWS = 60
-LOG_EVERY, CHECK_EVERY, SAVE_EVERY = 20, 500, 100
+LOG_EVERY, CHECK_EVERY, SAVE_EVERY = 50, 500, 100
 
 
 def learning_rate_factor(step: int, total: int) -> float:
