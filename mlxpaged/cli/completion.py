@@ -13,7 +13,7 @@ from typing import Any
 
 from mlxpaged.cli.flags import one_of
 from mlxpaged.cli.parser import Parser
-from mlxpaged.models.short_names import DEMO_MODEL, short_names
+from mlxpaged.models.short_names import BUNDLED, short_names
 
 BASH = """\
 _mlxpaged() {
@@ -129,9 +129,9 @@ def values_of(parser: Parser, action: argparse.Action) -> list[tuple[str, str]]:
 
 
 def models() -> Iterator[str]:
-    """The demo model, and the repositories of the hub's cache. To scan the cache would take 0.3 s."""
+    """The bundled models, and the repositories of the hub's cache. To scan the cache would take 0.3 s."""
     from huggingface_hub import constants
 
-    yield DEMO_MODEL
+    yield from BUNDLED
     for folder in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
         yield folder.name.removeprefix("models--").replace("--", "/", 1)

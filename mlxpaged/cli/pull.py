@@ -16,7 +16,7 @@ from mlxpaged.cli.parser import heavy_imports
 from mlxpaged.models.disk import check_disk
 from mlxpaged.models.errors import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.short_names import (
-    DEMO_MODEL,
+    BUNDLED,
     full_name,
     largest_within,
     near_names,
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     name = full_name(args.name)
     if (said := taken(args.name)) is not None:
         print(said, flush=True)
-    if name == DEMO_MODEL or Path(name).expanduser().is_dir():
+    if name in BUNDLED or Path(name).expanduser().is_dir():
         print(f"{args.name} is on this machine: mlxpaged serve {args.name}")
         return 0
     with heavy_imports():

@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
         "environment variable in brackets.",
     )
     groups = flags.Flags(parser)
-    what = "model directory or hub repository; 'demo' is the bundled model, 'none' serves without a model"
+    what = "model directory or hub repository; 'demo' and 'demo-vision' are bundled, 'none' serves without a model"
     more = "NAME=MODEL serves it as NAME; the first model is loaded at the start, and the others on first use"
     groups.models(DEFAULTS.model, what, more)
 

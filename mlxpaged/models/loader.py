@@ -1,4 +1,4 @@
-"""Loads a local directory, a hub repository or the bundled demo model as a ServedModel or EmbeddingModel."""
+"""Loads a local directory, a hub repository or a bundled model as a ServedModel or EmbeddingModel."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from mlxpaged.models.probe import probe, selects_rows
 from mlxpaged.models.reference import Reference, make_reference
 from mlxpaged.models.reranker import Reranker, make_reranker
 from mlxpaged.models.sharding import least, shard
-from mlxpaged.models.short_names import DEMO_MODEL, full_name, near_names, taken
+from mlxpaged.models.short_names import BUNDLED, DEMO_MODEL, full_name, near_names, taken
 from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.models.tokenizer_limits import check_tokenizer_file
 from mlxpaged.models.turns import Turns
@@ -64,7 +64,7 @@ from mlxpaged.vision.tower import Vision
 logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
-DEMO_PATH = Path(__file__).parent / "demo"
+DEMO_PATH = Path(__file__).parent / BUNDLED[DEMO_MODEL]
 DEFAULT_CONTEXT_LENGTH = 4096
 """Assumed if a model's config states none."""
 
@@ -109,14 +109,15 @@ class ServedModel:
 
 
 def resolve_model(name: str, reserved: Reserved = NOTHING, num_ranks: int = 1) -> Path:
-    """The directory of the demo model, of a local model, or of a hub repository, which is downloaded if it is not
+    """The directory of a bundled model, of a local model, or of a hub repository, which is downloaded if it is not
     cached. A repository may have a short name. The weights are neither downloaded nor read if other files show that
     they cannot be loaded. reserved: memory that is needed beside the weights. num_ranks: each loads a share of them.
 
     Raises ModelNotFoundError, whose message says what was tried, or UnsupportedModelError."""
-    if name == DEMO_MODEL:
-        check_before_loading(name, DEMO_PATH, local_file_sizes(DEMO_PATH), reserved, num_ranks)
-        return DEMO_PATH
+    if name in BUNDLED:
+        path = Path(__file__).parent / BUNDLED[name]
+        check_before_loading(name, path, local_file_sizes(path), reserved, num_ranks)
+        return path
     if (said := taken(name)) is not None:
         logger.info("%s", said)
     name = full_name(name)

@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 DEMO_MODEL = "demo"
 
+BUNDLED = {DEMO_MODEL: "demo", "demo-vision": "demo_vision"}
+"""The models that come with the package, and their directories beside this file."""
+
 TABLE = Path(__file__).with_suffix(".toml")
 """Its first lines say where its figures come from."""
 
@@ -57,7 +60,7 @@ def without_address(name: str) -> str:
 
 def full_name(name: str) -> str:
     """The hub repository of a short name, in any case, or of an address of the hub. Any other name is returned as it
-    is: of a directory, a repository or the demo model."""
+    is: of a directory, a repository or a bundled model."""
     name = without_address(name)
     found = short_names().get(default_name(name) or name.lower())
     return name if found is None else found.repository

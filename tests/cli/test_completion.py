@@ -33,7 +33,7 @@ def test_commands_flags_values_and_models_are_completed(tmp_path: Path, monkeypa
     assert completed("serve", "--strict", "some") == ["someone/my--model"]
     assert completed("--config", "x", "pull", "qwen3.6:") == ["qwen3.6:27b", "qwen3.6:35b"]
     assert completed("rm", "someone/") == ["someone/my--model"]
-    assert completed("bench", "--model", "dem") == ["demo"]
+    assert completed("bench", "--model", "dem") == ["demo", "demo-vision"]
     assert completed("serve", "--api-keys", "x") == []
     assert completed("keys", "") == ["add", "list", "remove"]
     assert completed("keys", "add", "name", "--tok") == ["--token-limit"]

@@ -20,7 +20,7 @@ from mlxpaged.api.server import server_of
 from mlxpaged.api.streaming import LINES, EventStream, error_event, line
 from mlxpaged.models.disk import DiskFullError
 from mlxpaged.models.errors import HubError, InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
-from mlxpaged.models.short_names import DEMO_MODEL, LATEST, full_name, near_names
+from mlxpaged.models.short_names import BUNDLED, LATEST, full_name, near_names
 
 PROGRESS_SECONDS = 0.5
 """Seconds between two lines of a stream."""
@@ -32,7 +32,7 @@ SUCCESS = {"status": "success"}
 async def pull(request: Request, body: OllamaPullRequest) -> Response:
     check_access(request)
     asked = body.model or body.name or ""
-    if served_name(request, asked).removesuffix(LATEST) == DEMO_MODEL:
+    if served_name(request, asked).removesuffix(LATEST) in BUNDLED:
         return EventStream(nothing_to_do(), lambda: None, LINES) if body.streams else JSONResponse(SUCCESS)
     download = server_of(request).downloads.start(repository(asked))
     if body.streams:

@@ -30,7 +30,7 @@ from mlxpaged.engine.wired_memory import wire_memory
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.layers import unfused
 from mlxpaged.models.loader import ServedModel, load_model, resolve_model
-from mlxpaged.models.short_names import DEMO_MODEL
+from mlxpaged.models.short_names import BUNDLED
 
 SIZES = Sizes()
 
@@ -123,7 +123,7 @@ class Doctor:
         engines.clear()
         free_memory()
         yield "long_prefill", measured(lambda: long_prefill(served, backend, self._block_size))
-        if self._model == DEMO_MODEL:
+        if self._model in BUNDLED:
             yield "note", DEMO_NOTE
 
 
