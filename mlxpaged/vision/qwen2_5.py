@@ -98,7 +98,7 @@ class Block(Module):
             y = x[:, rows] + self.attn.proj(mixed.flatten(3))
             parts.append(y + self.mlp(self.norm2(y)))
             yield parts[-1]
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+        return blocks.concatenated(parts, axis=1)
 
 
 def attend_whole(heads: mx.array, rows: slice) -> mx.array:
