@@ -65,8 +65,8 @@ def add_parser(commands: Any) -> None:
     model.value("--embedding-model", str, None, embeds, "MODEL, if it makes embeddings")
     model.value("--served-embedding-model-name", str, None, "name of the embedding model in the API", "as given")
     model.field("--embedding-max-model-len", flags.positive_int, "longest input for embeddings, in tokens")
-    reduced = "pixels of the largest image that the model sees; larger ones are reduced"
-    model.field("--max-image-pixels", flags.positive_int, reduced)
+    reduced = "pixels of the largest image that the model sees; larger ones are reduced; 0: load no vision tower"
+    model.field("--max-image-pixels", flags.natural_int, reduced)
 
     several = groups.group("several models")
     several.values("--alias", named, "NAME=MODEL: another name of a model that is served", "aliases")

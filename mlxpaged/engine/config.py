@@ -37,7 +37,7 @@ class EngineConfig:
     embedding_max_model_len: int = 8192  # tokens of the longest input for embeddings, at most the model's context
 
     max_model_len: int | None = None  # most tokens of a prompt and its answer; None: the model's context length
-    max_image_pixels: int = MOST_PIXELS  # of an image; a larger one is reduced
+    max_image_pixels: int = MOST_PIXELS  # of an image; a larger one is reduced. 0: no vision tower is loaded
     kv_cache_bytes: int | None = None  # greatest size of the KV pools; None: `memory.kv_blocks` decides
     swap_space_bytes: int = 0  # size of the swap space; 0: preempted sequences are recomputed
     swap_dir: Path | None = None  # directory of the swap file; None: the swap space is in memory
@@ -83,12 +83,11 @@ class EngineConfig:
         if self.tool_parser not in (None, *FORMATS):
             raise ValueError(f"tool_parser must be one of {', '.join(FORMATS)}, got {self.tool_parser!r}")
         self._check_adapters()
-        positive = "embedding_max_model_len", "max_model_len", "max_image_pixels", "kv_cache_bytes"
-        for name in (*positive, "request_timeout", "ttft_timeout"):
+        for name in ("embedding_max_model_len", "max_model_len", "kv_cache_bytes", "request_timeout", "ttft_timeout"):
             limit = getattr(self, name)
             if limit is not None and not 0 < limit < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {limit}")
-        for name in ("max_queue", "swap_space_bytes", "state_cache_bytes"):
+        for name in ("max_queue", "swap_space_bytes", "state_cache_bytes", "max_image_pixels"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name, limits in LIMITS.items():

@@ -13,7 +13,7 @@ from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten
 
 from mlxpaged.attention.self_check import ReportAmount
-from mlxpaged.models.errors import UnsupportedModelError, in_one_line
+from mlxpaged.models.errors import in_one_line
 from mlxpaged.models.fused_attention import unfuse_for_pictures
 from mlxpaged.models.json_files import read_object
 from mlxpaged.models.layers import LayerSpec
@@ -54,10 +54,12 @@ def load_vision(
 
     path: its directory. config: of its config.json. vocabulary: returns the ids of its tokens by their text. report:
     gets the bytes of weights that are read, and of all. num_ranks: that share the model.
-    most_pixels: of a picture; a larger one is reduced.
+    most_pixels: of a picture; a larger one is reduced. 0 for no tower.
     """
     if not isinstance(config.get("vision_config"), Mapping):
         return None, ""
+    if most_pixels == 0:
+        return None, "images are turned off by --max-image-pixels 0"
     if num_ranks > 1:
         return None, "a model that several machines share takes no pictures yet"
     kind = config.get("model_type")
@@ -86,8 +88,8 @@ def let_see(
             install(model, vision)
             unfuse_for_pictures(model, vision.rows)
             check_vision(model, layers, vision)
-        except (UnsupportedModelError, ValueError) as error:
-            vision, reason = None, str(error)
+        except Exception as error:  # MLX raises any type
+            vision, reason = None, in_one_line(error)
     if reason:
         logger.warning("this model is served without its eyes: %s", reason)
     return vision, reason

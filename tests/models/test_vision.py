@@ -270,3 +270,5 @@ def test_a_picture_has_no_more_pixels_than_the_server_is_told(tmp_path: Path) ->
     assert vision is not None, reason
     assert vision.format.size(640, 640) == (32, 32)
     assert load(tmp_path).format.size(640, 640) == (64, 64)
+    off = load_vision(tmp_path, MISTRAL3, lambda: VOCABULARY, lambda done, total: None, most_pixels=0)
+    assert off == (None, "images are turned off by --max-image-pixels 0")
