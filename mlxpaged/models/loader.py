@@ -267,7 +267,7 @@ def load_model(
         check_adapters(model, layers, loaded, installed.step, turns)
         seen = load_vision(path, own_config, tokenizer.reader.get_vocab, turns.report, num_ranks, most_pixels)
         turns.take()
-        vision, no_vision_because = let_see(model, layers, *seen)
+        vision, no_vision_because = let_see(model, layers, *seen, turns)
     except AdapterError:
         raise
     except UnsupportedModelError as error:

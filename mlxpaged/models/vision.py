@@ -18,6 +18,7 @@ from mlxpaged.models.fused_attention import unfuse_for_pictures
 from mlxpaged.models.json_files import read_object
 from mlxpaged.models.layers import LayerSpec
 from mlxpaged.models.preflight import WEIGHTS
+from mlxpaged.models.turns import Turns
 from mlxpaged.models.vision_family import Family, Settings
 from mlxpaged.models.vision_pixtral import PIXTRAL
 from mlxpaged.models.vision_probe import check_vision
@@ -79,15 +80,15 @@ def load_vision(
 
 
 def let_see(
-    model: Module, layers: Sequence[LayerSpec], vision: Vision | None, reason: str
+    model: Module, layers: Sequence[LayerSpec], vision: Vision | None, reason: str, turns: Turns | None = None
 ) -> tuple[Vision | None, str]:
-    """Installs a tower and checks that the model sees by it. vision, reason: what `load_vision` returns. Returns None
-    and the reason if it does not."""
+    """Installs a tower and checks that the model sees by it. vision, reason: what `load_vision` returns. turns: of
+    other models. Returns None and the reason if it does not."""
     if vision is not None:
         try:
             install(model, vision)
             unfuse_for_pictures(model, vision.rows)
-            check_vision(model, layers, vision)
+            check_vision(model, layers, vision, turns)
         except Exception as error:  # MLX raises any type
             vision, reason = None, in_one_line(error)
     if reason:

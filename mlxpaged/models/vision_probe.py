@@ -21,6 +21,7 @@ from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import LayerSpec
 from mlxpaged.models.reference import differences
+from mlxpaged.models.turns import Turns
 from mlxpaged.step import Row
 from mlxpaged.vision.embedding import FeatureRows
 from mlxpaged.vision.picture import Picture
@@ -42,14 +43,15 @@ OTHER_PICTURE = 1e-4
 """Another picture changes the logits by more."""
 
 
-def check_vision(model: Module, specs: Sequence[LayerSpec], vision: Vision) -> None:
-    """Raises UnsupportedModelError with the reason for which the model cannot be served with pictures."""
+def check_vision(model: Module, specs: Sequence[LayerSpec], vision: Vision, turns: Turns | None = None) -> None:
+    """Raises UnsupportedModelError with the reason for which the model cannot be served with pictures. turns: of other
+    models."""
+    turns = turns or Turns()
     width, height = vision.format.size(*SIZE)
     pixels = mx.array(np.random.default_rng(0).integers(0, 256, (2, height, width, 3), dtype=np.uint8))
     tokens = vision.format.tokens(width, height)
     count = tokens.count(vision.format.placeholder)
-    *_, alone = vision.tower.encode(pixels[:1])
-    *_, both = vision.tower.encode(pixels)
+    alone, both = encoded(vision, pixels[:1], turns), encoded(vision, pixels, turns)
     if alone.shape[:2] != (1, count) or both.shape[:2] != (2, count):
         raise UnsupportedModelError(f"its tower makes {alone.shape[1]} rows of a picture, and its prompt has {count}")
     allowed = FEATURES_ALLOWED.get(alone.dtype, HALF_ALLOWED)
@@ -63,9 +65,9 @@ def check_vision(model: Module, specs: Sequence[LayerSpec], vision: Vision) -> N
     if vision.axes is not None:
         picture = Picture(b"", np.array(pixels[0]), tuple(where))
         shown = shown._replace(positions=positions_of(len(ids), [(picture, vision.format.grid(width, height))]))
-    expected = whole(model, vision, shown)
-    other = whole(model, vision, shown._replace(features=both[1]))
-    paged = mx.concatenate(list(in_chunks(model, specs, vision, shown)))
+    expected = whole(model, vision, shown, turns)
+    other = whole(model, vision, shown._replace(features=both[1]), turns)
+    paged = mx.concatenate(list(in_chunks(model, specs, vision, shown, turns)))
     allowed = LOGITS_ALLOWED.get(expected.dtype, HALF_ALLOWED)
     expected = expected.astype(mx.float32)
     worst = float(differences(paged, expected).max())
@@ -94,18 +96,29 @@ class Shown(NamedTuple):
             rows.positions = mx.array(self.positions[:, start:end])
 
 
-def whole(model: Module, vision: Vision, shown: Shown) -> mx.array:
+def encoded(vision: Vision, pixels: mx.array, turns: Turns) -> mx.array:
+    """The features [n, k, ...] of pictures."""
+    for state in vision.tower.encode(pixels):
+        mx.eval(state)
+        turns.take()
+    return state
+
+
+def whole(model: Module, vision: Vision, shown: Shown, turns: Turns) -> mx.array:
     """The logits [T, V] by mlx-lm's own caches."""
     shown.put(vision.rows, 0, len(shown.ids))
     try:
         logits: mx.array = model(mx.array([shown.ids]), cache=make_prompt_cache(model))[0]
         mx.eval(logits)
-        return logits
     finally:
         vision.rows.clear()
+    turns.take()
+    return logits
 
 
-def in_chunks(model: Module, specs: Sequence[LayerSpec], vision: Vision, shown: Shown) -> Iterator[mx.array]:
+def in_chunks(
+    model: Module, specs: Sequence[LayerSpec], vision: Vision, shown: Shown, turns: Turns
+) -> Iterator[mx.array]:
     """Yields logits by paged caches, [n, V] for each chunk."""
     length = len(shown.ids)
     table = list(range(-(-length // BLOCK_SIZE)))
@@ -119,7 +132,8 @@ def in_chunks(model: Module, specs: Sequence[LayerSpec], vision: Vision, shown: 
             row = Row(SEQUENCE, start, range(start, end))
             logits = caches.run(model, mx.array(shown.ids[start:end]), [meta], [row], [SEQUENCE])
             mx.eval(logits, caches.arrays)
-            yield logits[:, 0]
         finally:
             vision.rows.clear()
+        turns.take()
+        yield logits[:, 0]
         start = end

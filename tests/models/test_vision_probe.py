@@ -15,6 +15,7 @@ from mlx_lm.utils import load_tokenizer
 
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.models.turns import Turns
 from mlxpaged.models.vision_probe import check_vision
 from mlxpaged.vision.positions import Axes
 from mlxpaged.vision.tower import Vision
@@ -142,3 +143,16 @@ def test_a_model_without_an_embedding_that_is_known_is_served_as_text(
     assert served.vision is None
     assert served.no_vision_because == "its embedding was not found"
     assert "served without its eyes: its embedding was not found" in caplog.text
+
+
+def test_other_models_take_turns_when_no_picture_is_in_a_step(served: ServedModel) -> None:
+    vision = served.vision
+    assert vision is not None
+    shown = []
+
+    def turn(done: int, total: int) -> None:
+        shown.append(vision.rows.where)
+
+    check_vision(served.model, served.layers, vision, Turns(turn))
+    assert len(shown) > 20
+    assert set(shown) == {None}
