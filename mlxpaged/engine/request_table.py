@@ -84,16 +84,15 @@ class RequestTable:
             matcher = self._grammars.start(params.constraint, params.ignore_eos)
         runs_past_eos = params.ignore_eos and matcher is None  # a grammar allows the end token only at its end
         stop_ids = params.stop_token_ids | (frozenset() if runs_past_eos else self._served.tokenizer.eos_token_ids)
-        prompt, arrival_time = request.prompt_token_ids, request.arrival_time
-        if request.pictures:
-            if self._pictures is None:
-                raise ValueError("this model takes no images")
-            prompt = self._pictures.content_ids(request)
+        pictures = self._pictures if request.pictures else None
+        if request.pictures and pictures is None:
+            raise ValueError("this model takes no images")
+        prompt = request.prompt_token_ids if pictures is None else pictures.content_ids(request)
+        arrival_time = request.arrival_time
         sequence = Sequence(next(self._ids), prompt, params.max_tokens, stop_ids, request.priority, arrival_time)
         sequence.request_id = request.request_id
         sequence.adapter = request.adapter
-        if self._pictures is not None and request.pictures:
-            sequence.shifts = self._pictures.shifts(request)
+        sequence.shifts = () if pictures is None else pictures.shifts(request)
         sequence.cache_seed = salted(self._served.adapters.cache_seed(request.adapter), request.cache_salt)
         parent_id = self._sequence_of.get(request.fork_of) if request.fork_of is not None else None
         parent = None if parent_id is None else self.by_sequence[parent_id]
@@ -101,9 +100,9 @@ class RequestTable:
         set_deadlines(sequence, request)
         running = RunningRequest(request, sequence, self._served.tokenizer, matcher, parent)
         running.resume(request.resumed, self._clock())
-        self._scheduler.add(sequence, is_held=bool(request.pictures))
-        if self._pictures is not None and request.pictures:
-            self._pictures.add(sequence, request)
+        self._scheduler.add(sequence, is_held=pictures is not None)
+        if pictures is not None:
+            pictures.add(sequence, request)
         self.by_sequence[sequence.sequence_id] = running
         self._num_by_priority[request.priority] += 1
         self._deadlines.watch(sequence)

@@ -59,7 +59,7 @@ def make(settings: Settings) -> tuple[Vision, QwenTower]:
         patch=number(seen, "patch_size"),
         merge=number(seen, "spatial_merge_size"),
         places=places,
-        deep=tuple(seen.get("deepstack_visual_indexes") or ()),
+        deep=deep_blocks(seen),
         output=number(seen, "out_hidden_size", text["hidden_size"]),
         mean=mean,
         std=std,
@@ -72,6 +72,14 @@ def make(settings: Settings) -> tuple[Vision, QwenTower]:
     tower = QwenTower(sizes)
     axes = axes_of(text, interleaved=True)
     return Vision(format_of(settings, sizes.patch * sizes.merge), tower, axes, len(sizes.deep)), tower
+
+
+def deep_blocks(seen: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the blocks that features are taken after. Raises ValueError if they are not blocks, in order."""
+    found = seen.get("deepstack_visual_indexes") or []
+    if not isinstance(found, list) or [block for block in range(seen["depth"]) if block in found] != found:
+        raise ValueError(f"its deepstack_visual_indexes are {str(found)[:100]}")
+    return tuple(found)
 
 
 def make_2_5(settings: Settings) -> tuple[Vision, Qwen25Tower]:

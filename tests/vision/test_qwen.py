@@ -157,6 +157,13 @@ def test_a_checkpoint_gives_its_tower(tmp_path: Path, kind: str, sizes: QwenSize
         ({"text_config": {"hidden_size": 16}}, "its mrope_section is None"),
         ({"vision_config": {"hidden_size": 24}}, "num_position_embeddings"),
         ({"vision_config": config_of(DEEP, "qwen3_vl")["vision_config"] | {"depth": 4}}, "Missing"),
+        *(
+            (
+                {"vision_config": config_of(DEEP, "qwen3_vl")["vision_config"] | {"deepstack_visual_indexes": deep}},
+                "its deepstack_visual_indexes are",
+            )
+            for deep in ([0] * 100_000, [2, 0], [0, 3], [-1], ["0"], {"0": 2})
+        ),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_told(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
