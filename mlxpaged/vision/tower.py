@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import mlx.core as mx
 
@@ -33,11 +33,13 @@ class Tower(Protocol):
 @dataclass(frozen=True)
 class Vision:
     """format: how its prompts show pictures. axes: how its rotary embedding sees them; None if as text. num_deep: the
-    first layers that add features of their own to their outputs; a row of features is then [1 + num_deep, D]. rows: of
-    the running step."""
+    first layers that add features of their own to their outputs; a row of features is then [1 + num_deep, D]. mutual:
+    the layers in which the tokens of a picture see one another, those after themselves too: those with a window, or
+    all. rows: of the running step."""
 
     format: PictureFormat
     tower: Tower
     axes: Axes | None = None
     num_deep: int = 0
+    mutual: Literal["none", "windows", "all"] = "none"
     rows: FeatureRows = field(default_factory=FeatureRows)
