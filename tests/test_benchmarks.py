@@ -120,6 +120,14 @@ def test_the_benchmark_of_the_status_stream_measures(run: Callable[..., str]) ->
     assert float(lines[3].split()[1].rstrip("%")) > 0
 
 
+def test_the_benchmark_of_images_measures(run: Callable[..., str]) -> None:
+    sizes = ("--model", "demo", "--streams", "2", "--images", "1", "--side", "64", "--blocks", "1", "--seconds", "0.1")
+    *_, alone, beside, ratio = run("images.py", *sizes).splitlines()
+    for row in (alone, beside):
+        assert min(map(float, row[24:].split())) > 0
+    assert float(ratio.split()[-1]) > 0
+
+
 def test_the_benchmark_of_grammars_measures_on_a_stand_in_device(run: Callable[..., str]) -> None:
     sizes = ("--plain", "2", "--constrained", "1", "--new-tokens", "4", "--runs", "1", "--device-ms", "30")
     *_, schema, free, ratio = run("grammar.py", *sizes).splitlines()

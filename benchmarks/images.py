@@ -1,0 +1,118 @@
+"""What the encoding of images does to streams.
+
+    python benchmarks/images.py [--streams 8] [--images 8] [--side 1024] [--blocks 4]
+
+The streams decode alone, and then while the images of one request are encoded, in this process. The text model is the
+comparison's Llama; the tower is Pixtral's, of random weights, a quarter as wide as Pixtral's own. A part of its work
+takes about as long as a step. The figure to quote is the ratio of the inter-token times' p99.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+from comparison.model import benchmark_model
+
+from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.models.loader import load_model
+from mlxpaged.vision.install import install
+from mlxpaged.vision.picture import Picture
+from mlxpaged.vision.pixtral import PixtralSizes, PixtralTower
+from mlxpaged.vision.pixtral_format import PixtralFormat
+from mlxpaged.vision.tower import Vision
+
+# isort: split
+import mlx.core as mx
+
+CACHE = Path.home() / ".cache" / "mlxpaged" / "bench"
+PATCH, MERGE = 16, 2
+WIDTH, HEADS = 256, 4
+
+
+def seeing_engine(model: Path, blocks: int, streams: int) -> EngineCore:
+    served = load_model(str(model))
+    width = int(served.model.args.hidden_size)
+    sizes = PixtralSizes(
+        *(WIDTH, 4 * WIDTH, blocks, HEADS, PATCH, 10000.0, "silu", MERGE, width, "gelu", False), merger_eps=1e-5
+    )
+    tower = PixtralTower(sizes)
+    mx.eval(tower.state)
+    form = PixtralFormat(placeholder=5, row_end=6, end=7, longest=(4096, 4096), side=PATCH * MERGE)
+    vision = Vision(form, tower)
+    install(served.model, vision)
+    config = EngineConfig(model=str(model), max_num_seqs=streams + 1, prefix_caching=False)
+    return build_engine(config, dataclasses.replace(served, vision=vision))
+
+
+def prompt_with(images: int, side: int, form: PixtralFormat) -> tuple[list[int], tuple[Picture, ...]]:
+    tokens: list[int] = [20]
+    pictures = []
+    for number in range(images):
+        pixels = np.random.default_rng(number).integers(0, 256, (side, side, 3), dtype=np.uint8)
+        own = form.tokens(side, side)
+        positions = tuple(len(tokens) + i for i, token in enumerate(own) if token == form.placeholder)
+        pictures.append(Picture(number.to_bytes(16, "little"), pixels, positions))
+        tokens += own
+    return tokens, tuple(pictures)
+
+
+def run(core: EngineCore, streams: int, seconds: float, images: Request | None) -> list[float]:
+    """The inter-token times of streams, while the images of a request are encoded, or for some seconds."""
+    params = SamplingParams(max_tokens=4000, temperature=0.0, ignore_eos=True)
+    for i in range(streams):
+        core.add(Request(f"stream {i}", [20 + i, 5, 6, 7], params, core.clock()))
+    times: dict[str, list[float]] = defaultdict(list)
+    for _ in range(20):
+        for output in core.step():
+            times[output.request_id] = [output.time]
+    if images is not None:
+        core.add(images)
+    end = time.monotonic() + seconds
+    while core.scheduler.held if images is not None else time.monotonic() < end:
+        for output in core.step():
+            times[output.request_id] += [output.time] * len(output.token_ids)
+    core.abort_all("measured")
+    core.finish_step()
+    return [after - before for name in times if name != "images" for before, after in itertools.pairwise(times[name])]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="default: made from a seed")
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--images", type=int, default=8)
+    parser.add_argument("--side", type=int, default=1024, help="of an image, in pixels")
+    parser.add_argument("--blocks", type=int, default=4, help="of the tower")
+    parser.add_argument("--seconds", type=float, default=15.0, help="for which the streams run alone")
+    args = parser.parse_args()
+    core = seeing_engine(args.model or benchmark_model(CACHE), args.blocks, args.streams)
+    assert core.served.vision is not None
+    form = core.served.vision.format
+    assert isinstance(form, PixtralFormat)
+    print(f"{mx.default_device()}, BLAS: {blas.describe()}")
+    alone = run(core, args.streams, args.seconds, None)
+    tokens, pictures = prompt_with(args.images, args.side, form)
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    started = time.monotonic()
+    beside = run(core, args.streams, 0.0, Request("images", tokens, params, core.clock(), pictures=pictures))
+    seconds = time.monotonic() - started
+    print(f"{args.streams} streams; {args.images} images of {args.side} x {args.side} pixels in {seconds:.1f} s")
+    print(f"{'inter-token ms':24} {'p50':>8} {'p99':>8}")
+    for name, gaps in (("alone", alone), ("while images are encoded", beside)):
+        print(f"{name:24} {1e3 * np.percentile(gaps, 50):8.1f} {1e3 * np.percentile(gaps, 99):8.1f}")
+    print(f"ratio of p99 {np.percentile(beside, 99) / np.percentile(alone, 99):.2f}")
+
+
+if __name__ == "__main__":
+    main()
