@@ -26,9 +26,9 @@ MAX_PIXELS = 2**20
 class PictureEncoder:
     """Holds a sequence back until its pictures are encoded, except those that the prefix cache covers.
 
-    Between two steps it works as long as the step took, so that streams keep half of their pace. The pictures of the
-    first sequence in order come first. invariant: whether each picture is encoded alone, so that its features do not
-    depend on others. fail: ends a sequence. clock: seconds.
+    Between two steps it works no longer than the step took, so that streams keep half of their pace. The pictures of
+    the first sequence in order come first. invariant: whether each picture is encoded alone, so that its features do
+    not depend on others. fail: ends a sequence. clock: seconds.
     """
 
     def __init__(
@@ -58,8 +58,10 @@ class PictureEncoder:
         """Do a part of the work, and queue the sequences whose pictures are encoded."""
         started = self._clock()
         seconds = min(MOST_SECONDS, started - self._ended) if self._scheduler.running else MOST_SECONDS
+        parts = 0
         while self.has_work and self._next_part():
-            if self._clock() - started >= seconds:
+            parts += 1
+            if (self._clock() - started) * (parts + 1) / parts > seconds:  # another one would take too long
                 break
         self._ended = self._clock()
 
