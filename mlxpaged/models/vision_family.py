@@ -28,6 +28,10 @@ MOST = {
 """Far above those of any model. A tower of a damaged directory is not even begun."""
 
 
+PIXEL = 1 / 255
+"""The factor of a pixel's values."""
+
+
 def number(values: Mapping[str, Any], name: str, default: int | None = None) -> int:
     """Returns a size that a configuration has. Raises ValueError if it is not a whole number from 1 to MOST."""
     found = values.get(name, default)
@@ -68,7 +72,12 @@ class Family(NamedTuple):
 def colours_of(
     pictures: Mapping[str, Any], default_mean: tuple[float, ...], default_std: tuple[float, ...]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns the mean and the standard deviation of red, green and blue. Raises ValueError."""
+    """Returns the mean and the standard deviation of red, green and blue, from 0 to 1. Raises ValueError."""
+    factor = pictures.get("rescale_factor", PIXEL)
+    if pictures.get("do_rescale", True) is not True or not isinstance(factor, float) or abs(factor - PIXEL) > 1e-6:
+        raise ValueError("its pixels are not divided by 255")
+    if pictures.get("do_normalize", True) is not True:
+        return (0.0,) * len(default_mean), (1.0,) * len(default_std)
     mean, std = (
         tuple(float(each) for each in pictures.get(name) or default)
         for name, default in (("image_mean", default_mean), ("image_std", default_std))

@@ -14,6 +14,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxpaged.models.vision import load_vision
+from mlxpaged.models.vision_family import colours_of
 from mlxpaged.vision.pixtral import MEAN, PixtralSizes, PixtralTower
 from mlxpaged.vision.pixtral_format import PixtralFormat
 from mlxpaged.vision.tower import Vision
@@ -239,6 +240,8 @@ def test_a_tokenizer_without_the_pictures_tokens_is_told(tmp_path: Path, missing
     [
         ({"image_std": [0.5, 0, 0.5]}, "its pixels cannot be normalized by the mean"),
         ({"image_mean": [0.5]}, "its pixels cannot be normalized by the mean"),
+        ({"do_rescale": False}, "its pixels are not divided by 255"),
+        ({"rescale_factor": 1}, "its pixels are not divided by 255"),
         ({"size": {"longest_edge": "large"}}, "the size of its pictures is {'longest_edge': 'large'}"),
         ({"size": {"height": 5}}, "the size of its pictures is {'height': 5}"),
         ({"size": {"longest_edge": -1}}, "the size of its pictures is {'longest_edge': -1}"),
@@ -246,6 +249,12 @@ def test_a_tokenizer_without_the_pictures_tokens_is_told(tmp_path: Path, missing
 )
 def test_settings_that_make_no_pixels_are_told(tmp_path: Path, preprocessor: dict[str, Any], reason: str) -> None:
     assert reason in refusal(save(tmp_path, torch_weights(tiny_tower(MERGED)), preprocessor))
+
+
+def test_pixels_are_normalized_unless_the_files_say_otherwise() -> None:
+    own, default = (0.1, 0.2, 0.3), (0.5, 0.5, 0.5)
+    assert colours_of({"rescale_factor": 0.00392156862745098, "image_mean": own}, default, default) == (own, default)
+    assert colours_of({"do_normalize": False, "image_mean": own}, default, default) == ((0.0,) * 3, (1.0,) * 3)
 
 
 def test_a_file_that_is_not_json_is_told(tmp_path: Path) -> None:
