@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from mlxpaged.models.loader import resolve_model
 from mlxpaged.models.tokenizer_limits import MAX_REPLACED
 from tests.faults import costs, wire
 from tests.faults.fault import Context, must
@@ -33,6 +34,8 @@ from tests.faults.wire import Reply
 from tests.models import test_hostile as hostile
 from tests.models.test_hostile_adapters import REFUSED as REFUSED_ADAPTERS
 from tests.support import make_adapter
+from tests.vision.files import HOSTILE as HOSTILE_IMAGES
+from tests.vision.files import black_png, url_of
 
 pytestmark = [
     pytest.mark.faults,
@@ -48,6 +51,8 @@ FLOOR_SECONDS = 0.05
 """Gaps below this one are not compared."""
 RATIO = 3.0
 END_SECONDS = 5.0
+
+BUNDLED_VISION = resolve_model("demo-vision")
 
 Play = Callable[[Context], Awaitable[None]]
 
@@ -168,6 +173,87 @@ async def tokens(context: Context) -> None:
         must(reply.status == status, reply.status)
 
 
+# Images
+
+
+@contextlib.asynccontextmanager
+async def seeing(context: Context, damage: Callable[[Path], None]) -> AsyncIterator[tuple[str, Reply]]:
+    """The name of a model that sees, or would without the damage, and the answer to its load."""
+    async with loaded(context, damage, BUNDLED_VISION) as found:
+        yield found
+
+
+def with_images(model: str, *files: bytes) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url_of(file)}} for file in files]
+    question = {"type": "text", "text": "What number is in the picture?"}
+    return {"model": model, "messages": [{"role": "user", "content": [question, *parts]}], "max_tokens": 4}
+
+
+@attack("files that are no images, or hostile ones", mebibytes=700)
+async def hostile_images(context: Context) -> None:
+    async with seeing(context, lambda _: None) as (name, reply):
+        must(reply.status == 200, reply)
+        for _ in range(3):
+            replies = await asyncio.gather(
+                *(context.post(CHAT, with_images(name, file)) for file, _ in HOSTILE_IMAGES.values())
+            )
+            for reply, (_, reason) in zip(replies, HOSTILE_IMAGES.values(), strict=True):
+                must(reply.status == 400 and reason in reply.json["error"]["message"], reply)
+
+
+@attack("8 images of 40 MP at once", mebibytes=1500)
+async def large_images(context: Context) -> None:
+    async with seeing(context, lambda _: None) as (name, reply):
+        must(reply.status == 200, reply)
+        bodies = [with_images(name, black_png(8000 - i, 5000)) for i in range(8)]
+        replies = await asyncio.gather(*(context.post(CHAT, body) for body in bodies))
+        must(all(reply.status in (200, 429, 503) for reply in replies), replies[0])
+
+
+@attack("200 images in a request, and 90 different ones", mebibytes=700)
+async def many_images(context: Context) -> None:
+    async with seeing(context, lambda _: None) as (name, reply):
+        must(reply.status == 200, reply)
+        refused = await context.post(CHAT, with_images(name, *[black_png(64, 64)] * 200))
+        must(refused.status == 400 and "100" in refused.body.decode(), refused)
+        many = await context.post(CHAT, with_images(name, *(black_png(64 + i, 64) for i in range(90))))
+        must(many.status in (200, 400), many)
+
+
+def vision_config(**values: Any) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        file = directory / "config.json"
+        config = json.loads(file.read_text())
+        config["vision_config"] |= values
+        file.write_text(json.dumps(config))
+
+    return damage
+
+
+BLIND_DIRECTORIES = {
+    "a vision tower of a million layers": vision_config(num_hidden_layers=10**6),
+    "a vision tower of enormous sizes": vision_config(hidden_size=2**40, intermediate_size=2**40),
+    "a vision tower with patches of no pixels": vision_config(patch_size=0),
+    "preprocessor_config.json that is deep": hostile.write("preprocessor_config.json", "[" * 10_000_000),
+    "preprocessor_config.json of a terabyte": hostile.sparse("preprocessor_config.json", 2**40),
+}
+
+
+def add_blind(name: str, damage: Callable[[Path], None]) -> None:
+    @attack(f"a model with {name}", mebibytes=500)
+    async def blind(context: Context) -> None:
+        """It is refused, or served for text."""
+        async with seeing(context, damage) as (model, reply):
+            must(reply.status in (200, 400, 404, 500, 507), reply)
+            if reply.status == 200:
+                answer = await context.post(CHAT, with_images(model, black_png(64, 64)))
+                must(answer.status == 400, answer)
+
+
+for blind_name, blind_damage in BLIND_DIRECTORIES.items():
+    add_blind(blind_name, blind_damage)
+
+
 # What is stored
 
 
@@ -228,10 +314,12 @@ async def batch(context: Context) -> None:
 
 
 @contextlib.asynccontextmanager
-async def loaded(context: Context, damage: Callable[[Path], None]) -> AsyncIterator[tuple[str, Reply]]:
-    """The name of a damaged model, and the answer to its load."""
+async def loaded(
+    context: Context, damage: Callable[[Path], None], source: Path | None = None
+) -> AsyncIterator[tuple[str, Reply]]:
+    """The name of a damaged model, and the answer to its load. source: of the model; by default that of the streams."""
     directory = context.server.models / f"hostile-{time.monotonic_ns()}"
-    shutil.copytree(context.server.models / "tiny", directory)
+    shutil.copytree(source or context.server.models / "tiny", directory)
     try:
         damage(directory)
         yield directory.name, await context.request("POST", f"/v1/models/{directory.name}/load", key="admin")
