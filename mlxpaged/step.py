@@ -35,6 +35,8 @@ class Row(NamedTuple):
     tables: [G, b], the block ids for each cache group, then UNUSED. All rows of a step have the same b.
     shifts: (position, shift) in order: from this position on, the rotary embedding gets position + shift for a token of
     text. Empty for most models.
+    spans: (start, end) of the pictures whose tokens see one another and that the row has several tokens of. It has all
+    tokens from its first one of such a picture to the end of the picture. Empty for most models.
     """
 
     sequence_id: int
@@ -48,6 +50,7 @@ class Row(NamedTuple):
     request_id: str = ""
     tables: IntArray | None = None
     shifts: Sequence[tuple[int, int]] = ()
+    spans: Sequence[tuple[int, int]] = ()
 
     @property
     def shift(self) -> int:

@@ -175,12 +175,14 @@ class LayerKVCache:
         softcap: float | None = None,
         sinks: mx.array | None = None,
         chunk: int | None = None,
+        mutual: bool = False,
     ) -> mx.array:
         """Causal attention of the query tokens over their contexts, [T, Hq, key_size] -> [T, Hq, value_size].
 
         window: a query sees only the last `window` keys, its own included. chunk: a query at position p sees only keys
         from position `p // chunk * chunk` on (Llama 4). softcap: scores become `softcap * tanh(scores / softcap)`.
-        sinks[Hq]: one logit per head that is added to the softmax's denominator.
+        sinks[Hq]: one logit per head that is added to the softmax's denominator. mutual: a query of a picture in the
+        step's spans also sees the keys after it up to the picture's end (Gemma 3).
 
         All keys of the contexts must have been written by `write` or `write_blocks` of the same backend, which may rely
         on how it left the unused slots of a block.
@@ -207,13 +209,15 @@ class LayerKVCache:
             raise ValueError(f"sinks must have shape ({num_heads},), got {sinks.shape}")
         if sinks is not None and not mx.issubdtype(sinks.dtype, mx.floating):
             raise ValueError(f"sinks must be of a float type, got {sinks.dtype}")
-        return self._pool.attend(queries, meta, Options(scale, Locality(window, chunk), softcap, sinks))
+        return self._pool.attend(queries, meta, Options(scale, Locality(window, chunk, mutual), softcap, sinks))
 
-    def planner(self, num_query_heads: int, window: int | None, chunk: int | None) -> Planner | None:
+    def planner(
+        self, num_query_heads: int, window: int | None, chunk: int | None, mutual: bool = False
+    ) -> Planner | None:
         """What plans the attention with these arguments. None if the backend's plan is no part of a step's upload."""
         if not isinstance(self._pool, MetalPool):
             return None
-        return self._pool.planner(num_query_heads, Locality(window, chunk))
+        return self._pool.planner(num_query_heads, Locality(window, chunk, mutual))
 
     def end_step(self) -> None:
         """Forget what was read in a step: all of it is evaluated before the next step writes."""

@@ -97,7 +97,10 @@ attention_calls = 0
 
 
 class PagedLayer:
-    """Replaces mlx-lm's KVCache of one layer. view: index of its metadata among those of a step."""
+    """Replaces mlx-lm's KVCache of one layer. view: index of its metadata among those of a step. window, chunk, mutual:
+    as in `LayerKVCache.attend`."""
+
+    mutual = False
 
     def __init__(
         self, kv: LayerKVCache, step: StepContext, window: int | None = None, chunk: int | None = None, view: int = 0
@@ -157,6 +160,7 @@ class PagedLayer:
         options: dict[str, Any] = {
             "window": self.window,
             "chunk": self.chunk,
+            "mutual": self.mutual,
             "sinks": sinks,
             "softcap": softcap,
         }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -91,12 +92,14 @@ class Planner(NamedTuple):
 
 @dataclass(frozen=True)
 class HostMetadata:
-    """The lengths of a step's sequences. host_context_lens include the step's query tokens. num_repeats: as in Step."""
+    """The lengths of a step's sequences. host_context_lens include the step's query tokens. num_repeats: as in Step.
+    host_spans: of the rows that have any, by their indices; see Row."""
 
     block_size: int
     host_query_lens: list[int]
     host_context_lens: list[int]
     num_repeats: int | None = field(default=None, kw_only=True)
+    host_spans: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict, kw_only=True)
 
     @property
     def distinct(self) -> IntArray:
@@ -172,8 +175,10 @@ class AttentionMetadata(HostMetadata):
         context_lens: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         block_size: int = DEFAULT_BLOCK_SIZE,
+        spans: Mapping[int, Sequence[tuple[int, int]]] | None = None,
     ) -> AttentionMetadata:
-        """Token j of the n query tokens of sequence i is at position `context_lens[i] - n + j`.
+        """Token j of the n query tokens of sequence i is at position `context_lens[i] - n + j`. spans: as in
+        HostMetadata.
 
         Raises ValueError if the lists do not fit each other, a length or block id is out of range, or a table is too
         short for its context.
@@ -203,7 +208,7 @@ class AttentionMetadata(HostMetadata):
             if blocks.max() > MAX_SLOT // block_size:
                 raise ValueError(f"sequence {i}: block id {blocks.max()} is out of range")
             tables[i, : len(table)] = blocks
-        step = HostStep.build(step_of(query_lens, context_lens, tables[None]), block_size)
+        step = HostStep.build(step_of(query_lens, context_lens, tables[None], spans or {}), block_size)
         [meta], _ = step.on_device(step.upload())
         return meta
 
@@ -240,7 +245,11 @@ class HostStep:
         query_lens, context_lens, block_tables = step.query_lens, step.context_lens, tables_of(step)
         query: IntArray = np.asarray(query_lens, dtype=np.int32)
         context: IntArray = np.asarray(context_lens, dtype=np.int32)
-        lengths = HostMetadata(block_size, query_lens, context_lens, num_repeats=step.num_repeats)
+        spans = {i: row.spans for i, row in enumerate(step.rows) if row.spans}
+        lengths = HostMetadata(block_size, query_lens, context_lens, num_repeats=step.num_repeats, host_spans=spans)
+        for i, of_row in spans.items():
+            if of_row[-1][1] > context_lens[i]:
+                raise ValueError(f"a chunk ends at {context_lens[i]}, within a picture that ends at {of_row[-1][1]}")
         owner = np.repeat(np.arange(len(query)), query)
         starts = np.cumsum(query) - query
         positions = (np.arange(len(owner)) - starts[owner] + (context - query)[owner]).astype(np.int32)
@@ -336,6 +345,7 @@ class HostStep:
                 plans=plans,
                 arrays=arrays,
                 num_repeats=self.lengths.num_repeats,
+                host_spans=self.lengths.host_spans,
             )
             for i, (table, max_block) in enumerate(zip(self.tables, self.max_blocks, strict=True))
         ]
@@ -356,12 +366,17 @@ def shifts_of(step: Step) -> IntArray:
     return shifts
 
 
-def step_of(query_lens: Sequence[int], context_lens: Sequence[int], block_tables: IntArray) -> Step:
-    """A step of rows with these lengths and tables [G, S, b]. Their tokens do not matter."""
+def step_of(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    block_tables: IntArray,
+    spans: Mapping[int, Sequence[tuple[int, int]]] = MappingProxyType({}),
+) -> Step:
+    """A step of rows with these lengths, tables [G, S, b] and spans. Their tokens do not matter."""
     parts = zip(query_lens, context_lens, block_tables.swapaxes(0, 1), strict=True)
     return Step(
         [
-            Row(i, context_len - query_len, range(query_len), tables=tables)
+            Row(i, context_len - query_len, range(query_len), tables=tables, spans=spans.get(i, ()))
             for i, (query_len, context_len, tables) in enumerate(parts)
         ]
     )

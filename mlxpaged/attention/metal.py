@@ -25,7 +25,7 @@ from mlxpaged.attention.metadata import AttentionMetadata, HostMetadata, IntArra
 from mlxpaged.attention.pool import Locality, Memory, Options
 from mlxpaged.attention.qkv import Qkv
 from mlxpaged.attention.tile_schedule import TileSchedule, make_schedule
-from mlxpaged.attention.tuning import DEFAULT_TUNING, Choice, Ranges, Tuning, decode_class, decode_ranges
+from mlxpaged.attention.tuning import CONTIGUOUS, DEFAULT_TUNING, Choice, Ranges, Tuning, decode_class, decode_ranges
 from mlxpaged.attention.variants import (
     BLOCK_SIZES,
     FULL_DEVICE,
@@ -59,7 +59,7 @@ class PagedPart:
 @dataclass(frozen=True)
 class ContiguousPart:
     """One sequence: query tokens from first_row on, over the first num_keys keys of its blocks from `first_block` on,
-    which are copied. masked: whether a query does not see all keys up to itself."""
+    which are copied. masked: whether a query sees other keys than all up to itself."""
 
     first_row: int
     num_rows: int
@@ -87,7 +87,8 @@ class ContiguousPart:
             context_len = self.first_block * meta.block_size + self.num_keys
             keys = np.arange(context_len - self.num_keys, context_len)
             queries = np.arange(context_len - self.num_rows, context_len)[:, None]
-            meta.derived[key] = mx.array((keys <= queries) & (keys >= locality.first_key(queries)))
+            last_keys = locality.last_keys(meta, self.sequence)[:, None]
+            meta.derived[key] = mx.array((keys <= last_keys) & (keys >= locality.first_key(queries)))
         mask: mx.array = meta.derived[key]
         return mask
 
@@ -229,6 +230,8 @@ class MetalPool:
             members[True, self._decode_choice(keys[decoding])] = decoding.tolist()
         for i in np.flatnonzero(lens > 1).tolist():
             choice = self.tuning.chunk_choice(int(lens[i]), int(keys[i]))
+            if locality.looks_ahead(meta, i):
+                choice = CONTIGUOUS  # MLX's own attention takes any mask
             if choice.matrix:
                 choice = matrix.with_partition(choice, matrix_tile, int(lens[i]), int(keys[i]))
             members.setdefault((False, choice), []).append(i)
@@ -368,7 +371,7 @@ def contiguous_part(meta: HostMetadata, sequence: int, first_row: int, locality:
     first_keys = locality.first_key(np.arange(context_len - query_len, context_len))
     first_block = int(first_keys[0]) // meta.block_size
     num_keys = context_len - first_block * meta.block_size
-    masked = int(first_keys[-1]) > first_block * meta.block_size
+    masked = int(first_keys[-1]) > first_block * meta.block_size or locality.looks_ahead(meta, sequence)
     return ContiguousPart(first_row, query_len, sequence, first_block, num_keys, masked)
 
 

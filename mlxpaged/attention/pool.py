@@ -16,14 +16,16 @@ import numpy.typing as npt
 
 from mlxpaged.attention import kernels
 from mlxpaged.attention.layout import KVLayout
-from mlxpaged.attention.metadata import AttentionMetadata, padded
+from mlxpaged.attention.metadata import AttentionMetadata, HostMetadata, IntArray, padded
 
 
 class Locality(NamedTuple):
-    """The keys before its own that a query sees: all, or as `LayerKVCache.attend` says. At most one is not None."""
+    """The keys that a query sees, as `LayerKVCache.attend` says: by default, all up to its own. window or chunk is
+    None. mutual: whether tokens of a picture see one another."""
 
     window: int | None = None
     chunk: int | None = None
+    mutual: bool = False
 
     def first_key(self, positions: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Position of the first key that a query at each of `positions` sees."""
@@ -33,6 +35,18 @@ class Locality(NamedTuple):
         if self.chunk is not None:
             first = positions // self.chunk * self.chunk
         return first
+
+    def last_keys(self, meta: HostMetadata, sequence: int) -> IntArray:
+        """Positions of the last keys that the query tokens of a sequence see."""
+        context_len = meta.host_context_lens[sequence]
+        last = np.arange(context_len - meta.host_query_lens[sequence], context_len, dtype=np.int32)
+        for start, end in meta.host_spans.get(sequence, ()) if self.mutual else ():
+            last[(last >= start) & (last < end)] = end - 1
+        return last
+
+    def looks_ahead(self, meta: HostMetadata, sequence: int) -> bool:
+        """Whether query tokens of a sequence see keys after their own."""
+        return self.mutual and sequence in meta.host_spans
 
 
 class Options(NamedTuple):

@@ -132,17 +132,44 @@ def plan_chunk(
     first_block = int(firsts[0]) // meta.block_size
     num_keys = context_len - first_block * meta.block_size
     blocks = meta.host_block_tables[sequence, first_block : -(-context_len // meta.block_size)]
-    tiles = []
-    for begin, end in pieces(firsts, locality):
-        offset = int(firsts[begin]) - first_block * meta.block_size if locality.window is None else 0
-        last = num_keys - query_len + end
-        for tile in make_tiles(end - begin, last - offset, locality.window, group):
-            rows = slice(tile.rows.start + begin, tile.rows.stop + begin)
-            tiles.append(Tile(rows, slice(tile.keys.start + offset, tile.keys.stop + offset), tile.bias))
+    if locality.looks_ahead(meta, sequence):
+        lasts = locality.last_keys(meta, sequence)
+        tiles = tiles_by_ranges(firsts - first_block * meta.block_size, lasts - first_block * meta.block_size, group)
+    else:
+        tiles = causal_tiles(meta, sequence, firsts, locality, group)
     matrices = by_head(blocks, num_kv_heads).T
     heads = streams.split(num_kv_heads, query_len * group * num_kv_heads * num_keys * SCORE)
     parts = [HeadsPart(part, mx.array(matrices[part])) for part in heads]
     return ChunkPlan(slice(row, row + query_len), parts, tiles)
+
+
+def causal_tiles(
+    meta: AttentionMetadata, sequence: int, firsts: IntArray, locality: Locality, group: int
+) -> list[Tile]:
+    """The tiles of a sequence's chunk, each query of which sees the keys from one of `firsts` on up to its own."""
+    first_key = int(firsts[0]) // meta.block_size * meta.block_size
+    num_keys = meta.host_context_lens[sequence] - first_key
+    tiles = []
+    for begin, end in pieces(firsts, locality):
+        offset = int(firsts[begin]) - first_key if locality.window is None else 0
+        last = num_keys - len(firsts) + end
+        for tile in make_tiles(end - begin, last - offset, locality.window, group):
+            rows = slice(tile.rows.start + begin, tile.rows.stop + begin)
+            tiles.append(Tile(rows, slice(tile.keys.start + offset, tile.keys.stop + offset), tile.bias))
+    return tiles
+
+
+def tiles_by_ranges(firsts: IntArray, lasts: IntArray, group: int) -> list[Tile]:
+    """The tiles of a chunk whose query i sees the keys from firsts[i] to lasts[i]."""
+    length = min(TILE, max(1, MAX_ROWS // group))
+    tiles = []
+    for begin in range(0, len(firsts), length):
+        rows = slice(begin, min(begin + length, len(firsts)))
+        first, last = firsts[rows, None], lasts[rows, None]
+        keys = np.arange(first.min(), last.max() + 1)
+        bias = bias_of(np.tile((keys >= first) & (keys <= last), (group, 1)))[None]
+        tiles.append(Tile(rows, slice(int(keys[0]), int(keys[-1]) + 1), bias))
+    return tiles
 
 
 def pieces(firsts: IntArray, locality: Locality) -> list[tuple[int, int]]:
@@ -187,7 +214,8 @@ def plan_decode(
     columns = np.arange(tables.shape[1])
     paired = (columns >= (first // size)[:, None]) & (columns < -(-context // size)[:, None])
     # Each sequence keeps its last block as a pair. Local queries see different parts of a common prefix.
-    runs = [] if any(locality) else shared_runs(tables, (context - 1) // size)
+    is_local = locality.window is not None or locality.chunk is not None
+    runs = [] if is_local else shared_runs(tables, (context - 1) // size)
     for sharing, end in runs:
         paired[sharing, :end] = False
     owner, column = (indices.astype(np.int32) for indices in np.nonzero(paired))

@@ -24,7 +24,7 @@ from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.memory import START_TOKENS, StateMemory, kv_blocks, least_step, state_checkpoints, swap_slots
 from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
 from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.engine.pictures import FEATURE_BYTES, Pictures
+from mlxpaged.engine.pictures import FEATURE_BYTES, Pictures, cannot_see
 from mlxpaged.engine.pool_resizer import PoolResizer
 from mlxpaged.engine.progress import Report, Stage, reporter
 from mlxpaged.engine.prompt_logits import max_prompt_logits
@@ -69,6 +69,9 @@ def build_engine(
     per_state, own_caches = state_bytes(served.layers), is_per_sequence(served.layers)
     if config.batch_invariant and (per_state or own_caches):
         raise UnsupportedModelError(f"{served.name}: its recurrent layers are not batch-invariant (--batch-invariant)")
+    if served.vision is not None and (reason := cannot_see(served.vision, config)):
+        logger.warning("this model is served without its eyes: %s", reason)
+        served = replace(served, vision=None, no_vision_because=reason)
     layout = one_group(served.kv_layers) if own_caches else cache_layout(served.kv_layers, served.max_model_len)
     groups = CacheGroups(layout.windows, config.block_size)
     per_block = (bytes_per_token(served.layers) if own_caches else layout.bytes_per_token) * config.block_size

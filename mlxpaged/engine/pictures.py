@@ -17,10 +17,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpaged.attention.metadata import IntArray
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.request import Request
 from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.step import FIRST_CONTENT_ID, Row, Step
-from mlxpaged.vision.picture import Picture, Pixels
+from mlxpaged.vision.picture import LARGEST, Picture, Pixels
 from mlxpaged.vision.positions import Positions, positions_of, shifts_of
 from mlxpaged.vision.tower import Vision
 
@@ -53,11 +54,26 @@ class Shown:
         )
 
 
+def cannot_see(vision: Vision, config: EngineConfig) -> str:
+    """The reason for which the engine cannot compute pictures whole; empty if it can, or need not."""
+    if vision.mutual == "none":
+        return ""
+    if config.batch_invariant:
+        return "tokens of its pictures see one another, and --batch-invariant computes each token by itself"
+    rows, columns = vision.format.grid(*vision.format.size(*LARGEST))
+    least = rows * columns + config.max_num_seqs
+    if config.max_num_batched_tokens < least:
+        most = rows * columns
+        return f"a picture has up to {most} tokens, which take one step: --max-num-batched-tokens {least} allows that"
+    return ""
+
+
 class Pictures:
     """Belongs to the engine thread. budget_bytes: see FEATURE_BYTES."""
 
     def __init__(self, vision: Vision, budget_bytes: int = FEATURE_BYTES) -> None:
         self._tower, self._rows, self._format, self._axes = vision.tower, vision.rows, vision.format, vision.axes
+        self._is_mutual = vision.mutual != "none"
         self.budget = budget_bytes
         self._numbers: OrderedDict[tuple[bytes, tuple[str, ...]], int] = OrderedDict()
         self._next = 0
@@ -100,6 +116,11 @@ class Pictures:
     def shifts(self, request: Request) -> ListOf[tuple[int, int]]:
         """Returns those of the request's sequence, see Row."""
         return shifts_of(self._grids(request)) if self._axes is not None else ()
+
+    def spans(self, request: Request) -> ListOf[tuple[int, int]]:
+        """Returns those of the request's sequence, see Sequence."""
+        whole = request.pictures if self._is_mutual else ()
+        return [(picture.positions[0], picture.positions[-1] + 1) for picture in whole]
 
     def _grids(self, request: Request) -> list[tuple[Picture, tuple[int, int]]]:
         return [(each, self._format.grid(*reversed(each.pixels.shape[:2]))) for each in request.pictures]

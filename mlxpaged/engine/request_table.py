@@ -92,7 +92,8 @@ class RequestTable:
         sequence = Sequence(next(self._ids), prompt, params.max_tokens, stop_ids, request.priority, arrival_time)
         sequence.request_id = request.request_id
         sequence.adapter = request.adapter
-        sequence.shifts = () if pictures is None else pictures.shifts(request)
+        if pictures is not None:
+            sequence.shifts, sequence.spans = pictures.shifts(request), pictures.spans(request)
         sequence.cache_seed = salted(self._served.adapters.cache_seed(request.adapter), request.cache_salt)
         parent_id = self._sequence_of.get(request.fork_of) if request.fork_of is not None else None
         parent = None if parent_id is None else self.by_sequence[parent_id]

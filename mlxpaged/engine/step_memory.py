@@ -20,6 +20,7 @@ from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.layers import KV, is_per_sequence
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.step import Row, Step
+from mlxpaged.vision.picture import LARGEST
 from mlxpaged.vision.tower import Vision
 
 logger = logging.getLogger(__name__)
@@ -27,9 +28,6 @@ logger = logging.getLogger(__name__)
 CPU_TOKENS = 64
 """Tokens of the measured step on a CPU, so that a start takes no longer: 0.4 s for a model of 82 million parameters."""
 
-
-LARGEST = (16_384, 16_384)
-"""Width and height of a picture for which `PictureFormat.size` gives the largest that the tower takes."""
 
 CPU_SIDE = 224
 """Most pixels of a side of the measured picture on a CPU."""

@@ -69,9 +69,11 @@ class ModelCaches:
         place, view = next(self._places)
         tuning = self._tunings.get(spec.attention_shape(self._block_size), DEFAULT_TUNING)
         kv = self.pools[place].view(spec.kv_layout(self._block_size), tuning, fuses=spec.qkv is not None)
-        planner = kv.planner(spec.num_query_heads, spec.window, spec.chunk) if spec.num_query_heads else None
+        local = spec.window, spec.chunk
+        planner = kv.planner(spec.num_query_heads, *local, spec.mutual) if spec.num_query_heads else None
         self._planners[planner and planner.key] = planner
-        layer = self._types[spec.latent](kv, self.step, spec.window, spec.chunk, self.views.index(view))
+        layer = self._types[spec.latent](kv, self.step, *local, self.views.index(view))
+        layer.mutual = spec.mutual
         if isinstance(layer, LatentLayer):
             layer.num_heads = max(1, spec.num_query_heads)
             self._latent.append(layer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Union
+from typing import Any, Literal, Union
 
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
@@ -20,7 +20,8 @@ class KV:
     """A layer keeps keys and values for each token. key_size, value_size: elements of one head.
 
     latent: one row for all heads, as in KVLayout. window: keys that a query sees, None for all. chunk: as in
-    `LayerKVCache.attend`. qkv: of a fused layer. A probe finds num_query_heads, sinks, softcap and qkv.
+    `LayerKVCache.attend`. qkv: of a fused layer. A probe finds num_query_heads, sinks, softcap and qkv. mutual: as in
+    `LayerKVCache.attend`.
     """
 
     num_kv_heads: int
@@ -34,6 +35,7 @@ class KV:
     chunk: int | None = None
     softcap: bool = False
     qkv: QkvKind | None = None
+    mutual: bool = False
 
     def kv_layout(self, block_size: int = DEFAULT_BLOCK_SIZE) -> KVLayout:
         return KVLayout(self.num_kv_heads, self.key_size, self.value_size, self.dtype, block_size, self.latent)
@@ -93,6 +95,19 @@ def unfused(spec: LayerSpec, broken: Container[object], block_size: int) -> Laye
     if isinstance(spec, tuple):
         return tuple(unfused(each, broken, block_size) for each in spec)
     return replace(spec, qkv=None) if isinstance(spec, KV) and spec.qkv_shape(block_size) in broken else spec
+
+
+def mutual(specs: Iterable[LayerSpec], which: Literal["none", "windows", "all"]) -> list[LayerSpec]:
+    """The specs of a model in whose layers, all or those with a window, tokens of a picture see one another."""
+
+    def changed(spec: LayerSpec) -> LayerSpec:
+        if isinstance(spec, tuple):
+            return tuple(map(changed, spec))
+        if isinstance(spec, KV) and (which == "all" or (which == "windows" and spec.window is not None)):
+            return replace(spec, mutual=True)
+        return spec
+
+    return list(map(changed, specs))
 
 
 def bytes_per_token(specs: Iterable[LayerSpec]) -> int:

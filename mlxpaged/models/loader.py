@@ -35,7 +35,7 @@ from mlxpaged.models.head import RowSelection, select_rows_before_head
 from mlxpaged.models.joins import join
 from mlxpaged.models.json_files import read_object
 from mlxpaged.models.layer_finder import Way, layer_specs
-from mlxpaged.models.layers import KV, LayerSpec, kv_layers
+from mlxpaged.models.layers import KV, LayerSpec, kv_layers, mutual
 from mlxpaged.models.panics import guarded
 from mlxpaged.models.preflight import (
     GGUF_ADVICE,
@@ -268,6 +268,7 @@ def load_model(
         seen = load_vision(path, own_config, tokenizer.reader.get_vocab, turns.report, num_ranks, most_pixels)
         turns.take()
         vision, no_vision_because = let_see(model, layers, *seen, turns)
+        layers = layers if vision is None else mutual(layers, vision.mutual)
     except AdapterError:
         raise
     except UnsupportedModelError as error:

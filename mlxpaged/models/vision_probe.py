@@ -1,25 +1,26 @@
 """The probe of a model that sees: a made-up picture goes through its tower, and a prompt with it through its layers.
 
 A tower must give a picture the same features alone and beside others. The layers must give the same logits in chunks,
-which end within the picture, as in one pass with mlx-lm's own caches. And another picture must change them: a model may
-not use the embedding in which the features are put.
+which end within the picture if they may, as in one pass with mlx-lm's own caches. And another picture must change them:
+a model may not use the embedding in which the features are put.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
+from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.layers import LayerSpec
+from mlxpaged.models.layers import LayerSpec, kv_layers, mutual
 from mlxpaged.models.reference import differences
 from mlxpaged.models.turns import Turns
 from mlxpaged.step import Row
@@ -62,6 +63,8 @@ def check_vision(model: Module, specs: Sequence[LayerSpec], vision: Vision, turn
     where = [len(TEXT) + place for place, token in enumerate(tokens) if token == vision.format.placeholder]
     ids = [0 if position in set(where) else token for position, token in enumerate(prompt)]
     shown = Shown(ids, where, alone[0])
+    if vision.mutual != "none" and (reason := cannot_be_whole(specs, where)):
+        raise UnsupportedModelError(reason)
     if vision.axes is not None:
         picture = Picture(b"", np.array(pixels[0]), tuple(where))
         shown = shown._replace(positions=positions_of(len(ids), [(picture, vision.format.grid(width, height))]))
@@ -108,12 +111,39 @@ def whole(model: Module, vision: Vision, shown: Shown, turns: Turns) -> mx.array
     """The logits [T, V] by mlx-lm's own caches."""
     shown.put(vision.rows, 0, len(shown.ids))
     try:
-        logits: mx.array = model(mx.array([shown.ids]), cache=make_prompt_cache(model))[0]
+        cache = make_prompt_cache(model)
+        if vision.mutual != "none":
+            let_look_ahead(cache, shown, vision.mutual == "all")
+        logits: mx.array = model(mx.array([shown.ids]), cache=cache)[0]
         mx.eval(logits)
     finally:
         vision.rows.clear()
     turns.take()
     return logits
+
+
+def cannot_be_whole(specs: Sequence[LayerSpec], where: Sequence[int]) -> str:
+    """The reason for which the layers cannot show a picture at these places whole; empty if they can."""
+    if where[-1] + 1 - where[0] != len(where):
+        return "the rows of its pictures do not follow one another"
+    windows = [spec.window for spec in kv_layers(specs) if spec.window is not None]
+    if any(window < len(where) for window in windows):
+        return f"a picture has {len(where)} rows, and a layer sees {min(windows)} keys"
+    return ""
+
+
+def let_look_ahead(cache: Sequence[Any], shown: Shown, everywhere: bool) -> None:
+    """Makes mlx-lm's caches mask as the model was trained: rows of the picture see one another, in layers with a window
+    or everywhere."""
+    is_row = mx.array([position in set(shown.where) for position in range(len(shown.ids))])
+    together = is_row[:, None] & is_row
+
+    def make_mask(num_tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        mask: mx.array = create_causal_mask(num_tokens, window_size=window_size)
+        return mask | together if everywhere or window_size is not None else mask
+
+    for each in cache:
+        each.make_mask = make_mask
 
 
 def in_chunks(
@@ -122,13 +152,17 @@ def in_chunks(
     """Yields logits by paged caches, [n, V] for each chunk."""
     length = len(shown.ids)
     table = list(range(-(-length // BLOCK_SIZE)))
-    caches = ModelCaches(specs, len(table), BLOCK_SIZE)
+    caches = ModelCaches(mutual(specs, vision.mutual), len(table), BLOCK_SIZE)
+    first, last = shown.where[0], shown.where[-1] + 1
     start, sizes = 0, itertools.cycle(CHUNKS)
     while start < length:
         end = min(length, start + next(sizes))
+        spans: dict[int, list[tuple[int, int]]] = {}
+        if vision.mutual != "none" and start < last and end > first:
+            end, spans = max(end, last), {0: [(first, last)]}
         shown.put(vision.rows, start, end)
         try:
-            meta = AttentionMetadata.build([end - start], [end], [table], BLOCK_SIZE)
+            meta = AttentionMetadata.build([end - start], [end], [table], BLOCK_SIZE, spans)
             row = Row(SEQUENCE, start, range(start, end))
             logits = caches.run(model, mx.array(shown.ids[start:end]), [meta], [row], [SEQUENCE])
             mx.eval(logits, caches.arrays)

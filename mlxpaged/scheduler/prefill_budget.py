@@ -15,7 +15,8 @@ from mlxpaged.step import Row, Step
 class PrefillBudget:
     """What prompts may use of one step: `tokens`, and `seconds` as estimated by `costs`. costs None: no time limit.
     seconds falls below zero if the shortest chunk takes longer. rows: that the step has already. logits: of so many
-    prompt tokens the step may compute logits."""
+    prompt tokens the step may compute logits. tokens falls below zero if the first prompt begins with a picture that
+    may not be cut."""
 
     def __init__(
         self, tokens: int, logits: int, rows: int, tiles: RowTiles, costs: Costs | None = None, seconds: float = 0.0
@@ -31,17 +32,22 @@ class PrefillBudget:
     def has_room(self, sequence: Sequence) -> bool:
         """Whether `take_chunk` would give the sequence a token. Other sequences may still have room if it has none. The
         first prompt of a step gets its shortest chunk in any case, another one only if there is time for it."""
-        if self.tokens == 0 or (self._logits <= 0 and sequence.logits_from is not None):
+        if self.tokens <= 0 or (self._logits <= 0 and sequence.logits_from is not None):
             return False
-        if self._costs is None or self._is_first:
+        if self._is_first:
             return True
-        shortest = min(LEAST_CHUNK, sequence.num_uncomputed_tokens)
+        shortest = sequence.whole_chunk(min(LEAST_CHUNK, self.tokens, sequence.num_uncomputed_tokens))
+        if shortest > self.tokens:
+            return False
+        if self._costs is None:
+            return True
         return self._costs.chunk_seconds(sequence.num_computed_tokens, shortest, self._rows) <= self.seconds
 
     def take_chunk(self, sequence: Sequence) -> int:
         """Return the size of the sequence's next chunk and deduct it. A chunk that is cut short is the last one of the
         step: the next prompt may have the same prefix and would compute the same tokens. A chunk that is cut because
-        of its logits is not: only prompts with log-probabilities are limited by these."""
+        of its logits is not: only prompts with log-probabilities are limited by these. Returns 0 if the chunk begins
+        with a picture that needs a step of its own."""
         start, wanted = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
         if sequence.logits_from is not None:
             wanted = min(wanted, max(0, sequence.logits_from - start) + self._logits)
@@ -50,6 +56,10 @@ class PrefillBudget:
             within = self._costs.chunk_within(self.seconds, start, chunk, self._rows)
             if within < chunk:
                 chunk = min(chunk, self._tiles.chunk(self._rows, within))
+        chunk = sequence.whole_chunk(chunk)
+        if chunk > self.tokens and not self._is_first:
+            return 0
+        if self._costs is not None:
             self.seconds -= self._costs.chunk_seconds(start, chunk, self._rows)
             if chunk < wanted or self.seconds <= 0:
                 self.tokens = chunk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as ListOf
 
 from mlxpaged.cache.table_rows import IntArray
 from mlxpaged.scheduler.sequence import Sequence
@@ -61,5 +62,13 @@ class ScheduleBuilder:
         if not self._rows:
             return ()
         tables = tables_of(self._sequences.values())
-        shifts = [sequence.shifts for sequence in self._sequences.values()]
-        return tuple([Row(*row, *others) for row, *others in zip(self._rows, tables, shifts, strict=True)])
+        rows = []
+        for row, table, sequence in zip(self._rows, tables, self._sequences.values(), strict=True):
+            spans = spans_within(sequence.spans, row[1], row[1] + len(row[2])) if sequence.spans else ()
+            rows.append(Row(*row, table, sequence.shifts, spans))
+        return tuple(rows)
+
+
+def spans_within(spans: ListOf[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
+    """The spans with several of the tokens from `start` to `end`."""
+    return [(first, last) for first, last in spans if min(last, end) - max(first, start) > 1]

@@ -319,7 +319,7 @@ class Scheduler:
         budget = self._prefill.budget(builder.contexts, decoding, self.max_tokens, num_prompts)
         refused = 0
         for sequence in short_first(heapq.merge(prefilling, waiting, key=ORDER)):
-            if budget.tokens == 0:
+            if budget.tokens <= 0:
                 return
             if not budget.has_room(sequence):
                 continue
@@ -330,13 +330,15 @@ class Scheduler:
                 num_tokens = budget.take_chunk(sequence)
                 if not self._grow(sequence, num_tokens, builder):
                     return
-                self._add(builder, sequence, num_tokens)
+                if num_tokens:
+                    self._add(builder, sequence, num_tokens)
             elif refused == LOOK_AHEAD or sequence.sequence_id in builder.preempted or self._admits_none():
                 continue
             elif self._admit(sequence):
                 num_tokens = budget.take_chunk(sequence)
                 self.blocks.grow(sequence, num_tokens)
-                self._add(builder, sequence, num_tokens)
+                if num_tokens:
+                    self._add(builder, sequence, num_tokens)
             else:
                 refused += 1
 

@@ -88,6 +88,7 @@ class Sequence:
         self.adapter: str | None = None  # that computes it; None: the model without one
         self.cache_seed = b""  # what its KV depends on beside its tokens and the model
         self.shifts: ListOf[tuple[int, int]] = ()  # see Row
+        self.spans: ListOf[tuple[int, int]] = ()  # (start, end) of the pictures whose tokens see one another, in order
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens = max_tokens
         self.stop_token_ids = stop_token_ids
@@ -198,6 +199,16 @@ class Sequence:
         self.token_ids.append(PENDING)
         self.num_pending_tokens += 1
         return 1
+
+    def whole_chunk(self, num_tokens: int) -> int:
+        """Returns the size of its next chunk of about `num_tokens`, at least one, which does not end within a picture
+        whose tokens see one another. A chunk that begins there is not cut before its end."""
+        start = self.num_computed_tokens
+        end = start + num_tokens
+        for first, last in self.spans:
+            if first < end < last:
+                return (first if first > start else last) - start
+        return num_tokens
 
     def fill_tokens(self, token_ids: ListOf[int]) -> None:
         """Replace the first pending tokens. Steps finish in order."""

@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 Pixels = npt.NDArray[np.uint8]
 
+LARGEST = (16_384, 16_384)
+"""Width and height of a picture for which `PictureFormat.size` gives the largest that the tower takes."""
+
 
 @dataclass(frozen=True)
 class Picture:

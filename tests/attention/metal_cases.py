@@ -35,7 +35,8 @@ class Case:
 
     decode_partition, chunk_partition: keys in one work item, None for the backend's own. tuning: instead of these.
     sharpness: factor on the queries; in the hundreds, only a running maximum keeps the softmax finite. value_size:
-    head_dim if it is None. latent: values are the first value_size elements of the keys.
+    head_dim if it is None. latent: values are the first value_size elements of the keys. spans: of the sequences with
+    pictures whose tokens see one another.
     """
 
     lens: Sequence[tuple[int, int]]
@@ -55,6 +56,7 @@ class Case:
     value_size: int | None = None
     latent: bool = False
     chunk: int | None = None
+    spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     kv: LayerKVCache = field(init=False)
     meta: AttentionMetadata = field(init=False)
 
@@ -66,9 +68,8 @@ class Case:
         self.tables: list[list[int]] = []
         for count in needed:
             self.tables.append([order.pop() for _ in range(count)])
-        self.meta = AttentionMetadata.build(
-            [query for query, _ in self.lens], [context for _, context in self.lens], self.tables, self.block_size
-        )
+        lens = [query for query, _ in self.lens], [context for _, context in self.lens]
+        self.meta = AttentionMetadata.build(*lens, self.tables, self.block_size, self.spans)
         size = self.value_size or self.head_dim
         self.layout = KVLayout(self.kv_heads, self.head_dim, size, self.dtype, self.block_size, self.latent)
         self.queries, self.keys, self.values = [], [], []
@@ -116,7 +117,7 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         sinks = mx.array(self.sinks) if self.has_sinks else None
-        local = {"window": self.window, "chunk": self.chunk}
+        local = {"window": self.window, "chunk": self.chunk, "mutual": bool(self.spans)}
         return {"scale": self.scale, "softcap": self.softcap, "sinks": sinks, **local}
 
     def attend(self) -> Array:
@@ -136,6 +137,8 @@ class Case:
         if self.softcap is not None:
             scores = self.softcap * np.tanh(scores / self.softcap)
         visible = key_at <= at
+        for start, end in self.spans.get(i, ()):
+            visible |= (at >= start) & (at < end) & (key_at < end)
         if self.window is not None:
             visible &= key_at > at - self.window
         if self.chunk is not None:

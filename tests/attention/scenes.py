@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -43,6 +43,8 @@ class Extras:
     softcap: float | None = None
     sinks: bool = False
     chunk: int | None = None
+    spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """Of the sequences with pictures whose tokens see one another."""
 
 
 def rounded(array: Array, dtype: mx.Dtype) -> Array:
@@ -50,7 +52,7 @@ def rounded(array: Array, dtype: mx.Dtype) -> Array:
 
 
 def reference_attention(
-    queries: Array, keys: Array, values: Array, scale: float, extras: Extras, sinks: Array | None
+    queries: Array, keys: Array, values: Array, scale: float, extras: Extras, sinks: Array | None, sequence: int = 0
 ) -> Array:
     """Query j of n, [n, Hq, D], sits at position len(keys) - n + j; keys and values are [context, Hkv, size]."""
     n, num_heads, _ = queries.shape
@@ -63,6 +65,8 @@ def reference_attention(
             scores = extras.softcap * np.tanh(scores / extras.softcap)
         query_at, key_at = np.arange(context - n, context)[:, None], np.arange(context)
         hidden = key_at > query_at
+        for start, end in extras.spans.get(sequence, ()):
+            hidden &= (query_at < start) | (query_at >= end) | (key_at >= end)
         if extras.window is not None:
             hidden |= key_at <= query_at - extras.window
         if extras.chunk is not None:
@@ -139,16 +143,18 @@ class Scene:
     def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
         self.kv.write(keys, None if self.shape.latent else values, meta)
 
-    def meta(self) -> AttentionMetadata:
-        return AttentionMetadata.build(self.query_lens, self.context_lens, self.tables, self.shape.block_size)
+    def meta(self, spans: dict[int, list[tuple[int, int]]] | None = None) -> AttentionMetadata:
+        lens = self.query_lens, self.context_lens
+        return AttentionMetadata.build(*lens, self.tables, self.shape.block_size, spans)
 
     def attend(self, extras: Extras = Extras(), meta: AttentionMetadata | None = None) -> Array:
         out = self.kv.attend(
             self.array(self.queries),
-            meta or self.meta(),
+            meta or self.meta(extras.spans),
             scale=self.scale,
             window=extras.window,
             chunk=extras.chunk,
+            mutual=bool(extras.spans),
             softcap=extras.softcap,
             sinks=mx.array(self.sinks.astype(np.float32)).astype(self.shape.dtype) if extras.sinks else None,
         )
@@ -159,7 +165,9 @@ class Scene:
     def expected(self, extras: Extras = Extras()) -> Array:
         sinks = self.sinks if extras.sinks else None
         parts = zip(self.queries, self.keys, self.values, strict=True)
-        return np.concatenate([reference_attention(q, k, v, self.scale, extras, sinks) for q, k, v in parts])
+        return np.concatenate(
+            [reference_attention(*rows, self.scale, extras, sinks, i) for i, rows in enumerate(parts)]
+        )
 
     def check(self, extras: Extras = Extras()) -> None:
         difference = np.abs(self.attend(extras) - self.expected(extras)).max()

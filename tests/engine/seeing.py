@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -15,28 +15,38 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.models.fused_attention import unfuse_for_pictures
+from mlxpaged.models.layers import mutual as mutual_layers
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.vision.embedding import embedding_of
 from mlxpaged.vision.install import install
-from mlxpaged.vision.picture import Picture
+from mlxpaged.vision.picture import LARGEST, Picture
 from mlxpaged.vision.positions import Axes
 from mlxpaged.vision.tower import Vision
 from tests.answers import greedy_answer
+
+Mutual = Literal["none", "windows", "all"]
+
+SCALES: dict[Mutual, float] = {"none": 0.01, "windows": 1e-4, "all": 1e-4}
+"""Of features: Gemma multiplies embeddings by the square root of their size."""
 
 PATCH = 8
 PLACEHOLDER = 3
 
 
 class PatchFormat:
-    """A picture is one token for each patch, without others."""
+    """A picture is one token for each patch, without others. most: width and height."""
 
     template_token = placeholder = PLACEHOLDER
     settings = b"patches"
+
+    def __init__(self, most: tuple[int, int] = LARGEST) -> None:
+        self.most = most
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         return height // PATCH, width // PATCH
 
     def size(self, width: int, height: int) -> tuple[int, int]:
+        width, height = min(width, self.most[0]), min(height, self.most[1])
         return max(1, width // PATCH) * PATCH, max(1, height // PATCH) * PATCH
 
     def tokens(self, width: int, height: int) -> list[int]:
@@ -45,10 +55,10 @@ class PatchFormat:
 
 class PatchTower:
     """Features of a patch are a projection of its values. calls: the shapes of what was encoded. faulty: a value of the
-    first pixel that cannot be encoded."""
+    first pixel that cannot be encoded. scale: of the features. Large ones hide what layers add to them."""
 
-    def __init__(self, width: int, num_deep: int = 0) -> None:
-        self.weights = mx.random.normal((PATCH * PATCH * 3, width * (1 + num_deep)), key=mx.random.key(7)) * 0.01
+    def __init__(self, width: int, num_deep: int = 0, scale: float = 0.01) -> None:
+        self.weights = mx.random.normal((PATCH * PATCH * 3, width * (1 + num_deep)), key=mx.random.key(7)) * scale
         self.shape = (-1, 1 + num_deep, width) if num_deep else (-1, width)
         self.nbytes = self.weights.nbytes
         self.parts = 3
@@ -92,13 +102,16 @@ def shown(*parts: Sequence[int] | Picture) -> tuple[list[int], tuple[Picture, ..
     return prompt, tuple(pictures)
 
 
-def load_seeing(path: Path, axes: Axes | None = None, num_deep: int = 0) -> tuple[ServedModel, PatchTower]:
+def load_seeing(
+    path: Path, axes: Axes | None = None, num_deep: int = 0, mutual: Mutual = "none"
+) -> tuple[ServedModel, PatchTower]:
     served = load_model(str(path))
-    tower = PatchTower(hidden_size(served.model), num_deep)
-    vision = Vision(PatchFormat(), tower, axes, num_deep)
+    tower = PatchTower(hidden_size(served.model), num_deep, SCALES[mutual])
+    most = LARGEST if mutual == "none" else (32, 24)
+    vision = Vision(PatchFormat(most), tower, axes, num_deep, mutual)
     install(served.model, vision)
     unfuse_for_pictures(served.model, vision.rows)
-    return dataclasses.replace(served, vision=vision), tower
+    return dataclasses.replace(served, vision=vision, layers=mutual_layers(served.layers, mutual)), tower
 
 
 def hidden_size(model: Any) -> int:
@@ -113,14 +126,15 @@ def expected_answer(
     axes: Axes | None = None,
     num_deep: int = 0,
     num_tokens: int = 16,
+    mutual: Mutual = "none",
 ) -> list[int]:
     """By mlx-lm's model alone, in one pass over the prompt, with the features in place of its embeddings, added to the
-    outputs of its first layers, and rotated by three axes."""
+    outputs of its first layers, and rotated by three axes, and with masks that are written out."""
     model, _ = load_plain_model(path)
     where = [position for each in pictures for position in each.positions]
     ids = [0 if i in set(where) else token for i, token in enumerate(prompt)]
     if pictures:
-        tower = PatchTower(hidden_size(model), num_deep)
+        tower = PatchTower(hidden_size(model), num_deep, SCALES[mutual])
         encoded = [list(tower.encode(mx.array(each.pixels[None])))[-1][0] for each in pictures]
         features = mx.concatenate(encoded).reshape(len(where), 1 + num_deep, -1)
 
@@ -137,7 +151,33 @@ def expected_answer(
             change_output(model.layers[layer], len(prompt), partial(add, layer=layer))
     if axes is not None:
         use_axes(model, axes, prompt, pictures)
-    return greedy_answer(model, make_prompt_cache(model), ids, num_tokens).tokens
+    caches = make_prompt_cache(model)
+    if mutual != "none":
+        for cache in caches:
+            use_masks(cache, len(prompt), pictures, mutual)
+    return greedy_answer(model, caches, ids, num_tokens).tokens
+
+
+def use_masks(cache: Any, length: int, pictures: Sequence[Picture], mutual: Mutual) -> None:
+    """Of a prompt's only pass: a query sees a key before it, within the window, or one of its own picture."""
+    base = cache.make_mask
+
+    def make_mask(num_tokens: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        if num_tokens != length:
+            return base(num_tokens, return_array=return_array, window_size=window_size)
+        together = pictures if mutual == "all" or window_size is not None else ()
+        return mx.array(
+            [
+                [
+                    (key <= query and (window_size is None or query - key < window_size))
+                    or any(key in each.positions and query in each.positions for each in together)
+                    for key in range(length)
+                ]
+                for query in range(length)
+            ]
+        )
+
+    cache.make_mask = make_mask
 
 
 def change_output(module: Any, length: int, change: Callable[[mx.array], mx.array]) -> None:

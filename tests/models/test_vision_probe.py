@@ -19,6 +19,7 @@ from mlxpaged.models.turns import Turns
 from mlxpaged.models.vision_probe import check_vision
 from mlxpaged.vision.positions import Axes
 from mlxpaged.vision.tower import Vision
+from tests.engine.seeing import PatchFormat, load_seeing
 from tests.models.architectures import make_architecture
 from tests.vision.tiny import MERGED, tiny_tower
 from tests.vision.tiny_qwen import DEEP, config_of, files
@@ -119,6 +120,21 @@ def test_a_model_that_does_not_use_its_features(served: ServedModel, monkeypatch
     monkeypatch.setattr(served.vision.rows, "put_into", lambda embedded: embedded)
     with pytest.raises(UnsupportedModelError, match="do not depend on a picture"):
         check_vision(served.model, served.layers, served.vision)
+
+
+def test_tokens_of_a_picture_that_see_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By masks in mlx-lm's caches, and by spans in paged ones. Without the masks, the logits are others."""
+    path = make_architecture(tmp_path / "m", "gemma3_text")
+    served, tower = load_seeing(path, mutual="all")
+    assert served.vision is not None
+    check_vision(served.model, served.layers, served.vision)
+    large = replace(served.vision, format=PatchFormat())
+    with pytest.raises(UnsupportedModelError, match="a picture has 96 rows, and a layer sees 12 keys"):
+        check_vision(served.model, served.layers, large)
+    monkeypatch.setattr("mlxpaged.models.vision_probe.let_look_ahead", lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="does not reproduce its logits for a picture"):
+        check_vision(served.model, served.layers, served.vision)
+    assert tower.calls
 
 
 def test_features_that_are_put_elsewhere_in_a_chunk(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:

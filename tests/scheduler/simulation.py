@@ -194,6 +194,11 @@ class Simulation:
                 gained = any(other.order < orders[seq.sequence_id] or other in starving for other in gainers)
                 assert gained, f"{seq} was preempted, but no earlier or starving sequence ran instead"
         assert batch.num_tokens <= self.scheduler.config.max_num_batched_tokens
+        for row in batch.rows:
+            spans = self.scheduler.sequences[row.sequence_id].spans
+            assert not any(start < row.context_len < end for start, end in spans), "a picture is cut"
+            several = [span for span in spans if len({*range(*span)} & {*range(row.start, row.context_len)}) > 1]
+            assert list(row.spans) == several
         assert sum(len(row.prompt_logprobs) for row in batch.rows) <= self.scheduler.config.max_prompt_logits
         assert len({seq.sequence_id for seq in served}) == len(served)
         self.check_books()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -94,6 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         forks=st.sampled_from([0, 0, 0, 1, 3]),
         seconds=st.sampled_from([math.inf, 1.0, 10.0, 100.0]),
         logprobs=st.sampled_from([False, False, True]),
+        pictures=st.lists(st.tuples(st.integers(0, 9), st.integers(2, 12)), max_size=3),
     )
     def submit(
         self,
@@ -103,12 +105,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         forks: int,
         seconds: float,
         logprobs: bool = False,
+        pictures: Iterable[tuple[int, int]] = (),
     ) -> None:
-        """Only the first of several answers to a prompt computes its log-probabilities."""
+        """Only the first of several answers to a prompt computes its log-probabilities. pictures: the tokens before
+        each, and its own, which fit a step beside all that may decode."""
         parent, now = None, self.clock.now
+        config = self.sim.scheduler.config
+        spans, end = [], 0
+        for before, count in () if logprobs else pictures:
+            start, end = end + before, end + before + min(count, config.max_num_batched_tokens - config.max_num_seqs)
+            spans += [(start, end)] if start < end <= len(prompt) else []
         for i in range(1 + forks):
             number, wanted = len(self.accepted) + 1, logprobs and i == 0
             seq = sequence(number, prompt, max_tokens, None, priority, now, parent, now + seconds, logprobs=wanted)
+            seq.spans = spans
             try:
                 self.sim.add(seq)
             except PromptTooLongError:
@@ -128,6 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = parent.token_ids[: parent.num_prompt_tokens]
         number = len(self.accepted) + 1
         seq = sequence(number, prompt, max_tokens, None, parent.priority, parent.arrival_time, parent)
+        seq.spans = parent.spans
         try:
             self.sim.add(seq)
         except PromptTooLongError:
