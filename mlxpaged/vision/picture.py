@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,9 @@ Pixels = npt.NDArray[np.uint8]
 
 LARGEST = (16_384, 16_384)
 """Width and height of a picture for which `PictureFormat.size` gives the largest that the tower takes."""
+
+Resampling = Literal["BICUBIC", "BILINEAR"]
+"""The filter for pictures of another size, by its name in Pillow."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,11 @@ class PictureFormat(Protocol):
     @property
     def settings(self) -> bytes:
         """What a picture's pixels depend on beside the client's bytes. It is a part of a digest."""
+        ...
+
+    @property
+    def resampling(self) -> Resampling:
+        """How a picture gets the size that the tower takes."""
         ...
 
     def size(self, width: int, height: int) -> tuple[int, int]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
+
+from mlxpaged.vision.picture import Resampling
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,7 @@ class PixtralFormat:
     end: int
     longest: tuple[int, int]
     side: int
+    resampling: ClassVar[Resampling] = "BICUBIC"
 
     @property
     def template_token(self) -> int:

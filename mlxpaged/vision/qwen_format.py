@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
+
+from mlxpaged.vision.picture import Resampling
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,7 @@ class QwenFormat:
     side: int
     least: int
     most: int
+    resampling: ClassVar[Resampling] = "BICUBIC"
 
     @property
     def template_token(self) -> int:

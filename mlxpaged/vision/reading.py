@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mlxpaged.vision.headers import Header, PictureError, read_header
-from mlxpaged.vision.picture import PictureFormat, Pixels
+from mlxpaged.vision.picture import PictureFormat, Pixels, Resampling
 
 Detail = Literal["auto", "low", "high", "original"]
 """All but "low" are the same here."""
@@ -72,12 +72,13 @@ class ClientPicture:
 @dataclass(frozen=True)
 class CheckedPicture:
     """A picture within the limits. digest: of the file, and of all else that its pixels depend on. width, height: those
-    that the tower takes."""
+    that the tower takes. resampling: how the picture gets them."""
 
     digest: bytes
     header: Header
     width: int
     height: int
+    resampling: Resampling = "BICUBIC"
 
 
 def check(picture: ClientPicture, form: PictureFormat, data: bytes | None = None) -> CheckedPicture:
@@ -94,7 +95,7 @@ def check(picture: ClientPicture, form: PictureFormat, data: bytes | None = None
     for part in (form.settings, b"low" if picture.detail == "low" else b"", data):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
-    return CheckedPicture(digest.digest(), header, *form.size(width, height))
+    return CheckedPicture(digest.digest(), header, *form.size(width, height), form.resampling)
 
 
 def decoded(picture: ClientPicture) -> bytes:
@@ -174,7 +175,7 @@ def decode(picture: CheckedPicture) -> Pixels:
         if (turn := TURNS.get(header.orientation)) is not None:
             shown = shown.transpose(pillow.Transpose[turn])
         if shown.size != (picture.width, picture.height):
-            shown = shown.resize((picture.width, picture.height), pillow.Resampling.BICUBIC)
+            shown = shown.resize((picture.width, picture.height), pillow.Resampling[picture.resampling])
         return np.asarray(shown)
     except (PictureError, MemoryError):
         raise

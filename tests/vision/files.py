@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from mlxpaged.vision.picture import PictureFormat
+from mlxpaged.vision.picture import PictureFormat, Resampling
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
@@ -24,6 +24,7 @@ class Grid:
 
     def __init__(self, template_token: int = 1, placeholder: int = 2, end_of_row: int = 3, longest: int = 48) -> None:
         """longest: a longer side is made this long."""
+        self.resampling: Resampling = "BICUBIC"
         self.template_token, self.placeholder, self.end_of_row = template_token, placeholder, end_of_row
         self._longest = longest
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from mlxpaged.vision import reading
 from mlxpaged.vision.headers import MAX_PIECES, MAX_SCANS, PictureError, read_header
-from mlxpaged.vision.picture import Pixels
+from mlxpaged.vision.picture import Pixels, Resampling
 from mlxpaged.vision.reading import (
     MAX_BYTES,
     CheckedPicture,
@@ -73,10 +73,13 @@ def test_a_file_of_each_format_becomes_pixels_of_the_size_that_the_tower_takes(k
     assert corners(pixels) == [RED, BLUE, RED, BLUE]
 
 
-def test_pixels_are_resized_as_pillow_does_by_cubic_interpolation() -> None:
+@pytest.mark.parametrize("resampling", ["BICUBIC", "BILINEAR"])
+def test_pixels_are_resized_as_pillow_does(resampling: Resampling) -> None:
     noise = Image.fromarray(np.random.default_rng(1).integers(0, 256, (90, 130, 3), dtype=np.uint8))
-    picture = checked(encoded(noise))
-    expected = noise.resize((picture.width, picture.height), Image.Resampling.BICUBIC)
+    form = Grid()
+    form.resampling = resampling
+    picture = check(ClientPicture(text_of(encoded(noise)), False), form)
+    expected = noise.resize((picture.width, picture.height), Image.Resampling[resampling])
     np.testing.assert_array_equal(decode(picture), np.asarray(expected))
 
 
