@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -52,6 +53,12 @@ class PictureFormat(Protocol):
     @property
     def resampling(self) -> Resampling:
         """How a picture gets the size that the tower takes."""
+        ...
+
+    @property
+    def joins(self) -> Mapping[tuple[int, int], int]:
+        """The token that the tokenizer has for two tokens in a row. A prompt has it if one of them is the last or first
+        of `tokens`, and the other the text's."""
         ...
 
     def size(self, width: int, height: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,6 +23,7 @@ class PixtralFormat:
     longest: tuple[int, int]
     side: int
     resampling: ClassVar[Resampling] = "BICUBIC"
+    joins: ClassVar[Mapping[tuple[int, int], int]] = {}
 
     @property
     def template_token(self) -> int:

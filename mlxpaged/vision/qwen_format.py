@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,6 +22,7 @@ class QwenFormat:
     least: int
     most: int
     resampling: ClassVar[Resampling] = "BICUBIC"
+    joins: ClassVar[Mapping[tuple[int, int], int]] = {}
 
     @property
     def template_token(self) -> int:

@@ -7,7 +7,8 @@ import io
 import random
 import struct
 import zlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from PIL import Image
 
@@ -21,6 +22,7 @@ class Grid:
     Pixtral's."""
 
     settings = b"grid"
+    joins: ClassVar[Mapping[tuple[int, int], int]] = {}
 
     def __init__(self, template_token: int = 1, placeholder: int = 2, end_of_row: int = 3, longest: int = 48) -> None:
         """longest: a longer side is made this long."""

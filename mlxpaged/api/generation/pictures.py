@@ -96,13 +96,22 @@ class Pictures:
         pictures, start = [], 0
         for shown in map(self.shown.__getitem__, order):
             end = token_ids.index(self.form.template_token, start)
-            placed += token_ids[start:end]
-            first, placeholder = len(placed), self.form.placeholder
+            join(placed, token_ids[start:end], self.form.joins)
+            join(placed, shown.tokens, self.form.joins)
+            first, placeholder = len(placed) - len(shown.tokens), self.form.placeholder
             positions = tuple(first + i for i, token in enumerate(shown.tokens) if token == placeholder)
             pictures.append(Picture(shown.digest, shown.pixels, positions))
-            placed += shown.tokens
             start = end + 1
-        return Prompt(placed + token_ids[start:], tuple(pictures))
+        join(placed, token_ids[start:], self.form.joins)
+        return Prompt(placed, tuple(pictures))
+
+
+def join(placed: list[int], more: list[int], joins: Mapping[tuple[int, int], int]) -> None:
+    """Appends tokens in place. Where they meet, two become one if the tokenizer would have made one."""
+    joined = joins.get((placed[-1], more[0])) if placed and more else None
+    if joined is not None:
+        placed[-1], more = joined, more[1:]
+    placed += more
 
 
 def apart(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
