@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlxpaged.vision import MOST_PIXELS
+from mlxpaged.vision.picture import Resampling
 from mlxpaged.vision.tower import Vision
 
 MOST = {
@@ -24,6 +25,8 @@ MOST = {
     "spatial_merge_size": 16,
     "num_position_embeddings": 2**20,
     "window_size": 2**14,
+    "image_size": 2**12,
+    "mm_tokens_per_image": 2**14,
 }
 """Far above those of any model. A tower of a damaged directory is not even begun."""
 
@@ -85,3 +88,24 @@ def colours_of(
     if len(mean) != len(default_mean) or len(std) != len(default_std) or min(std) <= 0:
         raise ValueError(f"its pixels cannot be normalized by the mean {mean} and the deviation {std}")
     return mean, std
+
+
+RESAMPLINGS: Mapping[int, Resampling] = {2: "BILINEAR", 3: "BICUBIC"}
+"""Filters by their numbers in Pillow, which the files have."""
+
+
+def resampling_of(pictures: Mapping[str, Any], default: Resampling) -> Resampling:
+    """Raises ValueError."""
+    found = pictures.get("resample")
+    if found is not None and found not in RESAMPLINGS:
+        raise ValueError(f"its resample is {str(found)[:100]}")
+    return default if found is None else RESAMPLINGS[found]
+
+
+def flatten_convolution(stored: dict[str, mx.array], name: str) -> None:
+    """Makes a convolution by steps of its own width a linear layer of whole patches, in place."""
+    patches = stored.get(name)
+    if patches is not None and patches.ndim == 4:
+        if patches.shape[2] == patches.shape[3] != patches.shape[1]:  # torch's layout, [width, colours, side, side]
+            patches = patches.transpose(0, 2, 3, 1)
+        stored[name] = patches.flatten(1)

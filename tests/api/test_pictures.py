@@ -20,13 +20,14 @@ from mlx_lm.utils import load_tokenizer
 from PIL import Image
 
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.api.generation.pictures import MAX_PICTURES
+from mlxpaged.api.generation.pictures import MAX_PICTURES, Pictures, ShownPicture
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.request import Request
 from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.registry.model import Model
 from mlxpaged.registry.registry import Registry
 from mlxpaged.vision import reading
+from mlxpaged.vision.gemma_format import Gemma3Format
 from mlxpaged.vision.picture import Pixels
 from mlxpaged.vision.reading import CheckedPicture, ClientPicture, Detail, check, decode
 from tests.api.helpers import DEADLINE, Background, raw, stream_events
@@ -384,6 +385,19 @@ def test_a_template_that_does_not_show_each_image_once_is_an_error(
     assert response.status_code == 400
     said = f"messages: the model's chat template shows {num_shown} of the 2 images"
     assert response.json()["error"]["message"] == said
+
+
+def test_newlines_around_an_image_are_the_tokens_that_a_tokenizer_makes_of_them() -> None:
+    joins = {(1, 2): 3, (2, 1): 3, (2, 2): 4}
+    form = Gemma3Format(start=10, placeholder=12, end=11, newlines=2, side=8, rows=1, joins=joins)
+    shown = ShownPicture(b"", np.zeros((8, 8, 3), np.uint8), form.tokens(8, 8))
+    pictures = Pictures(form, "<start_of_image>", {"one": shown, "two": shown})
+    prompt = pictures.placed([7, 1, 10, 10, 8, 1], ["one", "two"])
+    assert prompt.token_ids == [7, 3, 10, 12, 11, 4, 10, 12, 11, 2, 8, 1]
+    assert [each.positions for each in prompt.pictures] == [(3,), (7,)]
+    prompt = pictures.placed([7, 10, 1, 10], ["one", "two"])
+    assert prompt.token_ids == [7, 2, 10, 12, 11, 3, 2, 10, 12, 11, 2]
+    assert [each.positions for each in prompt.pictures] == [(3,), (8,)]
 
 
 @pytest.mark.parametrize("typed", [IMAGE, PATCH, ACROSS[:1], "<ima", "ge>", "\ue000" + "0" * 32 + "\ue001"])

@@ -171,7 +171,13 @@ def test_a_model_of_text_gives_no_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "vision_type"), [("gemma3", "siglip_vision_model"), ("llava", "clip_vision_model"), ("mistral3", None)]
+    ("kind", "vision_type"),
+    [
+        ("gemma3", "clip_vision_model"),
+        ("gemma3n", "gemma3n_vision"),
+        ("llava", "clip_vision_model"),
+        ("mistral3", None),
+    ],
 )
 def test_a_family_without_a_tower_is_named(tmp_path: Path, kind: str, vision_type: str | None) -> None:
     config = {"model_type": kind, "vision_config": {"model_type": vision_type}}
