@@ -26,6 +26,11 @@ MOST = {
     "num_position_embeddings": 2**20,
     "window_size": 2**14,
     "image_size": 2**12,
+    "head_dim": 2**10,
+    "num_key_value_heads": 256,
+    "position_embedding_size": 2**20,
+    "pooling_kernel_size": 16,
+    "max_soft_tokens": 2**14,
     "mm_tokens_per_image": 2**14,
 }
 """Far above those of any model. A tower of a damaged directory is not even begun."""

@@ -1,16 +1,17 @@
-"""Makes the tower of Gemma 3 by a model's configuration."""
+"""Makes the towers of Gemma 3 and Gemma 4 by a model's configuration."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 
 from mlxpaged.models.vision_family import Family, Settings, colours_of, flatten_convolution, number, resampling_of
 from mlxpaged.vision.gemma3 import MEAN, STD, Gemma3Sizes, Gemma3Tower
-from mlxpaged.vision.gemma_format import Gemma3Format
+from mlxpaged.vision.gemma4 import Gemma4Sizes, Gemma4Tower
+from mlxpaged.vision.gemma_format import Gemma3Format, Gemma4Format
 from mlxpaged.vision.tower import Vision
 
 ACTIVATION = "gelu_pytorch_tanh"
@@ -109,3 +110,101 @@ def joins_of(vocabulary: Mapping[str, int]) -> dict[tuple[int, int], int]:
 
 GEMMA_3 = Family({"siglip_vision_model", "gemma3", "gemma3_vision"}, name_of, prepare, make)
 """mlx-vlm also knows the types gemma3 and gemma3_vision."""
+
+
+PARTS_4 = (
+    "vision_tower.patch_embedder.",
+    "vision_tower.encoder.layers.",
+    "vision_tower.std_",
+    "embed_vision.embedding_projection.",
+)
+
+
+def name_of_4(name: str) -> str | None:
+    return name if name.startswith(PARTS_4) else None
+
+
+def prepare_4(stored: dict[str, mx.array]) -> None:
+    """Does nothing: the patches go through a linear layer in the checkpoints, too."""
+
+
+def make_4(settings: Settings) -> tuple[Vision, Gemma4Tower]:
+    sizes = sizes_of_4(settings.config, settings.pictures)
+    tower = Gemma4Tower(sizes)
+    picture_format = format_of_4(settings, sizes.patch, sizes.pool)
+    require_places(sizes.places, picture_format.most * sizes.pool)
+    return Vision(picture_format, tower, mutual=mutual_of(settings.config["text_config"])), tower
+
+
+def sizes_of_4(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Gemma4Sizes:
+    """What is left out has the value that transformers takes. Raises ValueError, KeyError or TypeError."""
+    seen, text = config["vision_config"], config["text_config"]
+    require_activation(seen.get("hidden_activation", ACTIVATION))
+    heads, head = number(seen, "num_attention_heads", 12), number(seen, "head_dim", 64)
+    if number(seen, "num_key_value_heads", 12) != heads or head % 4:
+        raise ValueError(f"its {heads} heads of {head} have {seen.get('num_key_value_heads', 12)} of keys and values")
+    rope = seen.get("rope_parameters") or {}
+    mean, std = colours_of_4(preprocessor)
+    return Gemma4Sizes(
+        width=number(seen, "hidden_size", 768),
+        hidden=number(seen, "intermediate_size", 3072),
+        blocks=number(seen, "num_hidden_layers", 16),
+        heads=heads,
+        head=head,
+        patch=number(seen, "patch_size", 16),
+        places=number(seen, "position_embedding_size", 10_240),
+        pool=number(seen, "pooling_kernel_size", 3),
+        rope_base=float(rope.get("rope_theta", 100.0)),
+        eps=float(seen.get("rms_norm_eps", 1e-6)),
+        clipped=bool(seen.get("use_clipped_linears", False)),
+        standardized=bool(seen.get("standardize", False)),
+        output=number(text, "hidden_size", 2304),
+        mean=mean,
+        std=std,
+    )
+
+
+def colours_of_4(pictures: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The tower brings colours from -1 to 1 itself, after the processor has normalized them if it does so at all."""
+    if not pictures.get("do_normalize", False):
+        return MEAN, STD
+    mean, std = colours_of(pictures, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    return tuple(m + 0.5 * s for m, s in zip(mean, std, strict=True)), tuple(0.5 * s for s in std)
+
+
+def format_of_4(settings: Settings, patch: int, pool: int) -> Gemma4Format:
+    """Raises ValueError if a token is missing, or the pictures' patches are not the tower's."""
+    pictures, side = settings.pictures, patch * pool
+    if (pictures.get("patch_size", patch), pictures.get("pooling_kernel_size", pool)) != (patch, pool):
+        raise ValueError(f"its tower takes patches of {patch} pixels, in squares of {pool} x {pool}")
+    most = min(number(pictures, "max_soft_tokens", 280), settings.most_pixels // side**2)
+    if most == 0:
+        raise ValueError(f"--max-image-pixels {settings.most_pixels:,} is less than a token's {side**2:,}")
+    return Gemma4Format(
+        start=token_of(settings, "boi_token", "<|image>"),
+        placeholder=token_of(settings, "image_token", "<|image|>"),
+        end=token_of(settings, "eoi_token", "<image|>"),
+        side=side,
+        most=most,
+        resampling=resampling_of(pictures, "BICUBIC"),
+    )
+
+
+def require_places(places: int, most: int) -> None:
+    """Raises ValueError if a picture may have more patches in a row than there are embeddings of places."""
+    if most > places:
+        raise ValueError(f"its pictures have up to {most} patches in a row, and its tower embeds {places}")
+
+
+def mutual_of(text: Mapping[str, Any], default: str | None = None) -> Literal["none", "windows"]:
+    """Raises ValueError if the text model is not one that sees pictures as Gemma4Model of transformers does."""
+    mutual = text.get("use_bidirectional_attention", default)
+    if mutual not in (None, "vision"):
+        raise ValueError(f"its use_bidirectional_attention is {mutual}")
+    if text.get("hidden_size_per_layer_input", 256) and text.get("pad_token_id", 0) != 0:
+        # A step has token 0 in place of pictures, and layers have inputs by tokens.
+        raise ValueError(f"its pictures have the inputs of token {text['pad_token_id']} in its layers")
+    return "windows" if mutual == "vision" else "none"
+
+
+GEMMA_4 = Family({"gemma4_vision", "gemma4"}, name_of_4, prepare_4, make_4)

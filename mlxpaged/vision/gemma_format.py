@@ -1,9 +1,11 @@
-"""How the prompts of Gemma 3 show a picture."""
+"""How the prompts of Gemma 3 and Gemma 4 show a picture."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from mlxpaged.vision.picture import Resampling
 
@@ -41,3 +43,45 @@ class Gemma3Format:
 
     def tokens(self, width: int, height: int) -> list[int]:
         return [self.newlines, self.start, *[self.placeholder] * self.rows**2, self.end, self.newlines]
+
+
+@dataclass(frozen=True)
+class Gemma4Format:
+    """A placeholder for each square part of the picture, row by row, between two tokens.
+
+    side: of a part, in pixels. most: parts of a picture.
+    """
+
+    start: int
+    placeholder: int
+    end: int
+    side: int
+    most: int
+    resampling: Resampling = "BICUBIC"
+    joins: ClassVar[Mapping[tuple[int, int], int]] = {}
+
+    @property
+    def template_token(self) -> int:
+        return self.placeholder
+
+    @property
+    def settings(self) -> bytes:
+        return f"gemma4 {self.side} {self.most} {self.resampling}".encode()
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """Returns the size at which the tower takes a picture: it is enlarged or reduced to `most` parts with about the
+        same sides, then each side is rounded down to whole parts (get_aspect_ratio_preserving_size of transformers).
+        A picture that is thinner than a part then is one part wide, and its length in parts is its ratio."""
+        factor = math.sqrt(self.most * self.side**2 / (height * width))
+        columns, rows = (math.floor(factor * length / self.side) for length in (width, height))
+        if rows == 0:
+            rows, columns = 1, min(width // height, self.most)
+        elif columns == 0:
+            rows, columns = min(height // width, self.most), 1
+        return columns * self.side, rows * self.side
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        return height // self.side, width // self.side
+
+    def tokens(self, width: int, height: int) -> list[int]:
+        return [self.start, *[self.placeholder] * (width // self.side * (height // self.side)), self.end]
