@@ -20,7 +20,7 @@ from mlxpaged.models.layers import LayerSpec
 from mlxpaged.models.preflight import WEIGHTS
 from mlxpaged.models.turns import Turns
 from mlxpaged.models.vision_family import Family, Settings
-from mlxpaged.models.vision_gemma import GEMMA_3, GEMMA_4
+from mlxpaged.models.vision_gemma import GEMMA_3, GEMMA_4, GEMMA_4_UNIFIED
 from mlxpaged.models.vision_pixtral import PIXTRAL
 from mlxpaged.models.vision_probe import check_vision
 from mlxpaged.models.vision_qwen import QWEN, QWEN_2_5
@@ -42,6 +42,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_moe": QWEN,
     "gemma3": GEMMA_3,
     "gemma4": GEMMA_4,
+    "gemma4_unified": GEMMA_4_UNIFIED,
 }
 """Those that see here, by the model type."""
 

@@ -31,6 +31,8 @@ MOST = {
     "position_embedding_size": 2**20,
     "pooling_kernel_size": 16,
     "max_soft_tokens": 2**14,
+    "mm_embed_dim": 2**16,
+    "mm_posemb_size": 2**20,
     "mm_tokens_per_image": 2**14,
 }
 """Far above those of any model. A tower of a damaged directory is not even begun."""

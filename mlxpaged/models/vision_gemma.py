@@ -11,6 +11,9 @@ import mlx.core as mx
 from mlxpaged.models.vision_family import Family, Settings, colours_of, flatten_convolution, number, resampling_of
 from mlxpaged.vision.gemma3 import MEAN, STD, Gemma3Sizes, Gemma3Tower
 from mlxpaged.vision.gemma4 import Gemma4Sizes, Gemma4Tower
+from mlxpaged.vision.gemma4_unified import MEAN as UNIFIED_MEAN
+from mlxpaged.vision.gemma4_unified import STD as UNIFIED_STD
+from mlxpaged.vision.gemma4_unified import Gemma4UnifiedSizes, Gemma4UnifiedTower
 from mlxpaged.vision.gemma_format import Gemma3Format, Gemma4Format
 from mlxpaged.vision.tower import Vision
 
@@ -208,3 +211,36 @@ def mutual_of(text: Mapping[str, Any], default: str | None = None) -> Literal["n
 
 
 GEMMA_4 = Family({"gemma4_vision", "gemma4"}, name_of_4, prepare_4, make_4)
+
+
+def name_of_unified(name: str) -> str | None:
+    """The module of transformers has all parts under embed_vision, the files of Google have not."""
+    name = name.replace("embed_vision.multimodal_embedder.", "embed_vision.", 1)
+    for part in ("embed_vision.patch_", "embed_vision.pos_"):
+        if name.startswith(part):
+            name = name.replace("embed_vision.", "vision_embedder.", 1)
+    return name if name.startswith(("vision_embedder.", "embed_vision.embedding_projection.")) else None
+
+
+def make_unified(settings: Settings) -> tuple[Vision, Gemma4UnifiedTower]:
+    config = settings.config
+    seen, text = config["vision_config"], config["text_config"]
+    patch, pool = number(seen, "patch_size", 16), number(seen, "pooling_kernel_size", 3)
+    normalized = settings.pictures if settings.pictures.get("do_normalize", False) else {}
+    mean, std = colours_of(normalized, UNIFIED_MEAN, UNIFIED_STD)
+    sizes = Gemma4UnifiedSizes(
+        width=number(seen, "mm_embed_dim", 3840),
+        patch=patch * pool,
+        places=number(seen, "mm_posemb_size", 1120),
+        eps=float(seen.get("rms_norm_eps", 1e-6)),
+        output=number(text, "hidden_size", 2304),
+        mean=mean,
+        std=std,
+    )
+    picture_format = format_of_4(settings, patch, pool)
+    require_places(sizes.places, picture_format.most)
+    tower = Gemma4UnifiedTower(sizes)
+    return Vision(picture_format, tower, mutual=mutual_of(text, default="vision")), tower
+
+
+GEMMA_4_UNIFIED = Family({"gemma4_unified_vision", "gemma4_unified"}, name_of_unified, prepare_4, make_unified)
