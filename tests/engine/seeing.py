@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ from mlxpaged.models.layers import mutual as mutual_layers
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.vision.embedding import embedding_of
 from mlxpaged.vision.install import install
-from mlxpaged.vision.picture import LARGEST, Picture
+from mlxpaged.vision.picture import LARGEST, Picture, Resampling
 from mlxpaged.vision.positions import Axes
 from mlxpaged.vision.tower import Vision
 from tests.answers import greedy_answer
@@ -38,6 +39,8 @@ class PatchFormat:
 
     template_token = placeholder = PLACEHOLDER
     settings = b"patches"
+    resampling: Resampling = "BICUBIC"
+    joins: Mapping[tuple[int, int], int] = MappingProxyType({})
 
     def __init__(self, most: tuple[int, int] = LARGEST) -> None:
         self.most = most
