@@ -16,12 +16,16 @@ from mlx_lm.utils import load_tokenizer
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.turns import Turns
+from mlxpaged.models.vision import load_vision
 from mlxpaged.models.vision_probe import check_vision
+from mlxpaged.vision.gemma3 import Gemma3Tower
 from mlxpaged.vision.positions import Axes
 from mlxpaged.vision.tower import Vision
 from tests.engine.seeing import PatchFormat, load_seeing
 from tests.models.architectures import make_architecture
+from tests.vision import test_gemma3, test_gemma4
 from tests.vision.tiny import MERGED, tiny_tower
+from tests.vision.tiny_gemma import with_random_weights
 from tests.vision.tiny_qwen import DEEP, config_of, files
 
 SIZES = replace(MERGED, output=64)
@@ -83,6 +87,40 @@ def test_qwen_models_see(tmp_path: Path, kind: str) -> None:
     assert served.vision is not None, served.no_vision_because
     assert served.vision.num_deep == len(deep)
     assert served.vision.axes == Axes((sections[0], sections[1], sections[2]), interleaved=True)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
+def test_gemma_models_see(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their layers are compared under the masks that they were trained with: without these, they are refused."""
+    path = make_architecture(tmp_path / "m", kind)
+    config = json.loads((path / "config.json").read_text())
+    text = config["text_config"]
+    if kind == "gemma3":
+        config = test_gemma3.CONFIG | config
+        tower: Any = tree_flatten(
+            with_random_weights(Gemma3Tower(replace(test_gemma3.SIZES, output=text["hidden_size"]))).parameters()
+        )
+        preprocessor = test_gemma3.PREPROCESSOR
+    else:
+        sizes = replace(test_gemma4.CLIPPED, output=text["hidden_size"])
+        config = test_gemma4.config_of(sizes) | config
+        text["use_bidirectional_attention"] = "vision"
+        tower = tree_flatten(test_gemma4.tiny_tower(sizes).parameters())
+        preprocessor = test_gemma4.PREPROCESSOR
+    mx.save_safetensors(str(path / "model-tower.safetensors"), dict(tower))
+    (path / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    (path / "config.json").write_text(json.dumps(config))
+
+    def load(path: Path, config: Any, vocabulary: Any, *more: Any) -> Any:
+        return load_vision(path, config, lambda: vocabulary() | {"\n\n": 4}, *more)
+
+    monkeypatch.setattr("mlxpaged.models.loader.load_vision", load)
+    served = load_model(str(path))
+    assert served.vision is not None, served.no_vision_because
+    windows = {layer.window: layer.mutual for layer in served.kv_layers}
+    assert windows == ({None: True, 12: True} if kind == "gemma3" else {None: False, 12: True})
+    monkeypatch.setattr("mlxpaged.models.vision_probe.let_look_ahead", lambda *_: None)
+    assert "does not reproduce its logits" in load_model(str(path)).no_vision_because
 
 
 class OtherTower:
