@@ -27,7 +27,8 @@ NUMBER = 407
 
 @pytest.fixture(scope="module")
 def seeing() -> Iterator[RunningServer]:
-    with running_server(EngineConfig(model="demo-vision", kv_cache_bytes=64_000_000)) as running:
+    config = EngineConfig(model="demo-vision", kv_cache_bytes=64_000_000, default_temperature=0.0)
+    with running_server(config) as running:
         yield running
 
 

@@ -13,7 +13,7 @@ for path in sys.argv[2:]:
     image = {"type": "image", "source": {"type": "base64", "media_type": f"image/{kind}", "data": data}}
     messages = [{"role": "user", "content": [image, {"type": "text", "text": QUESTION}]}]
     options = {"model": "demo-vision", "messages": messages}
-    create = options | {"max_tokens": 20, "temperature": 0}
+    create = options | {"max_tokens": 20}
     print(f"{kind} chat:", client.messages.create(**create).content[0].text)
     with client.messages.stream(**create) as stream:
         print(f"{kind} stream:", "".join(stream.text_stream))
