@@ -62,13 +62,15 @@ class ScheduleBuilder:
         if not self._rows:
             return ()
         tables = tables_of(self._sequences.values())
-        rows = []
-        for row, table, sequence in zip(self._rows, tables, self._sequences.values(), strict=True):
-            spans = spans_within(sequence.spans, row[1], row[1] + len(row[2])) if sequence.spans else ()
-            rows.append(Row(*row, table, sequence.shifts, spans))
-        return tuple(rows)
+        return tuple(
+            [
+                Row(*row, table, sequence.shifts, sequence.spans and spans_within(sequence.spans, row[1], row[2]))
+                for row, table, sequence in zip(self._rows, tables, self._sequences.values(), strict=True)
+            ]
+        )
 
 
-def spans_within(spans: ListOf[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
-    """The spans with several of the tokens from `start` to `end`."""
+def spans_within(spans: ListOf[tuple[int, int]], start: int, token_ids: list[int]) -> list[tuple[int, int]]:
+    """The spans with several of the tokens from `start` on."""
+    end = start + len(token_ids)
     return [(first, last) for first, last in spans if min(last, end) - max(first, start) > 1]

@@ -6,6 +6,7 @@ install.py installs each into a folder of its own. The other tests need none of 
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from demo_model.vision.pictures import BUILT_IN, picture
+from mlxpaged.engine.config import EngineConfig
 from tests.clients.install import NotInstalled, folder_of
 from tests.formats.written import WRITTEN
 from tests.scripted import scripted_server
-from tests.support import RunningServer
+from tests.support import RunningServer, running_server
 
 REPLY = '{"city": "Rome", "degrees": 21}'
 
@@ -54,6 +57,8 @@ def script(form: str) -> dict[str, str]:
 
 
 SCRIPT = script("json_tools")
+NUMBER = 407
+"""In the pictures."""
 OPTIONS = {"context_length": 131072, "kv_cache_bytes": 70_000_000}
 """Room for the long prompts of agents: a token is a letter."""
 
@@ -76,10 +81,27 @@ def any_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         yield server
 
 
+@pytest.fixture(scope="session")
+def seeing() -> Iterator[RunningServer]:
+    config = EngineConfig(model="demo-vision", kv_cache_bytes=64_000_000, default_temperature=0.0)
+    with running_server(config) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The picture of a number as PNG, JPEG and WEBP."""
+    image = picture(random.Random(NUMBER), NUMBER, 320, 200, [BUILT_IN], 2.5)
+    paths = [tmp_path_factory.mktemp("pictures") / f"number.{kind}" for kind in ("png", "jpeg", "webp")]
+    for path in paths:
+        image.save(path)
+    return paths
+
+
 @pytest.fixture(autouse=True)
 def _idle_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    for name in {"server", "any_server"} & set(request.fixturenames):
+    for name in {"server", "any_server", "seeing"} & set(request.fixturenames):
         request.getfixturevalue(name).wait_idle()
 
 

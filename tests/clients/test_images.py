@@ -3,49 +3,27 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import threading
 import urllib.request
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from demo_model.vision.pictures import BUILT_IN, picture
-from mlxpaged.engine.config import EngineConfig
-from tests.clients.conftest import installed, run
-from tests.support import RunningServer, running_server
+from tests.clients.conftest import NUMBER, installed, run
+from tests.support import RunningServer
 
 pytestmark = pytest.mark.clients
 
 PROGRAMS = Path(__file__).parent / "programs" / "images"
-NUMBER = 407
-
-
-@pytest.fixture(scope="module")
-def seeing() -> Iterator[RunningServer]:
-    config = EngineConfig(model="demo-vision", kv_cache_bytes=64_000_000, default_temperature=0.0)
-    with running_server(config) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The picture of a number as PNG, JPEG and WEBP."""
-    image = picture(random.Random(NUMBER), NUMBER, 320, 200, [BUILT_IN], 2.5)
-    paths = [tmp_path_factory.mktemp("pictures") / f"number.{kind}" for kind in ("png", "jpeg", "webp")]
-    for path in paths:
-        image.save(path)
-    return paths
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in PROGRAMS.iterdir()))
-def test_a_library_shows_pictures(seeing: RunningServer, files: list[Path], tmp_path: Path, script: str) -> None:
+def test_a_library_shows_pictures(seeing: RunningServer, pictures: list[Path], tmp_path: Path, script: str) -> None:
     folder = installed(Path(script).stem)
-    shown = run(tmp_path, folder / "bin" / "python", "-I", PROGRAMS / script, seeing.url, *files)
+    shown = run(tmp_path, folder / "bin" / "python", "-I", PROGRAMS / script, seeing.url, *pictures)
     answers = re.findall(r"^(.*\b(chat|stream|counted|sees)): (.*)$", shown, flags=re.MULTILINE)
     assert len(answers) >= 6, shown
     for label, kind, answer in answers:
@@ -112,12 +90,12 @@ class Planner(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("number", range(3), ids=["png", "jpeg", "webp"])
-def test_claude_code_reads_a_picture(seeing: RunningServer, files: list[Path], tmp_path: Path, number: int) -> None:
+def test_claude_code_reads_a_picture(seeing: RunningServer, pictures: list[Path], tmp_path: Path, number: int) -> None:
     """It sends the file that it was told to read as a tool's result, as an image in it."""
     claude = installed("claude_code") / "node_modules" / ".bin" / "claude"
     (tmp_path / "work").mkdir()
-    file = tmp_path / "work" / files[number].name
-    file.write_bytes(files[number].read_bytes())
+    file = tmp_path / "work" / pictures[number].name
+    file.write_bytes(pictures[number].read_bytes())
     told: list[dict[str, Any]] = []
     handler = type("Planner", (Planner,), {"file": str(file), "server_url": seeing.url, "told": told})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as planner:

@@ -3,6 +3,7 @@ chat."""
 
 from __future__ import annotations
 
+import base64
 import os
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +19,7 @@ import pytest
 
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models.loader import DEMO_PATH
-from tests.clients.conftest import installed
+from tests.clients.conftest import NUMBER, installed
 from tests.support import RunningServer, running_server, wait_until
 
 pytestmark = pytest.mark.clients
@@ -39,7 +41,7 @@ class Page:
     client: httpx.Client
     models: dict[str, Any]
 
-    def chat(self, model: str, text: str, *tools: str, title: bool = False) -> dict[str, Any]:
+    def chat(self, model: str, text: str | list[dict[str, Any]], *tools: str, title: bool = False) -> dict[str, Any]:
         """Returns the answer in a new chat, with the chat's title. title: wait until the chat has one."""
         question, answer = str(uuid.uuid4()), str(uuid.uuid4())
         message = {"id": question, "parentId": None, "childrenIds": [answer], "role": "user", "content": text}
@@ -85,8 +87,10 @@ def demo() -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="module")
-def page(server: RunningServer, demo: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """Starts Open WebUI, connected to both servers, with a tool. It downloads nothing."""
+def page(
+    server: RunningServer, demo: RunningServer, seeing: RunningServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Page]:
+    """Starts Open WebUI, connected to the servers, with a tool. It downloads nothing."""
     command = installed("open_webui") / "bin" / "open-webui"
     home = tmp_path_factory.mktemp("open_webui")
     env = {
@@ -96,8 +100,8 @@ def page(server: RunningServer, demo: RunningServer, tmp_path_factory: pytest.Te
         "ENABLE_OLLAMA_API": "False",
         "HF_HUB_OFFLINE": "1",
         "OFFLINE_MODE": "True",
-        "OPENAI_API_BASE_URLS": f"{server.url}/v1;{demo.url}/v1",
-        "OPENAI_API_KEYS": "unused;unused",
+        "OPENAI_API_BASE_URLS": f"{server.url}/v1;{demo.url}/v1;{seeing.url}/v1",
+        "OPENAI_API_KEYS": "unused;unused;unused",
         "RAG_EMBEDDING_ENGINE": "openai",
         "WEBUI_AUTH": "False",
     }
@@ -130,8 +134,16 @@ def page(server: RunningServer, demo: RunningServer, tmp_path_factory: pytest.Te
         process.wait(ANSWER_S)
 
 
-def test_it_lists_the_models_of_both_servers(page: Page) -> None:
-    assert set(page.models) == {"scripted", "demo"}
+def test_it_lists_the_models_of_all_servers(page: Page) -> None:
+    assert set(page.models) == {"scripted", "demo", "demo-vision"}
+
+
+def test_a_picture_is_seen(page: Page, pictures: list[Path]) -> None:
+    for path in pictures:
+        url = f"data:image/{path.suffix[1:]};base64,{base64.b64encode(path.read_bytes()).decode()}"
+        text = {"type": "text", "text": "What number is in the picture?"}
+        answer = page.chat("demo-vision", [text, {"type": "image_url", "image_url": {"url": url}}])
+        assert answer["content"] == str(NUMBER)
 
 
 def test_the_first_chat_with_a_model_that_cannot_be_told_of_the_tools_is_answered(page: Page) -> None:

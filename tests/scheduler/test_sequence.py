@@ -56,3 +56,21 @@ def test_an_answer_ends_at_a_stop_token_before_it_ends_at_its_length() -> None:
 def test_sequences_without_work_are_refused(prompt: list[int], max_tokens: int) -> None:
     with pytest.raises(ValueError, match="at least"):
         Sequence(1, prompt, max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("computed", "chunks"),
+    [
+        (0, {4: 4, 5: 5, 6: 5, 11: 5, 12: 12, 13: 13}),
+        (5, {1: 7, 7: 7, 8: 8, 15: 15, 16: 15}),
+        (8, {1: 4, 4: 4}),  # after a prefix hit within the picture
+        (20, {1: 3, 2: 3, 3: 3}),
+    ],
+)
+def test_a_chunk_does_not_end_within_a_picture_whose_tokens_see_one_another(
+    computed: int, chunks: dict[int, int]
+) -> None:
+    sequence = Sequence(1, list(range(40)), max_tokens=1)
+    sequence.spans = [(5, 12), (20, 23)]
+    sequence.num_computed_tokens = computed
+    assert {size: sequence.whole_chunk(size) for size in chunks} == chunks
