@@ -34,6 +34,11 @@ MOST = {
     "mm_embed_dim": 2**16,
     "mm_posemb_size": 2**20,
     "mm_tokens_per_image": 2**14,
+    "num_patches": 2**20,
+    "downsample_factor": 16,
+    "projector_hidden_size": 2**16,
+    "min_image_tokens": 2**20,
+    "max_image_tokens": 2**20,
 }
 """Far above those of any model. A tower of a damaged directory is not even begun."""
 

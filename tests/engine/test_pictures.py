@@ -114,7 +114,10 @@ def test_each_alone(seeing: tuple[ServedModel, PatchTower], expected: list[list[
     assert [answers(core, [prompt])[0] for prompt in PROMPTS] == expected
 
 
-@pytest.mark.parametrize("name", ["mistral3", "pixtral", "qwen3", "lfm2", "qwen3_5", "deepseek_v3", "gemma3_text"])
+OTHERS = ("mistral3", "pixtral", "qwen3", "lfm2", "lfm2-vl", "qwen3_5", "deepseek_v3", "gemma3_text")
+
+
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_layers(tmp_path: Path, name: str) -> None:
     """Tied heads, recurrent states, latent layers, windows."""
     path = make_architecture(tmp_path / "m", name)

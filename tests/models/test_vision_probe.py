@@ -23,7 +23,7 @@ from mlxpaged.vision.positions import Axes
 from mlxpaged.vision.tower import Vision
 from tests.engine.seeing import PatchFormat, load_seeing
 from tests.models.architectures import make_architecture
-from tests.vision import test_gemma3, test_gemma4
+from tests.vision import test_gemma3, test_gemma4, tiny_lfm2
 from tests.vision.tiny import MERGED, tiny_tower
 from tests.vision.tiny_gemma import with_random_weights
 from tests.vision.tiny_qwen import DEEP, config_of, files
@@ -121,6 +121,18 @@ def test_gemma_models_see(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyP
     assert windows == ({None: True, 12: True} if kind == "gemma3" else {None: False, 12: True})
     monkeypatch.setattr("mlxpaged.models.vision_probe.let_look_ahead", lambda *_: None)
     assert "does not reproduce its logits" in load_model(str(path)).no_vision_because
+
+
+def test_lfm2_vl_sees(tmp_path: Path) -> None:
+    sizes = replace(tiny_lfm2.NORMED, output=64)
+    path = make_architecture(tmp_path / "m", "lfm2-vl")
+    tiny_lfm2.files(path, tiny_lfm2.stored_weights(tiny_lfm2.tiny_tower(sizes), "mlx-vlm"), "model-tower.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    more = {"text_config": config["text_config"], "use_image_special_tokens": False}
+    (path / "config.json").write_text(json.dumps(config | tiny_lfm2.config_of(sizes) | more))
+    served = load_model(str(path))
+    assert served.vision is not None, served.no_vision_because
+    assert served.vision.format.tokens(16, 8) == [9, 9]
 
 
 class OtherTower:

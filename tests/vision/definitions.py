@@ -12,9 +12,9 @@ Array = npt.NDArray[np.float64]
 Place = tuple[int, int]
 
 
-def norm(x: Array, weights: dict[str, Array], name: str) -> Array:
+def norm(x: Array, weights: dict[str, Array], name: str, eps: float = 1e-6) -> Array:
     centred = x - x.mean()
-    return weights[f"{name}.weight"] * centred / math.sqrt((centred**2).mean() + 1e-6) + weights[f"{name}.bias"]
+    return weights[f"{name}.weight"] * centred / math.sqrt((centred**2).mean() + eps) + weights[f"{name}.bias"]
 
 
 def linear(x: Array, weights: dict[str, Array], name: str) -> Array:

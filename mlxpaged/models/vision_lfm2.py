@@ -1,0 +1,78 @@
+"""Makes the tower of LFM2-VL by a model's configuration."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mlxpaged.models.vision_family import Family, Settings, colours_of, number
+from mlxpaged.vision.lfm2 import MEAN, STD, Lfm2Sizes, Lfm2Tower
+from mlxpaged.vision.lfm2_format import Lfm2Format
+from mlxpaged.vision.tower import Vision
+
+PARTS = ("vision_tower.", "multi_modal_projector.")
+"""How the names of a tower's weights begin. transformers wrote `vision_model.` after vision_tower in its versions 4."""
+
+UNUSED = ("vision_tower.head.", "vision_tower.embeddings.position_ids")
+"""A head for whole pictures, and the numbers of the places."""
+
+ACTIVATIONS = {"hidden_act": "gelu_pytorch_tanh", "projector_hidden_act": "gelu"}
+
+
+def name_of(name: str) -> str | None:
+    name = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
+    return name if name.startswith(PARTS) and not name.startswith(UNUSED) else None
+
+
+def make(settings: Settings) -> tuple[Vision, Lfm2Tower]:
+    """What is left out has the value that transformers takes. Raises ValueError, KeyError or TypeError."""
+    config = settings.config
+    seen, text = config["vision_config"], config["text_config"]
+    for values, (name, activation) in zip((seen, config), ACTIVATIONS.items(), strict=True):
+        if values.get(name, activation) != activation:
+            raise ValueError(f"its {name} is {values[name]}")
+    if config.get("vision_feature_layer", -1) != -1:
+        raise ValueError(f"its features come from layer {config['vision_feature_layer']} instead of the last")
+    num_places = number(seen, "num_patches", 256)
+    places = math.isqrt(num_places)
+    if places**2 != num_places:
+        raise ValueError(f"its {num_places} position embeddings are not those of a square")
+    mean, std = colours_of(settings.pictures, MEAN, STD)
+    sizes = Lfm2Sizes(
+        width=number(seen, "hidden_size", 768),
+        hidden=number(seen, "intermediate_size", 3072),
+        blocks=number(seen, "num_hidden_layers", 12),
+        heads=number(seen, "num_attention_heads", 12),
+        patch=number(seen, "patch_size", 16),
+        places=places,
+        eps=float(seen.get("layer_norm_eps", 1e-6)),
+        merge=number(config, "downsample_factor", 2),
+        projector=number(config, "projector_hidden_size", 2560),
+        bias=bool(config.get("projector_bias", True)),
+        norm=bool(config.get("projector_use_layernorm", True)),
+        output=number(text, "hidden_size"),
+        mean=mean,
+        std=std,
+    )
+    tower = Lfm2Tower(sizes)
+    return Vision(format_of(settings, sizes.patch * sizes.merge), tower), tower
+
+
+def format_of(settings: Settings, side: int) -> Lfm2Format:
+    """Raises ValueError if a token or a limit is missing, or is none."""
+    config, prompts = settings.config, settings.prompts
+    limits: dict[str, Any] = {name: config[name] for name in ("min_image_tokens", "max_image_tokens") if name in config}
+    limits |= settings.pictures
+    most = min(number(limits, "max_image_tokens", 256), max(1, settings.most_pixels // side**2))
+    placeholder = config.get("image_token_id", config.get("image_token_index"))
+    has_around = prompts.get("use_image_special_tokens", config.get("use_image_special_tokens", True))
+    return Lfm2Format(
+        placeholder=settings.token("<image>") if placeholder is None else int(placeholder),
+        around=(settings.token("<|image_start|>"), settings.token("<|image_end|>")) if has_around else None,
+        side=side,
+        least=min(number(limits, "min_image_tokens", 64), most),
+        most=most,
+    )
+
+
+LFM2 = Family({"siglip2_vision_model", "lfm2_vl", "lfm2-vl"}, name_of, lambda stored: None, make)

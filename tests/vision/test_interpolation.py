@@ -1,0 +1,37 @@
+"""Weights of position embeddings for other numbers of rows and columns."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from PIL import Image
+
+from mlxpaged.vision.interpolation import bilinear, interpolated
+
+COUNTS = [1, 2, 3, 5, 8, 13, 16, 20, 40, 71]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("size", [1, 5, 16])
+def test_bilinear_weights_are_those_of_pillow(count: int, size: int) -> None:
+    """Pillow's filter is that of torch with antialias=True."""
+    for place in range(size):
+        line = np.zeros((1, size), np.float32)
+        line[0, place] = 1
+        wanted = np.array(Image.fromarray(line).resize((count, 1), Image.Resampling.BILINEAR))[0]
+        assert np.array(bilinear(count, size))[:, place] == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 5, 64])
+def test_as_many_places_as_before_are_the_same(size: int) -> None:
+    assert np.array_equal(np.array(bilinear(size, size)), np.eye(size))
+
+
+def test_rows_and_columns_are_weighted_apart() -> None:
+    rng = np.random.default_rng(1)
+    grid, down, across = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 4, 6), (5, 3), (2, 4)))
+    found = interpolated(mx.array(grid).astype(mx.bfloat16), mx.array(down), mx.array(across))
+    assert found.dtype == mx.float32
+    rounded = np.array(mx.array(grid).astype(mx.bfloat16).astype(mx.float32))
+    assert np.array(found) == pytest.approx(np.einsum("hwd,rh,cw->rcd", rounded, down, across), abs=1e-5)

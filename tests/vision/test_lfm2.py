@@ -1,0 +1,275 @@
+"""The tower of LFM2-VL computes what its definition says, and its files are read with the names of all libraries."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from mlxpaged.models.vision import load_vision
+from mlxpaged.vision import blocks
+from mlxpaged.vision.lfm2 import Lfm2Sizes, Lfm2Tower
+from mlxpaged.vision.lfm2_format import Lfm2Format
+from mlxpaged.vision.tower import Vision
+from tests.vision.definitions import Array, exact_gelu, gelu_of_tanh, linear, mixed_heads, norm
+from tests.vision.tiny import pictures
+from tests.vision.tiny_lfm2 import NORMED, PICTURES, PLAIN, config_of, files, stored_weights, tiny_tower
+
+BOTH = pytest.mark.parametrize("sizes", [NORMED, PLAIN], ids=["normed", "plain"])
+VOCABULARY = {"<image>": 10, "<|image_start|>": 11, "<|image_end|>": 12}
+
+
+def features(tower: Lfm2Tower, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    *_, last = tower.encode(mx.array(pixels))
+    return np.array(last.astype(mx.float32))
+
+
+def near(places: int, position: int, count: int) -> Array:
+    """How much each of the grid's places counts for a position: less with its distance, and nothing from a place away,
+    or from as many places as a position of the picture covers."""
+    reach = max(1.0, places / count)
+    centre = (position + 0.5) * places / count
+    found = np.array([max(0.0, 1 - abs(place + 0.5 - centre) / reach) for place in range(places)])
+    return found / found.sum()
+
+
+def reference_features(tower: Lfm2Tower, picture: npt.NDArray[np.uint8]) -> Array:
+    """Of one picture, [height, width, 3], in float64, with one loop for each sum."""
+    found: Any = tree_flatten(tower.parameters())
+    weights: dict[str, Array] = {name: np.array(each.astype(mx.float32), np.float64) for name, each in found}
+    sizes, side = tower.sizes, tower.sizes.patch
+    of_tower = {name.removeprefix("vision_tower."): each for name, each in weights.items()}
+    of_projector = {name.removeprefix("multi_modal_projector."): each for name, each in weights.items()}
+    rows, columns = picture.shape[0] // side, picture.shape[1] // side
+    grid = of_tower["embeddings.position_embedding.weight"].reshape(sizes.places, sizes.places, -1)
+    state = []
+    for row in range(rows):
+        for column in range(columns):
+            patch = picture[row * side : (row + 1) * side, column * side : (column + 1) * side]
+            colours = (patch / 255 - np.array(sizes.mean)) / np.array(sizes.std)
+            x = linear(colours.reshape(-1), of_tower, "embeddings.patch_embedding")
+            for i, down in enumerate(near(sizes.places, row, rows)):
+                for j, across in enumerate(near(sizes.places, column, columns)):
+                    x = x + down * across * grid[i, j]
+            state.append(x)
+    for number in range(sizes.blocks):
+        own = {name.removeprefix(f"encoder.layers.{number}."): each for name, each in of_tower.items()}
+        normed = [norm(x, own, "layer_norm1", sizes.eps) for x in state]
+        heads = [
+            np.array([linear(x, own, f"self_attn.{name}_proj").reshape(sizes.heads, -1) for name in "qkv"])
+            for x in normed
+        ]
+        mixed = mixed_heads(heads, [(0, 0)] * len(heads), lambda one, other: True)  # at (0, 0), nothing turns
+        state = [x + linear(y.reshape(-1), own, "self_attn.out_proj") for x, y in zip(state, mixed, strict=True)]
+        for i, x in enumerate(state):
+            inner = gelu_of_tanh(linear(norm(x, own, "layer_norm2", sizes.eps), own, "mlp.fc1"))
+            state[i] = x + linear(inner, own, "mlp.fc2")
+    state = [norm(x, of_tower, "post_layernorm", sizes.eps) for x in state]
+    out = []
+    for row in range(0, rows, 2):
+        for column in range(0, columns, 2):
+            x = np.concatenate([state[(row + i) * columns + column + j] for i in range(2) for j in range(2)])
+            if sizes.norm:
+                x = norm(x, of_projector, "layer_norm", 1e-5)
+            out.append(linear(exact_gelu(linear(x, of_projector, "linear_1")), of_projector, "linear_2"))
+    return np.array(out)
+
+
+@BOTH
+@pytest.mark.parametrize(("width", "height"), [(8, 8), (24, 16), (16, 40)])
+def test_features_are_those_of_the_definition(sizes: Lfm2Sizes, width: int, height: int) -> None:
+    tower, [picture] = tiny_tower(sizes), pictures(1, width, height)
+    wanted = reference_features(tower, picture)
+    assert features(tower, picture[None])[0] == pytest.approx(wanted, abs=2e-5 * float(np.abs(wanted).max()))
+
+
+def test_the_projectors_norm_of_small_values_is_that_of_the_definition() -> None:
+    """Its epsilon counts then."""
+    tower, [picture] = tiny_tower(NORMED), pictures(1, 24, 16)
+    last = tower.vision_tower.post_layernorm
+    last.update(tree_map(lambda weight: 0.003 * weight, last.parameters()))
+    wanted = reference_features(tower, picture)
+    assert features(tower, picture[None])[0] == pytest.approx(wanted, abs=1e-3 * float(np.abs(wanted).max()))
+
+
+def test_a_batch_has_the_features_of_each_picture_alone() -> None:
+    tower, several = tiny_tower(NORMED), pictures(3, 24, 16)
+    together = features(tower, several)
+    for picture, found in zip(several, together, strict=True):
+        assert found == pytest.approx(features(tower, picture[None])[0], abs=1e-5 * float(np.abs(found).max()))
+
+
+def test_pictures_of_a_batch_do_not_see_one_another() -> None:
+    tower, several = tiny_tower(NORMED), pictures(3, 24, 16)
+    before = features(tower, several)
+    several[1] = 0
+    after = features(tower, several)
+    assert np.array_equal(before[[0, 2]], after[[0, 2]])
+    assert not np.array_equal(before[1], after[1])
+
+
+def test_parts_of_an_encoding() -> None:
+    assert len(list(tiny_tower(NORMED).encode(mx.array(pictures(2, 24, 16))))) == 2 * NORMED.blocks + 1
+
+
+def test_a_block_is_computed_for_some_patches_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower, several = tiny_tower(NORMED), pictures(2, 40, 24)
+    whole, num_parts = features(tower, several), len(list(tower.encode(mx.array(several))))
+    monkeypatch.setattr(blocks, "PATCHES", 24)
+    assert features(tower, several) == pytest.approx(whole, abs=1e-5 * float(np.abs(whole).max()))
+    assert len(list(tower.encode(mx.array(several)))) > num_parts
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_half_precision_weights_give_near_features_of_their_type(dtype: mx.Dtype) -> None:
+    tower, pixels = tiny_tower(NORMED, dtype), pictures(1, 24, 16)
+    *_, last = tower.encode(mx.array(pixels))
+    assert last.dtype == dtype
+    wanted = reference_features(tower, pixels[0])
+    assert features(tower, pixels)[0] == pytest.approx(wanted, abs=0.1 * float(np.abs(wanted).max()))
+
+
+def load(path: Path, config: dict[str, Any], most_pixels: int = 10**6) -> tuple[Vision | None, str]:
+    return load_vision(path, config, lambda: VOCABULARY, lambda done, total: None, most_pixels=most_pixels)
+
+
+@BOTH
+@pytest.mark.parametrize("library", ["4", "5", "mlx-vlm"])
+@pytest.mark.parametrize("kind", ["lfm2-vl", "lfm2_vl"])
+def test_a_checkpoint_gives_its_tower(tmp_path: Path, kind: str, library: str, sizes: Lfm2Sizes) -> None:
+    tower = tiny_tower(sizes)
+    files(tmp_path, stored_weights(tower, library) | {"model.language_model.embed_tokens.weight": mx.ones((4, 4))})
+    vision, reason = load(tmp_path, config_of(sizes, kind))
+    assert vision is not None, reason
+    assert (vision.axes, vision.num_deep, vision.mutual) == (None, 0, "none")
+    assert vision.format == Lfm2Format(placeholder=9, around=(11, 12), side=8, least=4, most=64)
+    assert isinstance(vision.tower, Lfm2Tower)
+    assert np.array_equal(features(vision.tower, pictures(2, 24, 16)), features(tower, pictures(2, 24, 16)))
+    assert vision.tower.nbytes == tower.nbytes
+
+
+def test_weights_that_a_tower_does_not_use_are_left_out(tmp_path: Path) -> None:
+    """Some checkpoints have the projector's norm although their configuration turns it off, or SigLIP's own head."""
+    tower = tiny_tower(PLAIN)
+    unused = {
+        "vision_tower.vision_model.head.probe": mx.ones((1, 24)),
+        "vision_tower.embeddings.position_ids": mx.arange(25)[None],
+        "multi_modal_projector.layer_norm.weight": mx.ones(96),
+        "multi_modal_projector.layer_norm.bias": mx.ones(96),
+    }
+    vision, reason = load(files(tmp_path, stored_weights(tower, "mlx-vlm") | unused), config_of(PLAIN))
+    assert vision is not None, reason
+    assert isinstance(vision.tower, Lfm2Tower)
+    assert np.array_equal(features(vision.tower, pictures(1, 24, 16)), features(tower, pictures(1, 24, 16)))
+
+
+@pytest.mark.parametrize(("bits", "mode"), [(4, "affine"), (8, "affine"), (4, "mxfp4")])
+def test_quantized_layers_stay_quantized(tmp_path: Path, bits: int, mode: str) -> None:
+    """All of them are here, the embeddings of the places too, but those of the patches, which are too short."""
+    sizes = replace(NORMED, width=64, hidden=64, heads=2, projector=64)
+    tower = tiny_tower(sizes)
+
+    def chosen(name: str, module: Any) -> bool:
+        return hasattr(module, "to_quantized") and "patch_embedding" not in name
+
+    nn.quantize(tower, 32, bits, mode=mode, class_predicate=chosen)
+    config = config_of(sizes) | {"quantization": {"group_size": 32, "bits": bits, "mode": mode}}
+    vision, reason = load(files(tmp_path, stored_weights(tower, "mlx-vlm")), config)
+    assert vision is not None, reason
+    assert isinstance(vision.tower, Lfm2Tower)
+    assert np.array_equal(features(vision.tower, pictures(2, 24, 16)), features(tower, pictures(2, 24, 16)))
+    assert vision.tower.nbytes == tower.nbytes
+
+
+def test_a_quantized_embedding_of_patches(tmp_path: Path) -> None:
+    """A patch of the models has 768 values, so mlx-vlm may quantize this layer too."""
+    sizes = replace(NORMED, patch=8)
+    tower = tiny_tower(sizes)
+    nn.quantize(tower, 32, 8, class_predicate=lambda name, module: name.endswith("patch_embedding"))
+    vision, reason = load(files(tmp_path, stored_weights(tower, "mlx-vlm")), config_of(sizes))
+    assert vision is not None, reason
+    assert isinstance(vision.tower, Lfm2Tower)
+    pixels = pictures(1, 48, 32)
+    wanted = features(tiny_tower(sizes), pixels)
+    assert features(vision.tower, pixels) == pytest.approx(wanted, abs=0.05 * float(np.abs(wanted).max()))
+
+
+@pytest.mark.parametrize(
+    ("more", "prompts", "expected"),
+    [
+        ({}, {}, Lfm2Format(9, (11, 12), 8, 4, 64)),
+        ({"use_image_special_tokens": False}, {}, Lfm2Format(9, None, 8, 4, 64)),
+        ({}, {"use_image_special_tokens": False}, Lfm2Format(9, None, 8, 4, 64)),
+        ({"image_token_id": None, "image_token_index": 7}, {}, Lfm2Format(7, (11, 12), 8, 4, 64)),
+        ({"image_token_id": None}, {}, Lfm2Format(10, (11, 12), 8, 4, 64)),
+        ({"max_image_tokens": 32}, {}, Lfm2Format(9, (11, 12), 8, 4, 64)),
+    ],
+)
+def test_the_format_follows_the_files(
+    tmp_path: Path, more: dict[str, Any], prompts: dict[str, Any], expected: Lfm2Format
+) -> None:
+    files(tmp_path, stored_weights(tiny_tower(NORMED), "5"))
+    (tmp_path / "processor_config.json").write_text(json.dumps(prompts))
+    config = {name: value for name, value in (config_of(NORMED) | more).items() if value is not None}
+    vision, reason = load(tmp_path, config)
+    assert vision is not None, reason
+    assert vision.format == expected
+
+
+def test_limits_may_be_in_the_models_configuration_or_nowhere(tmp_path: Path) -> None:
+    files(tmp_path, stored_weights(tiny_tower(NORMED), "5"))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": PICTURES["image_mean"]}))
+    for more, limits in (({}, (64, 256)), ({"min_image_tokens": 2, "max_image_tokens": 32}, (2, 32))):
+        vision, reason = load(tmp_path, config_of(NORMED) | more)
+        assert vision is not None, reason
+        assert vision.format == Lfm2Format(9, (11, 12), 8, *limits)
+
+
+def test_a_picture_has_no_more_pixels_than_the_server_is_told(tmp_path: Path) -> None:
+    vision, reason = load(files(tmp_path, stored_weights(tiny_tower(NORMED), "5")), config_of(NORMED), most_pixels=1024)
+    assert vision is not None, reason
+    assert vision.format.size(640, 640) == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"vision_feature_layer": -2}, "its features come from layer -2 instead of the last"),
+        ({"projector_hidden_act": "silu"}, "its projector_hidden_act is silu"),
+        ({"vision_config": {"model_type": "lfm2_vl", "hidden_act": "gelu"}}, "its hidden_act is gelu"),
+        ({"vision_config": {"model_type": "lfm2_vl", "num_patches": 24}}, "24 position embeddings are not those of a"),
+        ({"vision_config": {"model_type": "lfm2_vl"} | {"patch_size": [16, 16]}}, r"its patch_size is [16, 16]"),
+        ({"downsample_factor": 0}, "its downsample_factor is 0"),
+        ({"text_config": {}}, "its hidden_size is None"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_told(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    files(tmp_path, stored_weights(tiny_tower(NORMED), "5"))
+    vision, why = load(tmp_path, config_of(NORMED) | change)
+    assert vision is None
+    assert reason in why
+
+
+@pytest.mark.parametrize("most", [0, "many", 2**21])
+def test_limits_that_are_none_are_told(tmp_path: Path, most: Any) -> None:
+    files(tmp_path, stored_weights(tiny_tower(NORMED), "5"))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PICTURES | {"max_image_tokens": most}))
+    assert load(tmp_path, config_of(NORMED)) == (
+        None,
+        f"its vision tower cannot be loaded: its max_image_tokens is {most}",
+    )
+
+
+def test_a_vocabulary_without_the_tokens_around_a_picture_is_told(tmp_path: Path) -> None:
+    files(tmp_path, stored_weights(tiny_tower(NORMED), "5"))
+    vision, reason = load_vision(tmp_path, config_of(NORMED), lambda: {"<image>": 3}, lambda done, total: None)
+    assert vision is None
+    assert reason == "its vision tower cannot be loaded: its tokenizer has no <|image_start|>"
