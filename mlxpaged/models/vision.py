@@ -21,6 +21,7 @@ from mlxpaged.models.preflight import WEIGHTS
 from mlxpaged.models.turns import Turns
 from mlxpaged.models.vision_family import Family, Settings
 from mlxpaged.models.vision_gemma import GEMMA_3, GEMMA_4, GEMMA_4_UNIFIED
+from mlxpaged.models.vision_kimi import KIMI
 from mlxpaged.models.vision_lfm2 import LFM2
 from mlxpaged.models.vision_pixtral import PIXTRAL
 from mlxpaged.models.vision_probe import check_vision
@@ -33,6 +34,7 @@ from mlxpaged.vision.tower import Vision
 logger = logging.getLogger(__name__)
 
 FAMILIES: Mapping[str, Family] = {
+    "kimi_vl": KIMI,
     "lfm2-vl": LFM2,
     "lfm2_vl": LFM2,
     "mistral3": PIXTRAL,

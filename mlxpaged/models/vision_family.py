@@ -39,6 +39,9 @@ MOST = {
     "projector_hidden_size": 2**16,
     "min_image_tokens": 2**20,
     "max_image_tokens": 2**20,
+    "init_pos_emb_height": 2**10,
+    "init_pos_emb_width": 2**10,
+    "in_token_limit": 2**20,
 }
 """Far above those of any model. A tower of a damaged directory is not even begun."""
 

@@ -23,7 +23,7 @@ from mlxpaged.vision.positions import Axes
 from mlxpaged.vision.tower import Vision
 from tests.engine.seeing import PatchFormat, load_seeing
 from tests.models.architectures import make_architecture
-from tests.vision import test_gemma3, test_gemma4, tiny_lfm2
+from tests.vision import test_gemma3, test_gemma4, tiny_kimi, tiny_lfm2
 from tests.vision.tiny import MERGED, tiny_tower
 from tests.vision.tiny_gemma import with_random_weights
 from tests.vision.tiny_qwen import DEEP, config_of, files
@@ -130,6 +130,19 @@ def test_lfm2_vl_sees(tmp_path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     more = {"text_config": config["text_config"], "use_image_special_tokens": False}
     (path / "config.json").write_text(json.dumps(config | tiny_lfm2.config_of(sizes) | more))
+    served = load_model(str(path))
+    assert served.vision is not None, served.no_vision_because
+    assert served.vision.format.tokens(16, 8) == [9, 9]
+
+
+def test_kimi_vl_sees(tmp_path: Path) -> None:
+    sizes = replace(tiny_kimi.SIZES, output=64)
+    path = make_architecture(tmp_path / "m", "kimi_vl")
+    weights = tiny_kimi.stored_weights(tiny_kimi.tiny_tower(sizes), of_mlx_vlm=False)
+    tiny_kimi.files(path, weights, "model-tower.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    more = {"text_config": config["text_config"]}
+    (path / "config.json").write_text(json.dumps(config | tiny_kimi.config_of(sizes) | more))
     served = load_model(str(path))
     assert served.vision is not None, served.no_vision_because
     assert served.vision.format.tokens(16, 8) == [9, 9]

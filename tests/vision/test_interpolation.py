@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from PIL import Image
 
-from mlxpaged.vision.interpolation import bilinear, interpolated
+from mlxpaged.vision.interpolation import bicubic, bilinear, interpolated
 
 COUNTS = [1, 2, 3, 5, 8, 13, 16, 20, 40, 71]
 
@@ -23,9 +26,29 @@ def test_bilinear_weights_are_those_of_pillow(count: int, size: int) -> None:
         assert np.array(bilinear(count, size))[:, place] == pytest.approx(wanted, abs=1e-6)
 
 
+def cubic(distance: float) -> float:
+    """torch's, with the parameter -0.75."""
+    x = abs(distance)
+    if x < 1:
+        return 1.25 * x**3 - 2.25 * x**2 + 1
+    return -0.75 * (x**3 - 5 * x**2 + 8 * x - 4) if x < 2 else 0.0
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("size", [1, 5, 16])
+def test_bicubic_weights_are_those_of_the_definition(count: int, size: int) -> None:
+    wanted = np.zeros((count, size))
+    for i in range(count):
+        at = (i + 0.5) * size / count - 0.5
+        for place in range(math.floor(at) - 1, math.floor(at) + 3):
+            wanted[i, min(max(place, 0), size - 1)] += cubic(at - place)
+    assert np.array(bicubic(count, size)) == pytest.approx(wanted, abs=2e-5)
+
+
+@pytest.mark.parametrize("weights", [bilinear, bicubic])
 @pytest.mark.parametrize("size", [1, 5, 64])
-def test_as_many_places_as_before_are_the_same(size: int) -> None:
-    assert np.array_equal(np.array(bilinear(size, size)), np.eye(size))
+def test_as_many_places_as_before_are_the_same(weights: Callable[[int, int], mx.array], size: int) -> None:
+    assert np.array_equal(np.array(weights(size, size)), np.eye(size))
 
 
 def test_rows_and_columns_are_weighted_apart() -> None:

@@ -1,0 +1,57 @@
+"""Sizes and tokens of pictures in the prompts of Kimi-VL."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxpaged.vision.kimi_format import KimiFormat
+from mlxpaged.vision.picture import PictureFormat
+
+
+def form(most: int = 4096, patch: int = 14, merge: int = 2) -> PictureFormat:
+    return KimiFormat(10, patch, merge, most)
+
+
+@pytest.mark.parametrize(
+    ("size", "taken"),
+    [
+        ((1, 1), (28, 28)),
+        ((28, 28), (28, 28)),
+        ((29, 28), (56, 28)),
+        ((640, 480), (644, 504)),
+        ((896, 896), (896, 896)),
+        ((909, 896), (924, 896)),
+        ((910, 910), (896, 896)),
+        ((1920, 1080), (1204, 672)),
+        ((3000, 2000), (1120, 756)),
+        ((4032, 3024), (1036, 784)),
+        ((12, 2000), (28, 2016)),
+        ((100, 7139), (112, 7140)),
+    ],
+)
+def test_sizes_are_those_of_the_models_own_code(size: tuple[int, int], taken: tuple[int, int]) -> None:
+    """The values are of `rescale` of KimiVLImageProcessor in mlx-vlm 0.7.10, with pad_input, as all models have it."""
+    assert form().size(*size) == taken
+
+
+def test_a_side_has_at_most_511_patches() -> None:
+    """The models' own code refuses longer ones."""
+    assert form().size(16384, 82) == (7140, 56)
+    assert form(most=16384).size(82, 16384) == (56, 7140)
+
+
+@pytest.mark.parametrize(("width", "height"), [(28, 28), (84, 28), (56, 84)])
+def test_each_square_is_a_placeholder(width: int, height: int) -> None:
+    rows, columns = form().grid(width, height)
+    assert (columns * 28, rows * 28) == (width, height)
+    assert form().tokens(width, height) == [10] * (rows * columns)
+
+
+def test_the_placeholder_is_what_the_template_writes() -> None:
+    assert form().template_token == form().placeholder == 10
+
+
+def test_settings_differ_if_pixels_do() -> None:
+    forms = [form(), form(most=16384), form(patch=16), form(merge=1)]
+    assert len({each.settings for each in forms}) == len(forms)
+    assert form().settings == KimiFormat(1, 14, 2, 4096).settings
