@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpaged.models.vision_family import Family, Settings, colours_of, number
+from mlxpaged.models.vision_family import Family, Settings, colours_of, flatten_convolution, number
 from mlxpaged.vision.kimi import MEAN, STD, KimiSizes, KimiTower
 from mlxpaged.vision.kimi_format import KimiFormat
 from mlxpaged.vision.tower import Vision
@@ -30,12 +30,7 @@ def name_of(name: str) -> str | None:
 
 
 def prepare(stored: dict[str, mx.array]) -> None:
-    """Makes the convolution a linear layer of whole patches."""
-    patches = stored.get(CONVOLUTION)
-    if patches is not None and patches.ndim == 4:
-        if patches.shape[2] == patches.shape[3] != patches.shape[1]:  # torch's layout, [width, colours, side, side]
-            patches = patches.transpose(0, 2, 3, 1)
-        stored[CONVOLUTION] = patches.flatten(1)
+    flatten_convolution(stored, CONVOLUTION)
 
 
 def make(settings: Settings) -> tuple[Vision, KimiTower]:

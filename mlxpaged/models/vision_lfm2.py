@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mlxpaged.models.vision_family import Family, Settings, colours_of, number
+from mlxpaged.models.vision_family import Family, Settings, colours_of, number, resampling_of
 from mlxpaged.vision.lfm2 import MEAN, STD, Lfm2Sizes, Lfm2Tower
 from mlxpaged.vision.lfm2_format import Lfm2Format
 from mlxpaged.vision.tower import Vision
@@ -72,6 +72,7 @@ def format_of(settings: Settings, side: int) -> Lfm2Format:
         side=side,
         least=min(number(limits, "min_image_tokens", 64), most),
         most=most,
+        resampling=resampling_of(settings.pictures, "BILINEAR"),
     )
 
 

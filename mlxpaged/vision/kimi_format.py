@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
+
+from mlxpaged.vision.picture import Resampling
 
 PATCHES = 511
 """The most of a side: the models' own code refuses more (image_processing_kimi_vl.py)."""
@@ -20,6 +24,8 @@ class KimiFormat:
     patch: int
     merge: int
     most: int
+    resampling: ClassVar[Resampling] = "BICUBIC"
+    joins: ClassVar[Mapping[tuple[int, int], int]] = {}
 
     @property
     def template_token(self) -> int:

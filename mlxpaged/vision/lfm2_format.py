@@ -7,7 +7,11 @@ one size and one grid for a picture, so each picture is shown as the models show
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
+
+from mlxpaged.vision.picture import Resampling
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class Lfm2Format:
     side: int
     least: int
     most: int
+    resampling: Resampling = "BILINEAR"
+    joins: ClassVar[Mapping[tuple[int, int], int]] = {}
 
     @property
     def template_token(self) -> int:
@@ -30,7 +36,7 @@ class Lfm2Format:
 
     @property
     def settings(self) -> bytes:
-        return f"lfm2 {self.side} {self.least} {self.most}".encode()
+        return f"lfm2 {self.side} {self.least} {self.most} {self.resampling}".encode()
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Returns the size at which the tower takes a picture: each side is rounded to whole parts, of a picture with
