@@ -7,7 +7,6 @@ directory does not state this, or states something that is not implemented here.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -23,6 +22,7 @@ from mlx_lm.utils import load_model
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.json_files import read, read_object
 from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.models.weight_names import known_classes
 
 MODULES, POOLING, TRANSFORMER = "modules.json", "config.json", "sentence_bert_config.json"
 PROMPTS = "config_sentence_transformers.json"
@@ -151,10 +151,6 @@ def check_causal(config: Mapping[str, Any]) -> None:
         raise UnsupportedModelError("its tokens attend to later tokens, but mlx-lm's decoders are causal")
     if "AutoModel" in (config.get("auto_map") or {}):
         raise UnsupportedModelError("its config.json asks for code of its own (auto_map), which mlx-lm does not run")
-
-
-known_classes = inspect.signature(load_model).parameters["get_model_classes"].default
-"""mlx-lm's function from a config to the classes of the model and of its arguments."""
 
 
 def load_decoder(path: Path) -> tuple[Module, dict[str, Any]]:

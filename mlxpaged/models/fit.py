@@ -10,10 +10,10 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_map
 from mlx_lm.utils import load_model as load_weights
 
-from mlxpaged.models.embedding import known_classes
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layer_finder import Way, layer_specs
 from mlxpaged.models.layers import KV, LayerSpec, PerSequence, kv_layers, leaves, state_bytes
+from mlxpaged.models.weight_names import classes_of
 
 LONGEST = 2**24
 """Tokens; no model has a longer context."""
@@ -50,7 +50,7 @@ def layers_of(directory: Path) -> list[LayerSpec]:
 
 def classes(config: dict[str, Any]) -> tuple[type[Module], type]:
     """The model's classes, without the part that renames weights: it fails if they are missing."""
-    model_class, args_class = known_classes(config)
+    model_class, args_class = classes_of(config)
 
     class WithoutWeights(model_class):  # type: ignore[misc, valid-type]
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -57,6 +57,7 @@ from mlxpaged.models.tokenizer_limits import check_tokenizer_file
 from mlxpaged.models.turns import Turns
 from mlxpaged.models.vision import let_see, load_vision
 from mlxpaged.models.weight_headers import check_sizes
+from mlxpaged.models.weight_names import classes_of
 from mlxpaged.models.weights import READ_BYTES, read_weights
 from mlxpaged.vision import MOST_PIXELS
 from mlxpaged.vision.tower import Vision
@@ -235,10 +236,10 @@ def load_model(
         )
     try:
         turns.during(lambda: check_sizes(own_config, sorted(path.glob(WEIGHTS))))
-        model, config = load_weights(path, lazy=True)
+        model, config = load_weights(path, lazy=True, get_model_classes=classes_of)
         num_parameters = int(get_total_parameters(model))
         if group is not None:
-            shard(model, config, group, lambda: load_weights(path, lazy=True)[0])
+            shard(model, config, group, lambda: load_weights(path, lazy=True, get_model_classes=classes_of)[0])
         read_weights(model, turns.report, READ_BYTES // num_ranks)
         tokenizer = turns.during(lambda: tokenizer_in(path, tool_parser, recommended.end_tokens))
     except UnsupportedModelError as error:

@@ -18,6 +18,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlxpaged.models.errors import InsufficientMemoryError, UnsupportedModelError
 from mlxpaged.models.files import check_files
 from mlxpaged.models.json_files import read_object
+from mlxpaged.models.weight_names import MODULES
 
 WEIGHTS = "model*.safetensors"
 """The files that mlx-lm loads. Some repositories hold the same weights under other names too."""
@@ -160,7 +161,7 @@ def modules_of(model_type: str) -> set[str]:
     # Versions of mlx-lm before 0.32 have only the first of the two tables.
     by_architecture = getattr(mlx_lm_utils, "MODEL_ARCHITECTURE_REMAPPING", {})
     names = {name for (remapped, _), name in by_architecture.items() if remapped == model_type}
-    return names | {model_type, mlx_lm_utils.MODEL_REMAPPING.get(model_type, model_type)}
+    return names | {model_type, mlx_lm_utils.MODEL_REMAPPING.get(model_type, model_type), MODULES.get(model_type, "")}
 
 
 def has_module(name: str) -> bool:
