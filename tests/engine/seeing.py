@@ -13,8 +13,10 @@ from typing import Any, Literal
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model as load_plain_model
 
+from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.fused_attention import unfuse_for_pictures
 from mlxpaged.models.layers import mutual as mutual_layers
 from mlxpaged.models.loader import ServedModel, load_model
@@ -106,9 +108,13 @@ def shown(*parts: Sequence[int] | Picture) -> tuple[list[int], tuple[Picture, ..
 
 
 def load_seeing(
-    path: Path, axes: Axes | None = None, num_deep: int = 0, mutual: Mutual = "none"
+    path: Path,
+    axes: Axes | None = None,
+    num_deep: int = 0,
+    mutual: Mutual = "none",
+    adapters: Sequence[AdapterPath] = (),
 ) -> tuple[ServedModel, PatchTower]:
-    served = load_model(str(path))
+    served = load_model(str(path), adapters=adapters)
     tower = PatchTower(hidden_size(served.model), num_deep, SCALES[mutual])
     most = LARGEST if mutual == "none" else (32, 24)
     vision = Vision(PatchFormat(most), tower, axes, num_deep, mutual)
@@ -130,10 +136,14 @@ def expected_answer(
     num_deep: int = 0,
     num_tokens: int = 16,
     mutual: Mutual = "none",
+    adapter: Path | None = None,
 ) -> list[int]:
     """By mlx-lm's model alone, in one pass over the prompt, with the features in place of its embeddings, added to the
     outputs of its first layers, and rotated by three axes, and with masks that are written out."""
     model, _ = load_plain_model(path)
+    if adapter is not None:
+        load_adapters(model, str(adapter))
+        model.eval()
     where = [position for each in pictures for position in each.positions]
     ids = [0 if i in set(where) else token for i, token in enumerate(prompt)]
     if pictures:

@@ -18,6 +18,7 @@ from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.status import ImageStats
+from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.scheduler.sequence import FinishReason, SequenceStatus
 from mlxpaged.step import FIRST_CONTENT_ID
@@ -27,6 +28,7 @@ from tests.engine import seeing as seeing_model
 from tests.engine.helpers import make_core
 from tests.engine.seeing import Mutual, PatchTower, expected_answer, load_seeing, picture, shown
 from tests.models.architectures import make_architecture
+from tests.support import make_adapter
 
 Prompt = tuple[list[int], tuple[Picture, ...]]
 
@@ -184,6 +186,15 @@ def test_tokens_of_a_picture_see_one_another(mutual: tuple[Path, list[list[int]]
     if caching:
         assert [answers(core, [prompt])[0] for prompt in SMALL] == expected
         assert len(tower.calls) == calls
+
+
+def test_forks_of_prompts_whose_pictures_are_whole(mutual: tuple[Path, list[list[int]]]) -> None:
+    path, expected = mutual
+    core = make_core(load_mutual(path)[0])
+    core.add(request("a", SMALL[4]))
+    core.add(request("b", SMALL[4], fork_of="a"))
+    last = finish(core)
+    assert [list(last[name].token_ids) for name in "ab"] == [expected[4]] * 2
 
 
 @pytest.mark.parametrize("swap_blocks", [0, 40])
@@ -373,6 +384,21 @@ def test_a_picture_of_a_request_that_is_cancelled_meanwhile_is_given_up(
     core.add(request("stays", PROMPTS[0]))
     assert list(finish(core)["stays"].token_ids) == expected[0]
     assert (steps, tower.steps) == (1, 1 + 50)
+
+
+def test_prompts_of_adapters(path: Path, tmp_path: Path) -> None:
+    """In one batch with those of the model alone."""
+    adapters = [AdapterPath(name, make_adapter(path, tmp_path / name, seed)) for seed, name in enumerate(("a", "b"))]
+    served, _ = load_seeing(path, adapters=adapters)
+    core = make_core(served, blocks=200, max_num_batched_tokens=40, max_num_seqs=12)
+    paths: dict[str | None, Path | None] = {None: None} | dict(adapters)
+    wanted = {}
+    for i, prompt in enumerate(PROMPTS[:5]):
+        for name, directory in paths.items():
+            core.add(dataclasses.replace(request(f"{i} {name}", prompt), adapter=name))
+            wanted[f"{i} {name}"] = expected_answer(path, *prompt, adapter=directory)
+    assert {name: list(output.token_ids) for name, output in finish(core).items()} == wanted
+    assert wanted["0 None"] != wanted["0 a"] != wanted["0 b"]
 
 
 def test_penalties_and_log_probabilities(seeing: tuple[ServedModel, PatchTower]) -> None:
