@@ -19,7 +19,10 @@ from mlxpaged.engine.step_input import SampledTokens
 from mlxpaged.engine.wired_memory import wire_memory
 from mlxpaged.step import Step
 
-CALLS = {"move_blocks", "copy_blocks", "resize_pool", "clear_cache", "wire_memory", "free_memory"}
+CALLS = {
+    *("move_blocks", "copy_blocks", "resize_pool", "clear_cache", "wire_memory", "free_memory"),
+    *("receive_features", "forget_features"),
+}
 """The calls that a message can ask for, beside that for a step."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpaged.attention.kv_cache import resolve_backend
-from mlxpaged.attention.layout import AttentionShape
+from mlxpaged.attention.layout import KV_DTYPES, AttentionShape
 from mlxpaged.attention.metadata import HostStep, IntArray
 from mlxpaged.attention.tuning import Tuning
 from mlxpaged.cpu.streams import synchronize
@@ -135,6 +135,8 @@ class ModelRunner:
         """From now on, the other ranks make no call that rank 0 has not sent."""
         if self.ranks is not None and self.ranks.leads:
             self._broadcast = self.ranks.broadcast
+            if self._pictures is not None:
+                self._pictures.on_put, self._pictures.on_drop = self._share_features, self._drop_features
 
     def _tell(self, call: str, *arguments: Any) -> None:
         """Let the other ranks make the same call. Raises RankLostError."""
@@ -163,6 +165,8 @@ class ModelRunner:
         """
         if threading.get_ident() != self.thread_id:
             raise RuntimeError("the model runs on the engine thread only")
+        if self._pictures is not None and step.shows_pictures:
+            self._pictures.prepare(step)
         if self.tile_size is not None:
             return self._forward_tiles(step, sampled)
         if self._broadcast is None:
@@ -362,6 +366,29 @@ class ModelRunner:
         """Give back the freed buffers that MLX keeps."""
         self._tell("clear_cache")
         mx.clear_cache()
+
+    def _share_features(self, number: int, grid: tuple[int, int], features: mx.array) -> None:
+        """Give a picture's features to all ranks."""
+        assert self.ranks is not None
+        sizes = (*features.shape, *grid)
+        self._tell("receive_features", number, KV_DTYPES.index(features.dtype), *sizes)
+        mx.eval(self.ranks.from_first(features))
+
+    def receive_features(self, number: int, dtype: int, *sizes: int) -> None:
+        """Does the part of another rank in `_share_features`. sizes: of the features, then rows and columns."""
+        assert self.ranks is not None
+        assert self._pictures is not None
+        *shape, rows, columns = sizes
+        features = self.ranks.from_first(mx.zeros(shape, KV_DTYPES[dtype]))
+        mx.eval(features)
+        self._pictures.receive(number, (rows, columns), features)
+
+    def _drop_features(self, number: int) -> None:
+        self._tell("forget_features", number)
+
+    def forget_features(self, number: int) -> None:
+        assert self._pictures is not None
+        self._pictures.forget(number)
 
     def wire_memory(self) -> None:
         """Keep the pools resident after a resize. No step may be in flight."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 
@@ -22,7 +22,7 @@ from mlxpaged.engine.request import Request
 from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.step import FIRST_CONTENT_ID, Row, Step
 from mlxpaged.vision.picture import LARGEST, Picture, Pixels
-from mlxpaged.vision.positions import Positions, positions_of, shifts_of
+from mlxpaged.vision.positions import Positions, shifts_of
 from mlxpaged.vision.tower import Vision
 
 MAX_ROWS = 2**20
@@ -33,9 +33,6 @@ MAX_KNOWN = 2**16
 
 FEATURE_BYTES = 2**28
 """Features that are kept for later requests, beside those that a prompt needs now."""
-
-
-NO_POSITIONS: Positions = np.empty((3, 0), np.int32)
 
 
 @dataclass
@@ -69,7 +66,14 @@ def cannot_see(vision: Vision, config: EngineConfig) -> str:
 
 
 class Pictures:
-    """Belongs to the engine thread. budget_bytes: see FEATURE_BYTES."""
+    """Belongs to the engine thread. budget_bytes: see FEATURE_BYTES.
+
+    If several ranks compute a model, rank 0 encodes, and calls on_put(number, grid, features) and on_drop(number). The
+    others keep what `receive` and `forget` tell them.
+    """
+
+    on_put: Callable[[int, tuple[int, int], mx.array], None] = staticmethod(lambda number, grid, features: None)
+    on_drop: Callable[[int], None] = staticmethod(lambda number: None)
 
     def __init__(self, vision: Vision, budget_bytes: int = FEATURE_BYTES) -> None:
         self._tower, self._rows, self._format, self._axes = vision.tower, vision.rows, vision.format, vision.axes
@@ -79,7 +83,7 @@ class Pictures:
         self._next = 0
         self._shown: dict[int, Shown] = {}
         self._of_sequence: dict[int, list[int]] = {}
-        self._positions: dict[int, Positions] = {}  # of prompts, if the model has axes
+        self._grids: dict[int, tuple[int, int]] = {}  # rows and columns of features, of those that are shown or kept
         self._features: OrderedDict[int, mx.array] = OrderedDict()  # the least recently used ones first
         self.num_encoded = 0
 
@@ -107,32 +111,32 @@ class Pictures:
         """Keep the pixels of a sequence's pictures until `remove`: they may be encoded again."""
         numbers = [self._number(picture, request.cache_salt) for picture in request.pictures]
         self._of_sequence[sequence.sequence_id] = numbers
-        if self._axes is not None:
-            self._positions[sequence.sequence_id] = positions_of(sequence.num_prompt_tokens, self._grids(request))
-        for number, picture in zip(numbers, request.pictures, strict=True):
+        for number, (picture, grid) in zip(numbers, self._with_grids(request), strict=True):
+            self._grids[number] = grid
             shown = self._shown.setdefault(number, Shown(picture.pixels))
             shown.needed_until[sequence.sequence_id] = sequence, picture.positions[-1] + 1
 
     def shifts(self, request: Request) -> ListOf[tuple[int, int]]:
         """Returns those of the request's sequence, see Row."""
-        return shifts_of(self._grids(request)) if self._axes is not None else ()
+        return shifts_of(self._with_grids(request)) if self._axes is not None else ()
 
     def spans(self, request: Request) -> ListOf[tuple[int, int]]:
         """Returns those of the request's sequence, see Sequence."""
         whole = request.pictures if self._is_mutual else ()
         return [(picture.positions[0], picture.positions[-1] + 1) for picture in whole]
 
-    def _grids(self, request: Request) -> list[tuple[Picture, tuple[int, int]]]:
+    def _with_grids(self, request: Request) -> list[tuple[Picture, tuple[int, int]]]:
         return [(each, self._format.grid(*reversed(each.pixels.shape[:2]))) for each in request.pictures]
 
     def remove(self, sequence_id: int) -> None:
         """A sequence has ended, perhaps one without pictures."""
-        self._positions.pop(sequence_id, None)
         for number in self._of_sequence.pop(sequence_id, ()):
             if shown := self._shown.get(number):
                 shown.needed_until.pop(sequence_id, None)
                 if not shown.needed_until:
                     del self._shown[number]
+                    if number not in self._features:
+                        del self._grids[number]
         self.evict()
 
     # -- features ------------------------------------------------------------------------------------------------
@@ -158,11 +162,21 @@ class Pictures:
         return self._tower.encode(mx.array(np.stack([self.pixels(number) for number in numbers])))
 
     def put(self, numbers: ListOf[int], features: mx.array) -> None:
-        """Keep features[n, k, D], which are computed."""
+        """Keep features[n, k, D], which are computed, but for those of requests that have ended."""
         self.num_encoded += len(numbers)
         for number, of_one in zip(numbers, features, strict=True):
-            self._features[number] = of_one
+            if (grid := self._grids.get(number)) is not None:
+                self.on_put(number, grid, of_one)
+                self._features[number] = of_one
         self.evict()
+
+    def receive(self, number: int, grid: tuple[int, int], features: mx.array) -> None:
+        """Keep the features [k, D] of a picture that rank 0 has encoded."""
+        self._grids[number], self._features[number] = grid, features
+
+    def forget(self, number: int) -> None:
+        """Drop what `receive` was given."""
+        del self._grids[number], self._features[number]
 
     def has_room(self, held: Container[int]) -> bool:
         """Whether the features that sequences need leave room for others. Those of `held` do not count."""
@@ -184,23 +198,36 @@ class Pictures:
         for number in list(self._features) if total > self.budget else ():
             if number not in self._shown or not self._shown[number].is_needed():
                 total -= self._features.pop(number).nbytes
+                self.on_drop(number)
+                if number not in self._shown:
+                    del self._grids[number]
                 if total <= self.budget:
                     return
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def begin(self, step: Step) -> None:
-        """The step's rows of pictures replace rows of the embedding until `end`.
+    def prepare(self, step: Step) -> None:
+        """Encode the pictures of a step whose features are missing.
 
-        A picture whose features are missing is encoded now. That is rare: its blocks were found in the prefix cache
-        when it was queued and are gone, or it is computed once more after a preemption.
+        That is rare: their blocks were found in the prefix cache when they were queued and are gone, or they are
+        computed once more after a preemption.
         """
+        ids = np.asarray(step.token_ids)
+        for number in np.unique((ids[ids >= FIRST_CONTENT_ID] - FIRST_CONTENT_ID) // MAX_ROWS).tolist():
+            if number not in self._features:
+                *_, features = self.encode([number])
+                mx.eval(features)
+                self.put([number], features)
+            self._features.move_to_end(number)
+
+    def begin(self, step: Step) -> None:
+        """The step's rows of pictures replace rows of the embedding until `end`. All have features."""
         ids = np.asarray(step.token_ids)
         where: IntArray = np.flatnonzero(ids >= FIRST_CONTENT_ID).astype(np.int32)
         numbers, rows = np.divmod(ids[where] - FIRST_CONTENT_ID, MAX_ROWS)
         starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
         parts = [
-            self._features_of(int(numbers[start]))[mx.array(rows[start:end].astype(np.int32))]
+            self._features[int(numbers[start])][mx.array(rows[start:end].astype(np.int32))]
             for start, end in itertools.pairwise(starts)
         ]
         self._rows.where, self._rows.features = mx.array(where), mx.concatenate(parts)
@@ -211,16 +238,17 @@ class Pictures:
         self._rows.clear()
 
     def _positions_of(self, row: Row) -> Positions:
-        """[3, n]"""
-        of_prompt = self._positions.get(row.sequence_id, NO_POSITIONS)[:, row.start : row.context_len]
-        shift = row.shifts[-1][1] if row.shifts else 0
-        rest = np.arange(row.start + of_prompt.shape[1], row.context_len, dtype=np.int32) + shift
-        return np.concatenate([of_prompt, np.broadcast_to(rest, (3, len(rest)))], axis=1)
-
-    def _features_of(self, number: int) -> mx.array:
-        if number not in self._features:
-            *_, features = self.encode([number])
-            mx.eval(features)
-            self.put([number], features)
-        self._features.move_to_end(number)
-        return self._features[number]
+        """[3, n], as `positions_of` has them for a whole prompt."""
+        at = np.arange(row.start, row.context_len, dtype=np.int32)
+        shifts = np.zeros_like(at)
+        for position, shift in row.shifts:
+            shifts[at >= position] = shift
+        positions: Positions = np.tile(at + shifts, (3, 1))
+        ids = np.asarray(row.token_ids)
+        where = np.flatnonzero(ids >= FIRST_CONTENT_ID)
+        if where.size:
+            numbers, rows = np.divmod(ids[where] - FIRST_CONTENT_ID, MAX_ROWS)
+            columns = np.array([self._grids[number][1] for number in numbers.tolist()])
+            time = positions[0, where] - rows
+            positions[:, where] = [time, time + rows // columns, time + rows % columns]
+        return positions

@@ -61,7 +61,7 @@ class MessageWriter:
         ids, tables = step.sequence_ids, tables_of(step)
         changed = np.flatnonzero(tables != self._last.expected(ids, tables.shape))
         self._last.keep(ids, tables)
-        rows = [[*row[:3], row.logits.start, row.logits.stop, *row[4:8]] for row in step.rows]
+        rows = [[*row[:3], row.logits.start, row.logits.stop, *row[4:8], row.shifts, row.spans] for row in step.rows]
         return [rows, tables.shape, changed.tolist(), tables.reshape(-1)[changed].tolist()]
 
 
@@ -91,6 +91,6 @@ class MessageReader:
 
 def row_of(entries: list[Any], tables: IntArray) -> Row:
     """The row that MessageWriter has written as these entries."""
-    sequence_id, start, token_ids, first, last, num_sampled, restore, checkpoints, adapter = entries
-    logits = range(first, last)
-    return Row(sequence_id, start, token_ids, logits, num_sampled, restore, checkpoints, adapter, tables=tables)
+    sequence_id, start, token_ids, first, last, num_sampled, restore, checkpoints, adapter, shifts, spans = entries
+    row = Row(sequence_id, start, token_ids, range(first, last), num_sampled, restore, checkpoints, adapter)
+    return row._replace(tables=tables, shifts=shifts, spans=spans)

@@ -52,6 +52,10 @@ class Ranks:
         own = sampled if self.leads and sampled is not None else mx.array(np.zeros(count, np.int32))
         return mx.distributed.all_sum(own, group=self.group)
 
+    def from_first(self, array: mx.array) -> mx.array:
+        """Rank 0's array, on the devices of all ranks. array: on the others, of zeros. All ranks must call it."""
+        return mx.distributed.all_sum(array, group=self.group)
+
 
 def least(value: int, ranks: Ranks | None) -> int:
     """The least of the ranks' values, or the value if there is one rank."""

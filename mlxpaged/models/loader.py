@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -266,9 +267,10 @@ def load_model(
         rows = select_rows_before_head(model, sizes, lambda rows: selects_rows(model, layers, reference, rows))
         installed.step.head = rows
         check_adapters(model, layers, loaded, installed.step, turns)
-        seen = load_vision(path, own_config, tokenizer.reader.get_vocab, turns.report, num_ranks, most_pixels)
+        seen = load_vision(path, own_config, tokenizer.reader.get_vocab, turns.report, most_pixels)
         turns.take()
-        vision, no_vision_because = let_see(model, layers, *seen, turns)
+        everywhere = bool if group is None else partial(all_say, group)
+        vision, no_vision_because = let_see(model, layers, *seen, turns, everywhere)
         layers = layers if vision is None else mutual(layers, vision.mutual)
     except AdapterError:
         raise
@@ -298,6 +300,11 @@ def load_model(
         vision=vision,
         no_vision_because=no_vision_because,
     )
+
+
+def all_say(group: mx.distributed.Group, yes: bool) -> bool:
+    """Whether all ranks say yes."""
+    return bool(least(int(yes), group))
 
 
 def tokenizer_in(path: Path, tool_parser: str | None, end_tokens: Sequence[int]) -> Tokenizer:

@@ -58,19 +58,27 @@ def shard(model: Any, config: Mapping[str, Any], group: mx.distributed.Group, lo
     load: makes the model again, to find the numbers of ranks that are possible. Raises UnsupportedModelError if the
     architecture cannot be cut, or not among so many ranks.
     """
-    if not hasattr(model, "shard"):
+    part = sharded_part(model)
+    if not hasattr(part, "shard"):
         raise UnsupportedModelError(
             f"mlx-lm cannot cut it into shares for several ranks; it can cut {', '.join(architectures())}"
         )
-    problem = cut(model, group)
+    problem = cut(part, group)
     if problem is not None:
-        possible = [count for count in range(2, MOST_RANKS + 1) if cut(load(), Share(count - 1, count)) is None]
+        possible = [
+            count for count in range(2, MOST_RANKS + 1) if cut(sharded_part(load()), Share(count - 1, count)) is None
+        ]
         others = f"possible are {', '.join(map(str, possible))}" if possible else "no number of ranks is possible"
         raise UnsupportedModelError(
             f"it cannot be cut among {group.size()} ranks: {problem} ({sizes(config)}); {others}"
         )
     # A slice keeps the whole array in memory. MLX copies here what is larger than the share, and nothing else.
     model.update(tree_map(mx.contiguous, model.parameters()))
+
+
+def sharded_part(model: Any) -> Any:
+    """The part of a model that mlx-lm can cut: in many that see, it is the text model."""
+    return model if hasattr(model, "shard") else getattr(model, "language_model", model)
 
 
 def cut(model: Any, group: Any) -> str | None:

@@ -57,21 +57,18 @@ def load_vision(
     config: Mapping[str, Any],
     vocabulary: Callable[[], Mapping[str, int]],
     report: ReportAmount,
-    num_ranks: int = 1,
     most_pixels: int = MOST_PIXELS,
 ) -> tuple[Vision | None, str]:
     """Returns None and the reason if the model cannot see pictures; the reason is empty if it was never meant to.
 
     path: its directory. config: of its config.json. vocabulary: returns the ids of its tokens by their text. report:
-    gets the bytes of weights that are read, and of all. num_ranks: that share the model.
-    most_pixels: of a picture; a larger one is reduced. 0 for no tower.
+    gets the bytes of weights that are read, and of all. most_pixels: of a picture; a larger one is reduced. 0 for no
+    tower.
     """
     if not isinstance(config.get("vision_config"), Mapping):
         return None, ""
     if most_pixels == 0:
         return None, "images are turned off by --max-image-pixels 0"
-    if num_ranks > 1:
-        return None, "a model that several machines share takes no pictures yet"
     kind = config.get("model_type")
     family = FAMILIES.get(str(kind))
     if family is None or config["vision_config"].get("model_type", kind) not in family.kinds:
@@ -89,10 +86,18 @@ def load_vision(
 
 
 def let_see(
-    model: Module, layers: Sequence[LayerSpec], vision: Vision | None, reason: str, turns: Turns | None = None
+    model: Module,
+    layers: Sequence[LayerSpec],
+    vision: Vision | None,
+    reason: str,
+    turns: Turns | None = None,
+    everywhere: Callable[[bool], bool] = bool,
 ) -> tuple[Vision | None, str]:
     """Installs a tower and checks that the model sees by it. vision, reason: what `load_vision` returns. turns: of
-    other models. Returns None and the reason if it does not."""
+    other models. everywhere: whether all ranks that share the model say yes. Returns None and the reason if it does
+    not."""
+    if not everywhere(vision is not None) and vision is not None:
+        vision, reason = None, "another rank has no vision tower"
     if vision is not None:
         try:
             install(model, vision)
@@ -100,6 +105,8 @@ def let_see(
             check_vision(model, layers, vision, turns)
         except Exception as error:  # MLX raises any type
             vision, reason = None, in_one_line(error)
+    if not everywhere(vision is not None) and vision is not None:
+        vision, reason = None, "another rank does not see"
     if reason:
         logger.warning("this model is served without its eyes: %s", reason)
     return vision, reason

@@ -10,10 +10,21 @@ import pytest
 
 from tests.cluster import faults
 from tests.cluster.ranks import RankFailed, Setup, play, play_alone
-from tests.cluster.scenes import GREEDY, NUM_TOKENS, Outcome, mixed, overlapping, requests, sizes, until_a_rank_is_lost
+from tests.cluster.scenes import (
+    GREEDY,
+    NUM_TOKENS,
+    Outcome,
+    mixed,
+    overlapping,
+    requests,
+    sizes,
+    until_a_rank_is_lost,
+    with_pictures,
+)
 from tests.engine.hybrid import TinyModel
 from tests.models.architectures import QWEN3_5, linear_attention, make_architecture, nested
 from tests.support import make_tiny_model
+from tests.vision.tiny_qwen import make_seeing
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts bytes by the kernel's counters of Linux")
 
@@ -85,6 +96,18 @@ def test_steps_of_several_ranks_overlap(count: int, tmp_path: Path) -> None:
     assert got.tokens == expected.tokens
     assert expected.overlapped == 0
     assert got.overlapped > 0.9 * got.model_calls
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+def test_ranks_see_the_pictures_that_rank_0_encodes(tmp_path: Path, kind: str) -> None:
+    """With positions in three axes, and features for layers. Their features are dropped and made again."""
+    text = nested(model_type="qwen3", **HEADS, num_hidden_layers=3) if kind == "qwen3_vl" else KINDS[kind]
+    path = make_seeing(make_architecture(tmp_path / "m", kind, **text), kind)
+    expected = play_alone(make_setup(path), with_pictures)
+    got = play(2, make_setup(path), with_pictures)
+    assert got == expected
+    assert got.hits >= 6, "of pictures that were encoded"
 
 
 @pytest.mark.cluster

@@ -26,7 +26,7 @@ from tests.models.architectures import make_architecture
 from tests.vision import test_gemma3, test_gemma4, tiny_kimi, tiny_lfm2
 from tests.vision.tiny import MERGED, tiny_tower
 from tests.vision.tiny_gemma import with_random_weights
-from tests.vision.tiny_qwen import DEEP, config_of, files
+from tests.vision.tiny_qwen import make_seeing
 
 SIZES = replace(MERGED, output=64)
 
@@ -75,18 +75,11 @@ def test_a_model_that_sees(served: ServedModel) -> None:
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
 def test_qwen_models_see(tmp_path: Path, kind: str) -> None:
     """Those with linear attention rotate 4 elements of a head, by two axes here, and take no features in layers."""
-    deep, sections = ((), [1, 1, 0]) if kind.startswith("qwen3_5") else ((0, 2), [4, 2, 2])
-    sizes = replace(DEEP, output=64, deep=deep)
-    path = files(make_architecture(tmp_path / "m", kind), sizes, "vision_tower.", False, "model-tower.safetensors")
-    config = json.loads((path / "config.json").read_text())
-    more = config_of(sizes, kind)
-    config["text_config"]["rope_scaling"] = {"type": "default", "mrope_section": sections}
-    more["text_config"] = config["text_config"]
-    (path / "config.json").write_text(json.dumps(config | more))
-    served = load_model(str(path))
+    served = load_model(str(make_seeing(make_architecture(tmp_path / "m", kind), kind)))
     assert served.vision is not None, served.no_vision_because
-    assert served.vision.num_deep == len(deep)
-    assert served.vision.axes == Axes((sections[0], sections[1], sections[2]), interleaved=True)
+    deep, sections = (0, (1, 1, 0)) if kind.startswith("qwen3_5") else (2, (4, 2, 2))
+    assert served.vision.num_deep == deep
+    assert served.vision.axes == Axes(sections, interleaved=True)
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4"])

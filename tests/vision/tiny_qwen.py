@@ -81,3 +81,14 @@ def files(path: Path, sizes: QwenSizes, prefix: str, of_torch: bool, name: str =
     pictures = {"image_mean": sizes.mean, "image_std": sizes.std, "size": {"shortest_edge": 64, "longest_edge": 4096}}
     (path / "preprocessor_config.json").write_text(json.dumps(pictures))
     return path
+
+
+def make_seeing(path: Path, kind: str) -> Path:
+    """Gives a tiny text model of this type a tower, and three axes."""
+    deep, sections = ((), [1, 1, 0]) if kind.startswith("qwen3_5") else ((0, 2), [4, 2, 2])
+    sizes = replace(DEEP, output=64, deep=deep)
+    files(path, sizes, "vision_tower.", False, "model-tower.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    text = config["text_config"] | {"rope_scaling": {"type": "default", "mrope_section": sections}}
+    (path / "config.json").write_text(json.dumps(config | config_of(sizes, kind) | {"text_config": text}))
+    return path
