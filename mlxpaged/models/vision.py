@@ -25,7 +25,7 @@ from mlxpaged.models.vision_kimi import KIMI
 from mlxpaged.models.vision_lfm2 import LFM2
 from mlxpaged.models.vision_pixtral import PIXTRAL
 from mlxpaged.models.vision_probe import check_vision
-from mlxpaged.models.vision_qwen import QWEN, QWEN_2_5
+from mlxpaged.models.vision_qwen import QWEN, QWEN_2, QWEN_2_5
 from mlxpaged.models.weights import read_weights
 from mlxpaged.vision import MOST_PIXELS
 from mlxpaged.vision.install import install
@@ -40,6 +40,7 @@ FAMILIES: Mapping[str, Family] = {
     "mistral3": PIXTRAL,
     "pixtral": PIXTRAL,
     "llava": PIXTRAL,
+    "qwen2_vl": QWEN_2,
     "qwen2_5_vl": QWEN_2_5,
     "qwen3_vl": QWEN,
     "qwen3_vl_moe": QWEN,

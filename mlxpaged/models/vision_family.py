@@ -15,6 +15,8 @@ from mlxpaged.vision.tower import Vision
 
 MOST = {
     "hidden_size": 2**14,
+    "embed_dim": 2**14,
+    "mlp_ratio": 64,
     "out_hidden_size": 2**16,
     "intermediate_size": 2**16,
     "num_hidden_layers": 200,

@@ -1,4 +1,4 @@
-"""Makes the towers of Qwen2.5-VL, and of Qwen3-VL, Qwen3.5 and Qwen3.6, by a model's configuration."""
+"""Makes the towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Qwen3.6, by a model's configuration."""
 
 from __future__ import annotations
 
@@ -35,6 +35,12 @@ def name_of_2_5(name: str) -> str | None:
     """The checkpoints count the layers of the merger, the activation included."""
     found = name_of(name)
     return found and found.replace("merger.mlp.0.", "merger.linear_fc1.").replace("merger.mlp.2.", "merger.linear_fc2.")
+
+
+def name_of_2(name: str) -> str | None:
+    """The checkpoints of Qwen2-VL have other names for the norm of the merger and for the feed-forward layers."""
+    found = name_of_2_5(name)
+    return found and found.replace("merger.ln_q.", "merger.norm.").replace(".mlp.fc", ".mlp.linear_fc")
 
 
 def prepare(stored: dict[str, mx.array]) -> None:
@@ -82,6 +88,31 @@ def deep_blocks(seen: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(found)
 
 
+def make_2(settings: Settings) -> tuple[Vision, QwenTower]:
+    config = settings.config
+    seen, text = config["vision_config"], config.get("text_config", config)
+    if seen.get("hidden_act", "quick_gelu") != "quick_gelu":
+        raise ValueError(f"its activation is {seen['hidden_act']}")
+    mean, std = colours_of(settings.pictures, CLIP_MEAN, CLIP_STD)
+    width = number(seen, "embed_dim", 1280)
+    sizes = QwenSizes(
+        width=width,
+        hidden=width * number(seen, "mlp_ratio", 4),
+        blocks=number(seen, "depth", 32),
+        heads=number(seen, "num_heads", 16),
+        patch=number(seen, "patch_size", 14),
+        merge=number(seen, "spatial_merge_size", 2),
+        places=None,
+        deep=(),
+        output=number(seen, "hidden_size", text["hidden_size"]),
+        mean=mean,
+        std=std,
+        activation="quick_gelu",
+    )
+    tower = QwenTower(sizes)
+    return Vision(clip_format_of(settings, sizes.patch * sizes.merge), tower, axes_of(text, interleaved=False)), tower
+
+
 def make_2_5(settings: Settings) -> tuple[Vision, Qwen25Tower]:
     config = settings.config
     seen, text = config["vision_config"], config.get("text_config", config)
@@ -104,9 +135,7 @@ def make_2_5(settings: Settings) -> tuple[Vision, Qwen25Tower]:
     if sizes.window == 0 or sizes.window % sizes.merge:
         raise ValueError(f"its windows of {sizes.window} patches are not made of whole squares")
     tower = Qwen25Tower(sizes)
-    side = sizes.patch * sizes.merge
-    picture_format = format_of(settings, side, least=4 * side**2, most=16_384 * side**2)
-    return Vision(picture_format, tower, axes_of(text, interleaved=False)), tower
+    return Vision(clip_format_of(settings, sizes.patch * sizes.merge), tower, axes_of(text, interleaved=False)), tower
 
 
 def axes_of(text: Mapping[str, Any], interleaved: bool) -> Axes:
@@ -118,6 +147,11 @@ def axes_of(text: Mapping[str, Any], interleaved: bool) -> Axes:
     return Axes(
         (int(sections[0]), int(sections[1]), int(sections[2])), bool(rope.get("mrope_interleaved", interleaved))
     )
+
+
+def clip_format_of(settings: Settings, side: int) -> QwenFormat:
+    """The format of the older models."""
+    return format_of(settings, side, least=4 * side**2, most=16_384 * side**2)
 
 
 def format_of(settings: Settings, side: int, least: int = LEAST, most: int = MOST) -> QwenFormat:
@@ -136,4 +170,5 @@ def format_of(settings: Settings, side: int, least: int = LEAST, most: int = MOS
 
 
 QWEN = Family({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}, name_of, prepare, make)
+QWEN_2 = Family({"qwen2_vl"}, name_of_2, prepare, make_2)
 QWEN_2_5 = Family({"qwen2_5_vl"}, name_of_2_5, prepare, make_2_5)

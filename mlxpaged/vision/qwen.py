@@ -1,18 +1,19 @@
-"""The vision tower of Qwen3-VL, Qwen3.5 and Qwen3.6.
+"""The vision tower of Qwen2-VL, Qwen3-VL, Qwen3.5 and Qwen3.6.
 
-The modules have the names of the checkpoints. The patches are in the order of the features: square by square of
+The modules have the names of Qwen3-VL's checkpoints. The patches are in the order of the features: square by square of
 merge x merge patches. Positions follow Qwen3VLVisionModel of transformers: an embedding for a grid of a fixed side,
 interpolated to the picture's, and a rotation whose first frequencies are of the row and whose others of the column.
+Qwen2-VL has the rotation only, and no bias of patches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
-from mlx.nn.layers.activations import gelu, gelu_approx
+from mlx.nn.layers.activations import gelu, gelu_approx, gelu_fast_approx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
@@ -28,15 +29,19 @@ ROPE_BASE = 10_000.0
 
 MEAN = STD = (0.5, 0.5, 0.5)
 
+ACTIVATIONS = {"gelu_pytorch_tanh": gelu_approx, "quick_gelu": gelu_fast_approx}
+"""Activations of the feed-forward layers, by their names in config.json."""
+
 
 @dataclass(frozen=True)
 class QwenSizes:
     """What a tower is built by.
 
     width: of its blocks. hidden: of their feed-forward layers. patch: side in pixels. merge: each square of
-    merge x merge patches becomes one row of features. places: side of the grid that has embeddings. deep: the blocks
-    after which features are taken for the first layers of the text model, in order. output: width of the text model's
-    embeddings. mean, std: of the pixels' colours, from 0 to 1.
+    merge x merge patches becomes one row of features. places: side of the grid that has embeddings; None if there
+    are none. deep: the blocks after which features are taken for the first layers of the text model, in order. output:
+    width of the text model's embeddings. mean, std: of the pixels' colours, from 0 to 1. activation: of the
+    feed-forward layers.
     """
 
     width: int
@@ -45,11 +50,12 @@ class QwenSizes:
     heads: int
     patch: int
     merge: int
-    places: int
+    places: int | None
     deep: tuple[int, ...]
     output: int
     mean: tuple[float, ...] = MEAN
     std: tuple[float, ...] = STD
+    activation: Literal["gelu_pytorch_tanh", "quick_gelu"] = "gelu_pytorch_tanh"
 
 
 class Attention(Module):
@@ -62,13 +68,14 @@ class Attention(Module):
 
 
 class FeedForward(Module):
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, sizes: QwenSizes) -> None:
         super().__init__()
-        self.linear_fc1 = Linear(width, hidden)
-        self.linear_fc2 = Linear(hidden, width)
+        self.activation = ACTIVATIONS[sizes.activation]
+        self.linear_fc1 = Linear(sizes.width, sizes.hidden)
+        self.linear_fc2 = Linear(sizes.hidden, sizes.width)
 
     def __call__(self, x: mx.array) -> mx.array:
-        out: mx.array = self.linear_fc2(gelu_approx(self.linear_fc1(x)))
+        out: mx.array = self.linear_fc2(self.activation(self.linear_fc1(x)))
         return out
 
 
@@ -81,7 +88,7 @@ class Block(Module):
         self.norm1 = LayerNorm(sizes.width, NORM_EPS)
         self.norm2 = LayerNorm(sizes.width, NORM_EPS)
         self.attn = Attention(sizes.width)
-        self.mlp = FeedForward(sizes.width, sizes.hidden)
+        self.mlp = FeedForward(sizes)
 
     def heads(self, x: mx.array, rotation: Rotation) -> mx.array:
         q, k, v = (separate(each, self.num_heads) for each in mx.split(self.attn.qkv(self.norm1(x)), 3, axis=-1))
@@ -119,8 +126,9 @@ class QwenTower(Module):
         self.sizes = sizes
         # A convolution by steps of its own width is a linear layer of whole patches. The two frames that it takes are
         # one picture twice, so their weights are added.
-        self.patch_embed = {"proj": Linear(sizes.patch**2 * CHANNELS, sizes.width)}
-        self.pos_embed = Embedding(sizes.places**2, sizes.width)
+        self.patch_embed = {"proj": Linear(sizes.patch**2 * CHANNELS, sizes.width, bias=sizes.places is not None)}
+        if sizes.places is not None:
+            self.pos_embed = Embedding(sizes.places**2, sizes.width)
         self.blocks = [Block(sizes) for _ in range(sizes.blocks)]
         self.merger = Merger(sizes, norms_squares=False)
         if sizes.deep:
@@ -149,12 +157,14 @@ class QwenTower(Module):
     def _embedded(self, pixels: mx.array, rows: int, columns: int) -> mx.array:
         project = self.patch_embed["proj"]
         patches = patches_of(pixels, self.sizes.patch, self.sizes.mean, self.sizes.std)
-        embedded = project(patches.astype(project.weight.dtype)) + self._places(rows, columns)
+        embedded = project(patches.astype(project.weight.dtype))
+        if self.sizes.places is not None:
+            embedded = embedded + self._places(rows, columns, self.sizes.places)
         return in_squares(embedded, self.sizes.merge).astype(project.weight.dtype)
 
-    def _places(self, rows: int, columns: int) -> mx.array:
+    def _places(self, rows: int, columns: int, places: int) -> mx.array:
         """[rows, columns, width]: the embeddings of the grid, bilinearly interpolated, corner to corner."""
-        last = self.sizes.places - 1
+        last = places - 1
         down, across = (mx.linspace(0, last, count) for count in (rows, columns))
         (top, below), (left, right) = (
             (mx.floor(at).astype(mx.int32), mx.minimum(mx.floor(at).astype(mx.int32) + 1, last))
@@ -163,7 +173,7 @@ class QwenTower(Module):
         by_row, by_column = (down - top)[:, None, None], (across - left)[None, :, None]
 
         def at(row: mx.array, column: mx.array) -> mx.array:
-            embedded: mx.array = self.pos_embed(row[:, None] * self.sizes.places + column)
+            embedded: mx.array = self.pos_embed(row[:, None] * places + column)
             return embedded
 
         upper = at(top, left) * (1 - by_column) + at(top, right) * by_column

@@ -26,7 +26,7 @@ from tests.models.architectures import make_architecture
 from tests.vision import test_gemma3, test_gemma4, tiny_kimi, tiny_lfm2
 from tests.vision.tiny import MERGED, tiny_tower
 from tests.vision.tiny_gemma import with_random_weights
-from tests.vision.tiny_qwen import make_seeing
+from tests.vision.tiny_qwen import OLD, files, make_seeing, old_config
 
 SIZES = replace(MERGED, output=64)
 
@@ -80,6 +80,20 @@ def test_qwen_models_see(tmp_path: Path, kind: str) -> None:
     deep, sections = (0, (1, 1, 0)) if kind.startswith("qwen3_5") else (2, (4, 2, 2))
     assert served.vision.num_deep == deep
     assert served.vision.axes == Axes(sections, interleaved=True)
+
+
+def test_qwen2_vl_sees(tmp_path: Path) -> None:
+    sizes = replace(OLD, output=64)
+    path = files(make_architecture(tmp_path / "m", "qwen2_vl"), sizes, "visual.", True, "model-tower.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    more = old_config()
+    more["vision_config"]["hidden_size"] = sizes.output
+    config["text_config"]["rope_scaling"] = {"type": "mrope", "mrope_section": [4, 2, 2]}
+    (path / "config.json").write_text(json.dumps(more | config))
+    served = load_model(str(path))
+    assert served.vision is not None, served.no_vision_because
+    assert served.vision.axes == Axes((4, 2, 2), interleaved=False)
+    assert served.vision.format.tokens(16, 8) == [9, 9]
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4"])

@@ -29,6 +29,10 @@ def gelu_of_tanh(x: Array) -> Array:
     return np.array([v / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))) for v in x])
 
 
+def quick_gelu(x: Array) -> Array:
+    return np.array([v / (1 + math.exp(-1.702 * v)) for v in x])
+
+
 def turned(x: Array, row: int, column: int) -> Array:
     half = len(x) // 2
     out = x.copy()

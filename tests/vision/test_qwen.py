@@ -1,4 +1,4 @@
-"""The tower of Qwen3-VL and Qwen3.5 computes what its definition says, and its files are read in all layouts."""
+"""The tower of Qwen2-VL, Qwen3-VL and Qwen3.5 computes what its definition says. Its files are read in all layouts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mlxpaged.vision import blocks
 from mlxpaged.vision.positions import Axes
 from mlxpaged.vision.qwen import QwenSizes, QwenTower
 from mlxpaged.vision.qwen_format import QwenFormat
-from tests.vision.definitions import Array, exact_gelu, gelu_of_tanh, linear, mixed_heads, norm
+from tests.vision.definitions import Array, exact_gelu, gelu_of_tanh, linear, mixed_heads, norm, quick_gelu
 from tests.vision.tiny import pictures
-from tests.vision.tiny_qwen import DEEP, PLAIN, config_of, files, tiny_tower
+from tests.vision.tiny_qwen import DEEP, OLD, PLAIN, config_of, files, old_config, tiny_tower
 
-BOTH = pytest.mark.parametrize("sizes", [DEEP, PLAIN], ids=["deep", "plain"])
+ALL = pytest.mark.parametrize("sizes", [DEEP, PLAIN, OLD], ids=["deep", "plain", "old"])
 
 
 def features(tower: QwenTower, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
@@ -30,6 +30,8 @@ def features(tower: QwenTower, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.
 
 def place(weights: dict[str, Array], sizes: QwenSizes, row: int, column: int, rows: int, columns: int) -> Array:
     """The embedding of a point between four places of the grid."""
+    if sizes.places is None:
+        return np.zeros(sizes.width)
     grid = weights["pos_embed.weight"].reshape(sizes.places, sizes.places, -1)
     y, x = (at * (sizes.places - 1) / (count - 1) for at, count in ((row, rows), (column, columns)))
     found = np.zeros(sizes.width)
@@ -69,7 +71,7 @@ def reference_features(tower: QwenTower, picture: npt.NDArray[np.uint8]) -> Arra
     for row, column in places:
         patch = picture[row * side : (row + 1) * side, column * side : (column + 1) * side]
         colours = (patch / 255 - np.array(sizes.mean)) / np.array(sizes.std)
-        embedded = linear(colours.reshape(-1), weights, "patch_embed.proj")
+        embedded = weights["patch_embed.proj.weight"] @ colours.reshape(-1) + weights.get("patch_embed.proj.bias", 0)
         state.append(embedded + place(weights, sizes, row, column, rows, columns))
     deep = []
     for number in range(sizes.blocks):
@@ -78,7 +80,8 @@ def reference_features(tower: QwenTower, picture: npt.NDArray[np.uint8]) -> Arra
         mixed = mixed_heads(heads, places, lambda one, other: True)
         state = [x + linear(y.reshape(-1), own, "attn.proj") for x, y in zip(state, mixed, strict=True)]
         for i, x in enumerate(state):
-            inner = gelu_of_tanh(linear(norm(x, own, "norm2"), own, "mlp.linear_fc1"))
+            inner = linear(norm(x, own, "norm2"), own, "mlp.linear_fc1")
+            inner = quick_gelu(inner) if sizes.activation == "quick_gelu" else gelu_of_tanh(inner)
             state[i] = x + linear(inner, own, "mlp.linear_fc2")
         if number in sizes.deep:
             name = f"deepstack_merger_list.{sizes.deep.index(number)}"
@@ -87,7 +90,7 @@ def reference_features(tower: QwenTower, picture: npt.NDArray[np.uint8]) -> Arra
     return np.array(out) if not deep else np.array([out, *deep]).swapaxes(0, 1)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(("width", "height"), [(8, 8), (24, 16), (16, 40)])
 def test_features_are_those_of_the_definition(sizes: QwenSizes, width: int, height: int) -> None:
     tower, [picture] = tiny_tower(sizes), pictures(1, width, height)
@@ -95,7 +98,7 @@ def test_features_are_those_of_the_definition(sizes: QwenSizes, width: int, heig
     assert features(tower, picture[None])[0] == pytest.approx(wanted, abs=5e-5 * float(np.abs(wanted).max()))
 
 
-@BOTH
+@ALL
 def test_a_batch_has_the_features_of_each_picture_alone(sizes: QwenSizes) -> None:
     tower, several = tiny_tower(sizes), pictures(3, 24, 16)
     together = features(tower, several)
@@ -149,6 +152,39 @@ def test_a_checkpoint_gives_its_tower(tmp_path: Path, kind: str, sizes: QwenSize
     pixels = pictures(1, 24, 16)
     wanted = features(tiny_tower(sizes), pixels)
     assert features(vision.tower, pixels) == pytest.approx(wanted, abs=2e-5 * float(np.abs(wanted).max()))
+
+
+@pytest.mark.parametrize(("prefix", "of_torch"), [("visual.", True), ("model.visual.", True), ("vision_tower.", False)])
+def test_a_checkpoint_of_qwen2_gives_its_tower(tmp_path: Path, prefix: str, of_torch: bool) -> None:
+    """The norm of the merger and the feed-forward layers have other names there."""
+    path = files(tmp_path, OLD, prefix, of_torch)
+    vision, reason = load_vision(path, old_config(), dict, lambda done, total: None)
+    assert vision is not None, reason
+    assert (vision.axes, vision.num_deep) == (Axes((2, 1, 1), False), 0)
+    assert vision.format.tokens(16, 8) == [9, 9]
+    assert isinstance(vision.tower, QwenTower)
+    pixels = pictures(1, 24, 16)
+    wanted = features(tiny_tower(OLD), pixels)
+    assert features(vision.tower, pixels) == pytest.approx(wanted, abs=2e-5 * float(np.abs(wanted).max()))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"mlp_ratio": 65}, "its mlp_ratio is 65"),
+        ({"embed_dim": 0}, "its embed_dim is 0"),
+        ({"hidden_act": "gelu"}, "its activation is gelu"),
+    ],
+)
+def test_a_configuration_of_qwen2_that_does_not_fit_is_told(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    path = files(tmp_path, OLD, "visual.", of_torch=True)
+    config = old_config()
+    config["vision_config"] |= change
+    vision, why = load_vision(path, config, dict, lambda done, total: None)
+    assert vision is None
+    assert reason in why
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,18 @@ DEEP = QwenSizes(
 PLAIN = replace(DEEP, deep=())
 """Of a Qwen3.5."""
 
+OLD = replace(PLAIN, hidden=48, places=None, activation="quick_gelu")
+"""Of a Qwen2-VL."""
+
+OLD_NAMES = {
+    "mlp.linear_fc1": "mlp.fc1",
+    "mlp.linear_fc2": "mlp.fc2",
+    "merger.norm": "merger.ln_q",
+    "merger.linear_fc1": "merger.mlp.0",
+    "merger.linear_fc2": "merger.mlp.2",
+}
+"""Endings of the names of layers in the files of a Qwen2-VL, by those in the tower."""
+
 
 def tiny_tower(sizes: QwenSizes) -> QwenTower:
     """Its weights are large enough for each of them to change the features."""
@@ -56,7 +68,7 @@ def config_of(sizes: QwenSizes, kind: str) -> dict[str, Any]:
         "patch_size": sizes.patch,
         "spatial_merge_size": sizes.merge,
         "temporal_patch_size": 2,
-        "num_position_embeddings": sizes.places**2,
+        "num_position_embeddings": (sizes.places or 0) ** 2,
         "out_hidden_size": sizes.output,
         "deepstack_visual_indexes": list(sizes.deep),
     }
@@ -69,6 +81,33 @@ def config_of(sizes: QwenSizes, kind: str) -> dict[str, Any]:
     }
 
 
+def old_config() -> dict[str, Any]:
+    """The text model's configuration is beside that of the tower."""
+    return {
+        "model_type": "qwen2_vl",
+        "hidden_size": OLD.output,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
+        "image_token_id": 9,
+        "vision_config": {
+            "model_type": "qwen2_vl",
+            "embed_dim": OLD.width,
+            "mlp_ratio": OLD.hidden // OLD.width,
+            "depth": OLD.blocks,
+            "num_heads": OLD.heads,
+            "patch_size": OLD.patch,
+            "spatial_merge_size": OLD.merge,
+            "hidden_size": OLD.output,
+        },
+    }
+
+
+def old_name(name: str) -> str:
+    """The name of a weight in the files of a Qwen2-VL."""
+    for ours, theirs in OLD_NAMES.items():
+        name = name.replace(f"{ours}.", f"{theirs}.")
+    return name
+
+
 def files(path: Path, sizes: QwenSizes, prefix: str, of_torch: bool, name: str = "model.safetensors") -> Path:
     """Writes a checkpoint whose convolution takes two frames, with weights that add up to the tower's."""
     weights: dict[str, mx.array] = dict(tree_flatten(tiny_tower(sizes).parameters()))
@@ -76,7 +115,8 @@ def files(path: Path, sizes: QwenSizes, prefix: str, of_torch: bool, name: str =
     first = mx.random.normal(patches.shape, key=mx.random.key(3))
     patches = mx.concatenate([first, patches - first], axis=1)
     weights["patch_embed.proj.weight"] = patches.transpose(0, 4, 1, 2, 3) if of_torch else patches
-    named = {f"{prefix}{name}": mx.contiguous(weight) for name, weight in weights.items()}
+    rename = old_name if sizes.places is None else str
+    named = {f"{prefix}{rename(name)}": mx.contiguous(weight) for name, weight in weights.items()}
     mx.save_safetensors(str(path / name), named)
     pictures = {"image_mean": sizes.mean, "image_std": sizes.std, "size": {"shortest_edge": 64, "longest_edge": 4096}}
     (path / "preprocessor_config.json").write_text(json.dumps(pictures))
