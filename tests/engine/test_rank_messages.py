@@ -22,7 +22,9 @@ def step(lengths: dict[int, int], groups: int = 1, shift: int = 0) -> Step:
         count, tables = -(-length // BLOCK_SIZE), np.full((groups, width), UNUSED, np.int32)
         tables[:, :count] = [np.arange(count) * 100 + sequence_id + shift + group for group in range(groups)]
         logits = range(length - 1, length)
-        rows.append(Row(sequence_id, length - 1, [-shift], logits, 1, None, [[4, 9]], None, "", tables, [[3, -2]], [[1, 5]]))
+        rows.append(
+            Row(sequence_id, length - 1, [-shift], logits, 1, None, [[4, 9]], None, "", tables, [[3, -2]], [[1, 5]])
+        )
     return Step(rows)
 
 
