@@ -357,6 +357,12 @@ def poison_new_blocks(core: EngineCore) -> None:
         poison()
         copy_blocks(moves)
 
+    def poisoning_writes(blocks: Sequence[int], rows: Any) -> None:
+        poison()
+        write_blocks(blocks, rows)
+
+    write_blocks = runner.write_blocks
+    runner.write_blocks = poisoning_writes  # type: ignore[method-assign]
     runner.copy_blocks = poisoning_copies  # type: ignore[method-assign]
     pool.allocate = poisoning_allocate  # type: ignore[method-assign]
     runner.forward = poisoning_forward  # type: ignore[method-assign]

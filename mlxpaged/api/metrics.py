@@ -42,6 +42,18 @@ GAUGES: tuple[tuple[str, str, Read], ...] = (
     ("max_state_checkpoints", "Most checkpoints of recurrent states", lambda stats: stats.scheduler.max_checkpoints),
     ("state_reserved_bytes", "Bytes reserved for recurrent states", lambda stats: stats.state_bytes),
     ("embedding_inputs_waiting", "Inputs that wait for their embeddings", lambda stats: stats.embeddings.waiting),
+    ("prefix_disk_bytes", "Bytes of prefixes on the disk", lambda stats: stats.tier.store.size),
+    (
+        "prefix_disk_written_today_bytes",
+        "Bytes of prefixes that were written today",
+        lambda stats: stats.tier.store.written_today,
+    ),
+    (
+        "prefix_disk_writing_stopped",
+        "1 if an error of the disk has stopped the writing of prefixes",
+        lambda stats: bool(stats.tier.store.stopped),
+    ),
+    ("requests_loading", "Requests whose prefix is read from the disk", lambda stats: stats.tier.loading),
     ("image_feature_bytes", "Bytes of the features of images", lambda stats: stats.images.feature_bytes),
 )
 COUNTERS: tuple[tuple[str, str, Read], ...] = (
@@ -73,6 +85,8 @@ COUNTERS: tuple[tuple[str, str, Read], ...] = (
         "KV blocks moved back from swap space",
         lambda stats: stats.scheduler.blocks_swapped_in_total,
     ),
+    ("kv_blocks_stored", "KV blocks given to the disk", lambda stats: stats.tier.blocks_stored_total),
+    ("kv_blocks_loaded", "KV blocks read from the disk", lambda stats: stats.tier.blocks_loaded_total),
     ("engine_steps", "Steps of the engine", lambda stats: stats.steps_total),
     ("model_calls", "Forward passes of the model", lambda stats: stats.model_calls_total),
     (

@@ -14,6 +14,7 @@ from mlxpaged.api.errors import RETRY
 from mlxpaged.api.metrics import CONTENT_TYPE
 from mlxpaged.api.server import server_of
 from mlxpaged.engine.async_engine import AsyncEngine
+from mlxpaged.engine.disk_tier import TierStats
 from mlxpaged.engine.errors import EngineState, EngineUnavailableError
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.status import EngineStatus, SequenceState
@@ -117,6 +118,7 @@ def memory_of(engine: AsyncEngine, found: EngineStatus, info: EngineInfo) -> dic
             "max_bytes": info.kv_cache_bytes,
         },
         "swap": {"used": swap.used, "total": swap.used + swap.free},
+        "prefix_cache_disk": None if engine.stats is None else describe_tier(engine.stats.tier),
         "ranks": None if info.cluster is None else list(info.cluster.ranks),
         "attention": {
             "backend": info.backend,
@@ -129,6 +131,25 @@ def memory_of(engine: AsyncEngine, found: EngineStatus, info: EngineInfo) -> dic
             "checkpoints": found.scheduler.checkpoints,
             "max_checkpoints": found.scheduler.max_checkpoints,
         },
+    }
+
+
+def describe_tier(tier: TierStats) -> dict[str, Any]:
+    """Returns what the prefix cache has on a disk."""
+    store = tier.store
+    return {
+        "directory": tier.directory or None,
+        "off_because": tier.off_because or None,
+        "blocks": store.blocks,
+        "bytes": store.size,
+        "max_bytes": store.max_size,
+        "written_today_bytes": store.written_today,
+        "max_written_bytes": store.max_written,
+        "writing_stopped_because": store.stopped or None,
+        "damaged_blocks": store.damaged,
+        "loading": tier.loading,
+        "stored_blocks": tier.blocks_stored_total,
+        "loaded_blocks": tier.blocks_loaded_total,
     }
 
 

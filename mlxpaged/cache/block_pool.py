@@ -65,6 +65,7 @@ class BlockPool(Generic[Content]):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.on_evict: Callable[[int, Content], None] | None = None
+        self.on_leave: Callable[[int, Content], None] | None = None  # before: the content is computed, and still there
         self.num_gains = 0  # blocks that got content or were shared while cached: each can extend one prefix hit
         self._ref_counts = [0] * num_blocks
         self._shared: set[int] = set()  # blocks with several references
@@ -165,10 +166,13 @@ class BlockPool(Generic[Content]):
 
     def evict(self, count: int) -> None:
         """Drop the content of the `count` least recently used cached blocks, or of all if there are fewer. `on_evict`
-        may drop more."""
+        may drop more. `on_leave` hears of those that have not left the window of their sequence."""
         wanted = len(self._empty) + count
         while len(self._empty) < wanted and self._num_cached:
-            self.forget(next(iter(self._passed or self._cached)))
+            block = next(iter(self._passed or self._cached))
+            if self.on_leave is not None and block in self._cached:
+                self.on_leave(block, self._content[block])
+            self.forget(block)
 
     def share(self, block: int) -> None:
         """Add a reference to a block in use or to a cached block.
@@ -187,6 +191,10 @@ class BlockPool(Generic[Content]):
 
     def _is_cached(self, block: int) -> bool:
         return block in self._cached or block in self._passed
+
+    def is_kept(self, block: int) -> bool:
+        """Whether a block is in use, or cached and not left behind by its sequence's window."""
+        return self._ref_counts[block] > 0 or block in self._cached
 
     def _uncache(self, block: int) -> None:
         del (self._cached if block in self._cached else self._passed)[block]

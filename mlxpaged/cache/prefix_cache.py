@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from mlxpaged.cache.block_pool import BlockPool
 from mlxpaged.cache.groups import ONE_GROUP, CacheGroups
 from mlxpaged.cache.table_rows import UNUSED
+from mlxpaged.step import FIRST_CONTENT_ID
 
 
 @dataclass(eq=False)  # compared by identity: two equal contents at two times are two records
@@ -27,6 +28,7 @@ class CachedBlock:
     """Content of published blocks: `tokens`, preceded by those of `parent` and its ancestors.
 
     blocks: for each group, the block that has it, or UNUSED. num_children: records in the cache that have this parent.
+    is_valuable: whether it is worth storing on a disk.
     """
 
     key: bytes
@@ -34,6 +36,7 @@ class CachedBlock:
     tokens: tuple[int, ...]
     blocks: list[int]
     num_children: int = 0
+    is_valuable: bool = False
 
 
 class Content(NamedTuple):
@@ -46,6 +49,15 @@ class Content(NamedTuple):
 def hash_block(parent_key: bytes, tokens: Sequence[int]) -> bytes:
     """The 128-bit key of a full block. parent_key: the key of the preceding block, or the hash of the seed."""
     return hashlib.blake2b(parent_key + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+def value(chain: Iterable[CachedBlock]) -> None:
+    """These blocks are worth storing: their prefix was found again, or took long to compute. chain: from the first
+    block of a prompt on. Pictures and what follows them are not stored, because other processes number them anew."""
+    for record in chain:
+        if not record.is_valuable and max(record.tokens) >= FIRST_CONTENT_ID:
+            return
+        record.is_valuable = True
 
 
 def salted(seed: bytes, salt: tuple[str, ...]) -> bytes:
@@ -74,6 +86,10 @@ class PrefixCache:
 
     def __contains__(self, record: CachedBlock) -> bool:
         return self._by_key.get(record.key) is record
+
+    def __iter__(self) -> Iterator[CachedBlock]:
+        """All records. Each comes after its parent."""
+        return iter(self._by_key.values())
 
     def extend_keys(self, keys: list[bytes], token_ids: Sequence[int], num_tokens: int, seed: bytes = b"") -> None:
         """Append to `keys` until it has the hashes of all full blocks of the first `num_tokens` tokens. seed: what the

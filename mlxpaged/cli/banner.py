@@ -29,6 +29,13 @@ def banner(registry: Registry, url: str, needs_key: bool, ollama_url: str | None
         place, size = config.swap_dir or "memory", megabytes(slots * info.kv_cache_bytes // info.num_blocks)
         tokens = slots * info.block_size // len(info.groups)
         extra += f"  swap      {size} in {place}: {slots} blocks, {tokens} tokens\n"
+    if config.prefix_cache_dir is None:
+        extra += "  on disk   no prefixes; with --prefix-cache-dir DIR, they are there after a restart\n"
+    elif engine.stats is not None:
+        tier = engine.stats.tier
+        store, place = tier.store, config.prefix_cache_dir
+        kept = f"{megabytes(store.size)} of prefixes in {place}, up to {megabytes(store.max_size)}"
+        extra += f"  on disk   {f'no prefixes: {tier.off_because}' if tier.off_because else kept}\n"
     if info.kernels_off is not None:
         extra += f"  slower    the Metal kernels are off: {info.kernels_off}\n"
     if slow := info.num_layers_per_sequence:

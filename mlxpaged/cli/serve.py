@@ -80,6 +80,14 @@ def add_parser(commands: Any) -> None:
     all_memory = "most memory of all models together: weights, KV caches and states"
     several.value("--memory", size, None, all_memory, "what leaves a desktop usable")
 
+    tier = groups.group("prefix cache on a disk", DEFAULTS)
+    kept = "directory in which prefixes outlive the server, an idle unload and their blocks"
+    tier.field("--prefix-cache-dir", Path, kept, "none; they are in memory only")
+    most = "most bytes there, for all models"
+    tier.value("--prefix-cache-disk", size, "20GB", most, dest="prefix_cache_disk_bytes")
+    writes = "most bytes that are written there a day; 0: what is there is only read"
+    tier.value("--prefix-cache-writes", flags.or_zero(size, 0), "50GB", writes, dest="prefix_cache_write_bytes")
+
     machines = groups.group("several machines")
     hostfile = "hostfile of `mlx.launch`: MODEL runs on all hosts together, rank 0 on this one, by tensor parallelism"
     machines.value("--hosts", Path, None, hostfile, "this machine alone")
@@ -221,6 +229,7 @@ def server_models(args: argparse.Namespace) -> Registry | None:
 def cluster_registry(args: argparse.Namespace, models: Sequence[Model]) -> Registry:
     """A registry whose model runs on several machines. Raises ValueError."""
     given = {"a second model": models[1:], "--adapter": args.adapter_paths, "--reranker": args.reranker}
+    given["--prefix-cache-dir"] = args.prefix_cache_dir
     for what in (name for name, value in given.items() if value):
         raise ValueError(f"{what} cannot be used together with --hosts")
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's library is imported: each rank loads from its own disk

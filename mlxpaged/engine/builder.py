@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 
 import mlx.core as mx
 
@@ -13,10 +14,12 @@ from mlxpaged.attention.backends import BACKENDS
 from mlxpaged.attention.kv_cache import resolve_backend
 from mlxpaged.attention.self_check import choose_backend
 from mlxpaged.attention.tuner import Limits, choose_tunings
+from mlxpaged.cache.disk_store import DiskStore, StoreError
 from mlxpaged.cache.groups import CacheGroups
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.device_tiles import device_tiles
+from mlxpaged.engine.disk_tier import DiskTier, open_store
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.embedding_core import EmbeddingCore
 from mlxpaged.engine.grammar import Grammars
@@ -37,6 +40,7 @@ from mlxpaged.models.cache_groups import cache_layout, one_group
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.embedding import EmbeddingModel
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.fingerprint import fingerprint
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes, unfused
 from mlxpaged.models.loader import ServedModel, load_embedding_model, load_model, own_embedding_model
 from mlxpaged.models.preflight import Reserved
@@ -126,7 +130,16 @@ def build_engine(
         runner.warm_up()
         sampler.warm_up()
     runner.lead()
+    digest, no_tier_because = "", cannot_store(config, served, groups, ranks)
+    if not no_tier_because:
+        digest = Turns(reporter(Stage.LOADING, report)).during(lambda: fingerprint(served.path))
+    store, no_tier_because = (None, no_tier_because) if no_tier_because else open_tier(config, served)
+    if store is not None:
+        seed = digest, kv_type, backend, config.block_size, groups.windows, config.joins
+        invariant = version("mlx") if config.batch_invariant else None  # its bits may be those of this version only
+        scheduler_config = replace(scheduler_config, cache_seed=repr((seed, invariant)).encode())
     scheduler = Scheduler(scheduler_config, clock)
+    tier = None if store is None else DiskTier(store, served.name, scheduler, runner, clock)
     headroom = Headroom(step_bytes, config.max_num_batched_tokens, clock, bytes_per_key(served.kv_layers))
     return EngineCore(
         served,
@@ -141,7 +154,35 @@ def build_engine(
         no_embedder_because,
         choice.kernels_off,
         pictures,
+        tier,
+        no_tier_because,
     )
+
+
+def cannot_store(config: EngineConfig, served: ServedModel, groups: CacheGroups, ranks: Ranks | None) -> str:
+    """The reason why prefixes are not stored on a disk; empty if they can be."""
+    if config.prefix_cache_dir is None:
+        return "there is no --prefix-cache-dir"
+    reason = ""
+    if ranks is not None:
+        reason = "several ranks store no prefixes"
+    elif keeps_states(served.layers):
+        reason = "states of recurrent layers are not stored"
+    elif None not in groups.windows:
+        reason = "all its layers have a window"
+    if reason:
+        logger.warning("no prefixes of %s are stored: %s", served.name, reason)
+    return reason
+
+
+def open_tier(config: EngineConfig, served: ServedModel) -> tuple[DiskStore | None, str]:
+    """The store of the prefix cache's tier on a disk, or None and the reason."""
+    assert config.prefix_cache_dir is not None
+    try:
+        return open_store(config.prefix_cache_dir, config.prefix_cache_disk_bytes, config.prefix_cache_write_bytes), ""
+    except StoreError as error:
+        logger.warning("no prefixes of %s are stored: %s", served.name, error)
+        return None, str(error)
 
 
 def common_backend(own: str, ranks: Ranks | None) -> str:

@@ -45,6 +45,9 @@ class EngineConfig:
     wired_memory: str = "auto"  # one of WIRED_MEMORY: whether a Mac keeps weights and pools resident for the GPU
     block_size: int = DEFAULT_BLOCK_SIZE  # tokens per KV block
     prefix_caching: bool = True
+    prefix_cache_dir: Path | None = None  # directory of the prefix cache's tier on a disk; None: there is none
+    prefix_cache_disk_bytes: int = 20 * 10**9  # most bytes of the tier, for all models that share the directory
+    prefix_cache_write_bytes: int = 50 * 10**9  # most bytes that the tier writes a day
 
     max_num_seqs: int = 32  # sequences in the running batch
     max_num_batched_tokens: int = 2048  # token budget of a step
@@ -83,11 +86,13 @@ class EngineConfig:
         if self.tool_parser not in (None, *FORMATS):
             raise ValueError(f"tool_parser must be one of {', '.join(FORMATS)}, got {self.tool_parser!r}")
         self._check_adapters()
-        for name in ("embedding_max_model_len", "max_model_len", "kv_cache_bytes", "request_timeout", "ttft_timeout"):
+        lengths = "embedding_max_model_len", "max_model_len"
+        for name in (*lengths, "kv_cache_bytes", "prefix_cache_disk_bytes", "request_timeout", "ttft_timeout"):
             limit = getattr(self, name)
             if limit is not None and not 0 < limit < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {limit}")
-        for name in ("max_queue", "swap_space_bytes", "state_cache_bytes", "max_image_pixels"):
+        sizes = "swap_space_bytes", "state_cache_bytes", "prefix_cache_write_bytes"
+        for name in ("max_queue", "max_image_pixels", *sizes):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name, limits in LIMITS.items():
@@ -96,6 +101,10 @@ class EngineConfig:
                 raise ValueError(f"default_{name} must be {limits}, got {default}")
         if self.swap_dir is not None and not self.swap_space_bytes:
             raise ValueError("swap_dir needs swap_space_bytes (--swap-space)")
+        if self.prefix_cache_dir is not None and not self.prefix_caching:
+            raise ValueError(
+                "prefix_cache_dir (--prefix-cache-dir) needs the prefix cache; leave out --no-prefix-cache"
+            )
 
     def _check_adapters(self) -> None:
         names = [adapter.name for adapter in self.adapters]

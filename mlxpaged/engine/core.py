@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 
 from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.disk_tier import NO_TIER, DiskTier
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.headroom import Headroom
@@ -59,6 +60,8 @@ class EngineCore(Worker):
         no_embedder_because: str = "",
         kernels_off: str | None = None,
         pictures: Pictures | None = None,
+        tier: DiskTier | None = None,
+        no_tier_because: str = "",
     ) -> None:
         super().__init__(embedder)
         self.served = served
@@ -71,14 +74,19 @@ class EngineCore(Worker):
         self.no_embedder_because = no_embedder_because
         self.kernels_off = kernels_off
         self.pictures = pictures
+        self.tier = tier
+        self.no_tier_because = no_tier_because
+        if tier is not None:
+            resizer.before_shrink, resizer.on_evicted = tier.end_load, tier.take_leaving
         config = scheduler.config
         self.states = StateMemory(state_bytes(served.layers), config.max_num_seqs, config.num_checkpoints)
-        self.requests = RequestTable(served, scheduler, grammars, clock, sampler.forget, pictures)
+        self.requests = RequestTable(served, scheduler, grammars, clock, sampler.forget, pictures, tier)
         encoder = None
         if pictures is not None:
             invariant = runner.tile_size is not None
             encoder = PictureEncoder(pictures, scheduler, self.requests.end_held, clock, invariant)
-        self.loop = StepLoop(scheduler, runner, resizer, sampler, grammars, headroom, self.requests, clock, encoder)
+        parts = scheduler, runner, resizer, sampler, grammars, headroom, self.requests, clock
+        self.loop = StepLoop(*parts, encoder, tier)
 
     def add(self, request: Request) -> None:
         """Queue a request, with the errors of `RequestTable.add`."""
@@ -107,7 +115,8 @@ class EngineCore(Worker):
         return self.requests.expire()
 
     def has_work(self) -> bool:
-        return self.scheduler.has_unfinished() or self.loop.has_step_in_flight
+        stores = self.tier is not None and self.tier.has_work
+        return stores or self.scheduler.has_unfinished() or self.loop.has_step_in_flight
 
     def step(self) -> list[RequestOutput]:
         return self.loop.step()
@@ -150,12 +159,21 @@ class EngineCore(Worker):
         return before - self.runner.kv_cache_bytes
 
     def clear_cache(self) -> int:
+        if self.tier is not None:
+            self.tier.clear()
         return self.scheduler.clear_cache()
 
+    def keep_prefixes(self) -> None:
+        if self.tier is not None:
+            self.loop.finish_in_flight()
+            self.tier.store_all()
+
     def close(self) -> None:
-        """Release the swap space, which may be a file."""
+        """Release the swap space, which may be a file, and the tier on the disk."""
         if self.runner.swap is not None:
             self.runner.swap.close()
+        if self.tier is not None:
+            self.tier.close()
 
     def info(self, config: EngineConfig) -> EngineInfo:
         return EngineInfo(self, config)
@@ -184,4 +202,5 @@ class EngineCore(Worker):
             NO_EMBEDDINGS if self.embedder is None else self.embedder.stats(),
             NO_IMAGES if self.pictures is None else ImageStats(self.pictures.num_encoded, self.pictures.nbytes),
             self.loop.prompt_chunks,
+            NO_TIER._replace(off_because=self.no_tier_because) if self.tier is None else self.tier.stats(),
         )

@@ -416,6 +416,7 @@ class EngineThread(threading.Thread):
                 if error is None:
                     slot.callbacks.on_step(slot.outputs + core.abort_all(why), core.stats())
                     logger.info("engine stopped: %s; KV blocks: %s", why, core.stats().scheduler.blocks)
+                    core.keep_prefixes()
                 core.close()
             except Exception:  # the state of a failed engine is not known; its requests end below
                 logger.exception("a model did not end cleanly")

@@ -24,7 +24,7 @@ from mlxpaged.engine.ranks import RankLostError, Ranks, least
 from mlxpaged.engine.row_tiles import largest_tile, row_tiles
 from mlxpaged.engine.step_graphs import TRACE_AT, StepGraphs
 from mlxpaged.engine.step_input import NO_TOKENS, SampledTokens, decoding_step, token_vectors
-from mlxpaged.engine.swap_space import PIECE_BYTES, SwapSpace
+from mlxpaged.engine.swap_space import PIECE_BYTES, Bytes, SwapSpace, read_bytes, split_columns, write_bytes
 from mlxpaged.engine.wired_memory import wire_memory
 from mlxpaged.models.cache_groups import CacheLayout
 from mlxpaged.models.caches import ModelCaches
@@ -324,6 +324,18 @@ class ModelRunner:
                 arrays = iter(self.swap.load_arrays(slots, [like for state in self._recurrent for like in state.likes]))
                 for state in self._recurrent:
                     state.restore(sequence_id, arrays)
+
+    def read_blocks(self, blocks: ListOf[int]) -> list[mx.array]:
+        """The bytes of blocks, [n, ...] for each plane of each pool, after the steps in flight."""
+        arrays = read_bytes(self.pools, blocks)
+        mx.async_eval(arrays)
+        return arrays
+
+    def write_blocks(self, blocks: ListOf[int], rows: Bytes) -> None:
+        """Overwrite blocks, after the steps in flight. rows: [n, bytes of a block of all pools]."""
+        write_bytes(self.pools, blocks, split_columns(self.pools, rows))
+        if not self.overlaps:
+            self.finish_step()
 
     def copy_blocks(self, moves: Mapping[int, int]) -> None:
         """Copy blocks, source to target, in one layer after the other. The copies are done on return. Raises

@@ -77,6 +77,8 @@ class PoolResizer:
         self._active_at = clock()
         self._level = MemoryPressure.NORMAL
         self._is_short = False  # whether an allocation has failed since the last poll
+        self.before_shrink: Callable[[], None] = lambda: None
+        self.on_evicted: Callable[[], None] = lambda: None  # the evicted blocks are still as they were
 
     @property
     def is_resizing(self) -> bool:
@@ -227,7 +229,9 @@ class PoolResizer:
     def shrink(self, num_blocks: int) -> None:
         """Give back blocks: evict cached ones, and move those that are kept down. `advance` frees the memory. No step
         may be in flight. Raises DeviceError if blocks cannot be copied: then no sequence has other blocks."""
+        self.before_shrink()
         moves = self._scheduler.pool.moves_to(num_blocks)
+        self.on_evicted()
         self._runner.copy_blocks(moves)
         self._scheduler.shrink(num_blocks, moves)
         self._yielded_at = self._clock()

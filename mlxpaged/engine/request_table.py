@@ -9,6 +9,7 @@ from collections.abc import Sequence as ListOf
 
 from mlxpaged.cache.prefix_cache import salted
 from mlxpaged.engine.deadlines import Deadlines, set_deadlines
+from mlxpaged.engine.disk_tier import DiskTier
 from mlxpaged.engine.grammar import GrammarError, Grammars
 from mlxpaged.engine.pictures import Pictures
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
@@ -40,7 +41,9 @@ class RequestTable:
         clock: Callable[[], float],
         forget: Callable[[int], None],
         pictures: Pictures | None = None,
+        tier: DiskTier | None = None,
     ) -> None:
+        self._tier = tier
         self._served = served
         self._scheduler = scheduler
         self._grammars = grammars
@@ -101,7 +104,8 @@ class RequestTable:
         set_deadlines(sequence, request)
         running = RunningRequest(request, sequence, self._served.tokenizer, matcher, parent)
         running.resume(request.resumed, self._clock())
-        self._scheduler.add(sequence, is_held=pictures is not None)
+        is_loading = pictures is None and self._tier is not None and self._tier.wants(sequence)
+        self._scheduler.add(sequence, is_held=pictures is not None, is_loading=is_loading)
         if pictures is not None:
             pictures.add(sequence, request)
         self.by_sequence[sequence.sequence_id] = running

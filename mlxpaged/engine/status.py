@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mlxpaged.engine.disk_tier import NO_TIER, TierStats
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, EmbedderStats
 from mlxpaged.engine.prompt_progress import PromptChunk
 from mlxpaged.engine.timeline import Phase
@@ -43,6 +44,7 @@ class EngineStats:
     embeddings: EmbedderStats = NO_EMBEDDINGS
     images: ImageStats = NO_IMAGES
     prompt_chunks: tuple[PromptChunk, ...] = ()  # of the step, without the last ones of their prompts
+    tier: TierStats = NO_TIER
 
 
 @dataclass(frozen=True)

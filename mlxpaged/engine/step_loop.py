@@ -8,6 +8,7 @@ from collections.abc import Sequence as ListOf
 
 import mlx.core as mx
 
+from mlxpaged.engine.disk_tier import DiskTier
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
@@ -49,7 +50,9 @@ class StepLoop:
         requests: RequestTable,
         clock: Callable[[], float],
         encoder: PictureEncoder | None = None,
+        tier: DiskTier | None = None,
     ) -> None:
+        self._tier = tier
         self._encoder = encoder
         self._scheduler = scheduler
         self._runner = runner
@@ -86,7 +89,11 @@ class StepLoop:
             if self._encoder.has_work:
                 self.finish_in_flight()  # so that the encoder's time is its own
             self._encoder.advance()
+        if self._tier is not None:
+            self._load_prefixes(self._tier)
         scheduled = self._schedule()
+        if self._tier is not None:
+            self._tier.after_schedule()
         try:
             if not self._move_blocks(scheduled):
                 self._finish_in_flight()
@@ -129,7 +136,7 @@ class StepLoop:
         self._log.start_step(scheduled, self._requests.by_sequence, self._clock())
         if scheduled.rows:
             self.num_steps += 1
-        can_run = len(self._scheduler.sequences) > len(self._scheduler.held)
+        can_run = self._scheduler.num_runnable > 0
         nothing_runs = can_run and not scheduled.rows and self._in_flight is None
         self.waits_for_memory = nothing_runs and not self._resizer.is_due
         if nothing_runs and not self._resizer.can_wait:
@@ -232,6 +239,8 @@ class StepLoop:
         self._scheduler.update(Step(step.rows), token_ids)
         # A step that only decodes samples every row, and pays nothing for prompts.
         self.prompt_chunks = ()
+        if invalid and self._tier is not None:
+            self._tier.discard()
         if prompt_logprobs or len(tokens) < len(step.rows):
             self._process_prompts(step.rows, prompt_logprobs, discarded)
         self._requests.advance(tokens)
@@ -287,12 +296,20 @@ class StepLoop:
         request_ids = frozenset(row.request_id for row in rows)
         return StepSize(len(last), last.num_tokens, seconds, request_ids)
 
+    def _load_prefixes(self, tier: DiskTier) -> None:
+        try:
+            tier.advance()
+        except DeviceError as error:
+            self._rebuild_pools(error)
+
     def _finish_in_flight(self) -> None:
         if self._in_flight is not None:
             self._process(self._in_flight)
             self._in_flight = None
 
     def _recover(self, scheduled: Step, error: HostError) -> None:
+        if self._tier is not None:
+            self._tier.discard()
         try:
             self._finish_in_flight()
             self._recovery.recover(scheduled.rows, error)
@@ -302,5 +319,7 @@ class StepLoop:
     def _rebuild_pools(self, error: DeviceError, *steps: Step) -> None:
         if self._runner.ranks is not None:  # another rank may be in another step: only all of them can begin anew
             raise RankLostError(f"a step of several ranks failed: {error}") from error
+        if self._tier is not None:
+            self._tier.discard()
         in_flight, self._in_flight = self._in_flight, None
         self._recovery.rebuild_pools([*([in_flight.scheduled] if in_flight is not None else ()), *steps], error)

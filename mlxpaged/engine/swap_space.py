@@ -33,6 +33,26 @@ def bytes_per_slot(layers: Sequence[LayerKVCache]) -> int:
     return sum(kv.layout.bytes_per_block for kv in layers)
 
 
+def read_bytes(layers: Sequence[LayerKVCache], blocks: Sequence[int]) -> list[mx.array]:
+    """The bytes of blocks, not evaluated: an array for each plane of each layer."""
+    return [array.view(mx.uint8) for kv in layers for array in kv.read_blocks(blocks)]
+
+
+def write_bytes(layers: Sequence[LayerKVCache], blocks: Sequence[int], columns: Sequence[Bytes]) -> None:
+    """Overwrite blocks. columns: [n, bytes] for each plane of each layer, of memory that stays as it is meanwhile."""
+    rest = iter(columns)
+    for kv in layers:
+        pieces = [(mx.array(next(rest)), plane) for plane in kv.layout.planes]
+        planes = [piece.view(plane.dtype).reshape(-1, *plane.shape) for piece, plane in pieces]
+        kv.write_blocks(blocks, *planes)
+
+
+def split_columns(layers: Sequence[LayerKVCache], rows: Bytes) -> list[Bytes]:
+    """Views of rows [n, bytes of a block of all layers]: one for each plane of each layer."""
+    ends = np.cumsum([plane.nbytes for kv in layers for plane in kv.layout.planes])
+    return np.split(rows, ends[:-1], axis=1)
+
+
 class SwapSpace:
     """`num_slots` slots, each for one KV block of all `layers`. They hold bytes, because NumPy has no bfloat16. A slot
     is contiguous: the planes of the first layer (KVLayout.planes), those of the second, and so on.
@@ -55,8 +75,7 @@ class SwapSpace:
         self._layers = list(layers)
         memory = map_memory(self.nbytes) if directory is None else map_file(self.nbytes, directory)
         self._memory: Bytes | None = memory.reshape(num_slots, -1)
-        ends = np.cumsum([plane.nbytes for kv in layers for plane in kv.layout.planes])
-        self._columns: list[Bytes] = np.split(self._memory, ends[:-1], axis=1)  # views, [num_slots, bytes] each
+        self._columns = split_columns(layers, self._memory)
 
     def store(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block to slot for every (block, slot). The blocks may be overwritten once this returns.
@@ -65,7 +84,7 @@ class SwapSpace:
         """
         self._check([block for block, _ in pairs], [slot for _, slot in pairs], written="slot")
         for blocks, slots in self._pieces(pairs):
-            read = [array.view(mx.uint8) for kv in self._layers for array in kv.read_blocks(blocks)]
+            read = read_bytes(self._layers, blocks)
             mx.eval(read)  # one wait for all layers
             for column, array in zip(self._columns, read, strict=True):
                 column[slots] = np.asarray(array).reshape(len(slots), column.shape[1])
@@ -77,11 +96,7 @@ class SwapSpace:
         """
         self._check([block for _, block in pairs], [slot for slot, _ in pairs], written="block")
         for slots, blocks in self._pieces(pairs):
-            columns = iter(self._columns)
-            for kv in self._layers:
-                pieces = [(mx.array(next(columns)[slots]), plane) for plane in kv.layout.planes]
-                planes = [piece.view(plane.dtype).reshape(-1, *plane.shape) for piece, plane in pieces]
-                kv.write_blocks(blocks, *planes)
+            write_bytes(self._layers, blocks, [column[slots] for column in self._columns])
             mx.eval([kv.arrays for kv in self._layers])  # frees the piece's copies before the next piece makes its own
 
     def store_arrays(self, slots: Sequence[int], arrays: Sequence[mx.array]) -> None:

@@ -147,5 +147,8 @@ class Worker:
         """The size of the embedder's running step."""
         return None if self.embedder is None else self.embedder.step_size
 
+    def keep_prefixes(self) -> None:
+        """The model is unloaded: store what is to outlive it. Its requests have ended."""
+
     def close(self) -> None:
         """Close files."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mlxpaged.cache.block_pool import BlockPool, OutOfBlocksError
 from mlxpaged.cache.block_table import BlockTable
 from mlxpaged.cache.groups import blocks_for
-from mlxpaged.cache.prefix_cache import CachedBlock, Content, PrefixCache
+from mlxpaged.cache.prefix_cache import CachedBlock, Content, PrefixCache, value
 from mlxpaged.cache.table_rows import TableRows
 from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.pool_size import PoolSize
@@ -128,6 +128,7 @@ class BlockManager:
             first = len(reuse.hit)
             computed = max(first * self.block_size, kv.num_swapped_tokens)
             table.adopt(reuse.hit)
+            value(reuse.hit)
             table.grow(computed, computed)
             loads = [
                 (slot, table.ids[group][index])
@@ -169,6 +170,7 @@ class BlockManager:
             return 0
         hit = hit[: usable - known]
         table.adopt(hit)
+        value(table.chain)
         self.states.restore(sequence, hit[-1])
         return usable * self.block_size
 

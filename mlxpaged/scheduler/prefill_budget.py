@@ -138,6 +138,11 @@ class PrefillLimits:
         costs = self._cost.reliable_costs()
         return 0.0 if costs is None else costs.prefill_seconds(start, tokens, self._config.max_num_batched_tokens)
 
+    def seconds_roughly(self, start: int, tokens: int) -> float | None:
+        """The same after any step with a prompt; None before."""
+        costs = self._cost.costs()
+        return None if costs is None else costs.prefill_seconds(start, tokens, self._config.max_num_batched_tokens)
+
 
 def work_of(rows: ListOf[Row]) -> tuple[list[int], list[tuple[int, int]]]:
     """Context lengths of the decoding tokens, each of which the device computes as a row, and (start, tokens) of the

@@ -19,12 +19,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from typing import NamedTuple
 
 from mlxpaged.cache.block_pool import BlockUsage, OutOfBlocksError
+from mlxpaged.cache.prefix_cache import CachedBlock, value
 from mlxpaged.cache.table_rows import IntArray
 from mlxpaged.scheduler.admission import AdmissionControl, check_fits
 from mlxpaged.scheduler.block_manager import BlockManager
@@ -70,7 +72,9 @@ class Scheduler:
         self.running = SequenceQueue()
         self.waiting = WaitingQueue(self._num_left)
         self._forks: dict[int, list[Sequence]] = {}  # by parent: forks that wait until its prompt is computed
-        self.held: dict[int, Sequence] = {}  # by id: those that wait for more than room
+        self.held: dict[int, Sequence] = {}  # by id: those that wait for their pictures
+        self.loading: dict[int, Sequence] = {}  # by id: those whose prefix is read from a disk
+        self.valuable_seconds = math.inf  # a prefix that takes longer to compute is worth storing
         self._changed: set[int] = set()  # sequences whose blocks get their contents in the step being scheduled
         self._preemption = Preemption(self.blocks, self.running, self.waiting, clock)
         self._admission = AdmissionControl(config.max_num_seqs, self._preemption, self._changed)
@@ -84,9 +88,9 @@ class Scheduler:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def add(self, sequence: Sequence, is_held: bool = False) -> None:
-        """Queue a sequence; a fork is queued once its parent's prompt is computed. is_held: whether it is queued by
-        `release`. Raises PromptTooLongError if the sequence could never run."""
+    def add(self, sequence: Sequence, is_held: bool = False, is_loading: bool = False) -> None:
+        """Queue a sequence; a fork is queued once its parent's prompt is computed. is_held, is_loading: whether it is
+        queued by `release`. Raises PromptTooLongError if the sequence could never run."""
         check_fits(sequence.num_prompt_tokens, sequence.max_tokens, self.config)
         if sequence.sequence_id in self.sequences:
             raise ValueError(f"sequence {sequence.sequence_id} is already queued")
@@ -97,14 +101,14 @@ class Scheduler:
         parent = sequence.fork_of
         if parent is not None and parent.sequence_id in self.sequences and parent.num_output_tokens == 0:
             self._forks.setdefault(parent.sequence_id, []).append(sequence)
-        elif is_held:
-            self.held[sequence.sequence_id] = sequence
+        elif is_held or is_loading:
+            (self.held if is_held else self.loading)[sequence.sequence_id] = sequence
         else:
             self.waiting.add(sequence)
 
     def release(self, sequence_id: int) -> None:
-        """Queue a sequence that was held."""
-        self.waiting.add(self.held.pop(sequence_id))
+        """Queue a sequence that was held or loading."""
+        self.waiting.add((self.held if sequence_id in self.held else self.loading).pop(sequence_id))
 
     def finish(self, sequence_id: int, reason: FinishReason) -> Sequence:
         """End a sequence in any state and release all that it holds. Raises KeyError if it has already ended."""
@@ -112,9 +116,11 @@ class Scheduler:
         siblings = self._forks.get(sequence.fork_of.sequence_id, []) if sequence.fork_of is not None else []
         if sequence in siblings:
             siblings.remove(sequence)
-        elif self.held.pop(sequence_id, None) is None:
+        elif (self.held.pop(sequence_id, None) or self.loading.pop(sequence_id, None)) is None:
             (self.running if sequence.status is SequenceStatus.RUNNING else self.waiting).remove(sequence)
         self._queue_forks(sequence)
+        if sequence.kv.table is not None and reason not in (FinishReason.ERROR, FinishReason.MEMORY):
+            self._value(sequence.kv.table.chain)
         sequence.transition(SequenceStatus.FINISHED)
         sequence.finish_reason = reason
         self.blocks.release(sequence)
@@ -125,6 +131,27 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.sequences)
 
+    @property
+    def num_runnable(self) -> int:
+        """Sequences that wait for nothing but room, or run."""
+        return len(self.sequences) - len(self.held) - len(self.loading)
+
+    def _value(self, chain: ListOf[CachedBlock]) -> None:
+        """Mark a prefix if it takes long to compute."""
+        if self.valuable_seconds < math.inf:
+            seconds = self.prefill_seconds(0, len(chain) * self.config.block_size)
+            if seconds is not None and seconds > self.valuable_seconds:
+                value(chain)
+
+    def prefill_seconds(self, start: int, tokens: int) -> float | None:
+        """A first estimate of the time to compute these tokens of a prompt if nothing else runs. None before any prompt
+        was computed."""
+        return self._prefill.seconds_roughly(start, tokens)
+
+    def room_beside(self, sequence: Sequence) -> int:
+        """Free blocks that the running sequences leave to one that is to wait for admission."""
+        return self.pool.num_free - self._preemption.reserved_blocks(sequence)
+
     def prefill_beyond(self, sequence: Sequence, seconds: float) -> Prefill | None:
         """Return what is left to compute before the next token of a sequence, if that takes more than `seconds` even
         with the device to itself. None if it may take less, or if too few prompts were computed to estimate it.
@@ -132,6 +159,8 @@ class Scheduler:
         A fork reuses what its parent computes, so the parent's tokens are counted."""
         if sequence.fork_of is not None and sequence.fork_of.sequence_id in self.sequences:
             sequence = sequence.fork_of
+        if sequence.sequence_id in self.loading:
+            return None  # its prefix need not be computed
         length = len(sequence.token_ids)
         start = max(sequence.num_computed_tokens, sequence.kv.num_swapped_tokens)
         if length - start <= 1 or self._prefill.seconds_alone(start, length - start) <= seconds:

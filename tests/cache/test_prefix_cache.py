@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from mlxpaged.cache import prefix_cache
 from mlxpaged.cache.block_pool import BlockPool
 from mlxpaged.cache.block_table import BlockTable
-from mlxpaged.cache.prefix_cache import PrefixCache
+from mlxpaged.cache.prefix_cache import PrefixCache, value
 from mlxpaged.cache.table_rows import TableRows
+from mlxpaged.step import FIRST_CONTENT_ID
 
 Tokens = list[int]
 
@@ -150,3 +151,24 @@ def test_blocks_after_an_evicted_one_are_not_published_because_no_prompt_could_f
     assert len(cache) == 0
     table.release()
     assert pool.usage().cached == 0
+
+
+def test_pictures_and_what_follows_them_are_not_worth_storing() -> None:
+    """Their ids are those of this process."""
+    pool, cache = make()
+    chain = store(pool, cache, [1, 2, 3, 4, 5, 6, FIRST_CONTENT_ID, 8, 9, 10, 11, 12]).chain
+    value(chain)
+    assert [record.is_valuable for record in chain] == [True, False, False]
+
+
+def test_blocks_that_leave_the_pool_are_told_before_they_are_forgotten() -> None:
+    pool, cache = make(num_blocks=3)
+    left: list[tuple[int, ...]] = []
+    pool.on_leave = lambda block, content: left.append((block, *content.record.tokens))
+    table = store(pool, cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    blocks = table.block_ids
+    table.release()
+    pool.allocate(2)
+    assert left == [(blocks[1], 5, 6, 7, 8)], "the tail of a prefix goes first"
+    cache.clear()
+    assert len(left) == 1, "what is emptied does not leave"

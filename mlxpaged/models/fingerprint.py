@@ -1,0 +1,31 @@
+"""A digest of all that a model computes with: two models that differ in one weight have different ones."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from mlxpaged.models.preflight import WEIGHTS
+
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def fingerprint(directory: Path) -> str:
+    """Digest of a model's weights and configuration. The weights are read once, at 1 to 2 GB a second, except for those
+    in the hub's cache, whose files have their digests as names."""
+    found = hashlib.sha256()
+    for path in [directory / "config.json", *sorted(directory.glob(WEIGHTS))]:
+        found.update(f"{path.name}:{file_digest(path)}\n".encode())
+    return found.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    blob = path.resolve()
+    if blob.parent.name == "blobs" and SHA256.fullmatch(blob.name):
+        return blob.name
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(2**22):
+            found.update(piece)
+    return found.hexdigest()
