@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 COMMANDS = (
     *("serve", "chat", "run", "ps", "stop", "launch", "service install", "bench", "doctor"),
-    *("keys add", "keys list", "keys remove", "pull", "ls", "rm", "config", "completion"),
+    *("keys add", "keys list", "keys remove", "pull", "ls", "rm", "cache ls", "cache clear", "config", "completion"),
 )
 OF_OTHERS = {
     *("--add-host", "--backend", "--before", "--budget", "--continuous-batching", "--ctx-size", "--model"),

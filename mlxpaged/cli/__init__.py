@@ -25,6 +25,7 @@ COMMANDS = {
     "pull": ("pull", "download a model, after saying whether it fits this machine"),
     "ls": ("ls", "list the downloaded models"),
     "rm": ("rm", "delete a downloaded model"),
+    "cache": ("cache", "show or delete the prefixes that servers have stored on a disk"),
     "bench": ("bench.flags", "measure how fast this machine serves a model"),
     "doctor": ("doctor.flags", "check the attention kernels on this machine, or a model's tool calls"),
     "keys": ("keys.flags", "make, list and remove API keys"),

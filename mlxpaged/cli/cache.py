@@ -1,0 +1,53 @@
+"""`mlxpaged cache ls | clear DIR` shows and deletes what `serve --prefix-cache-dir DIR` has stored."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from mlxpaged.cli.banner import megabytes
+from mlxpaged.cli.table import print_table
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "cache",
+        description="Show or delete the prefixes that `mlxpaged serve --prefix-cache-dir DIR` has stored. A server "
+        "that uses DIR must be stopped first; POST /v1/cache/clear empties the cache of a running one.",
+    )
+    verbs = parser.add_subparsers(title="what to do", dest="verb", required=True)
+    show = verbs.add_parser("ls", help="show how much each model has")
+    clear = verbs.add_parser("clear", help="delete the prefixes of all models, or of one")
+    for verb in (show, clear):
+        verb.add_argument("directory", type=Path, metavar="DIR", help="the directory of --prefix-cache-dir")
+        verb.set_defaults(run=run)
+    clear.add_argument("model", nargs="?", metavar="MODEL", help="only those of this model, as `cache ls` names it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit status: 1 with a message if the directory has no prefixes or is in use."""
+    from mlxpaged.cache.disk_index import INDEX
+    from mlxpaged.cache.disk_store import DiskStore, StoreError
+
+    directory = args.directory.expanduser()
+    if not (directory / INDEX).is_file():
+        print(f"mlxpaged: {directory} has no prefixes", file=sys.stderr)
+        return 1
+    try:
+        store = DiskStore(directory, sys.maxsize, 0)
+    except StoreError as error:
+        print(f"mlxpaged: {error}", file=sys.stderr)
+        return 1
+    try:
+        if args.verb == "clear":
+            before = store.stats().size
+            blocks = store.clear(args.model).result()
+            print(f"{blocks} blocks are deleted, {megabytes(before - store.stats().size)}", file=sys.stderr)
+        else:
+            rows = [(each.model, str(each.blocks), megabytes(each.size)) for each in store.usage()]
+            print_table([("MODEL", "BLOCKS", "SIZE"), *rows])
+    finally:
+        store.close()
+    return 0
