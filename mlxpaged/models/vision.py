@@ -12,6 +12,7 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten
 
+from mlxpaged.attention import token_groups
 from mlxpaged.attention.self_check import ReportAmount
 from mlxpaged.models.errors import in_one_line
 from mlxpaged.models.fused_attention import unfuse_for_pictures
@@ -23,6 +24,7 @@ from mlxpaged.models.vision_family import Family, Settings
 from mlxpaged.models.vision_gemma import GEMMA_3, GEMMA_4, GEMMA_4_UNIFIED
 from mlxpaged.models.vision_kimi import KIMI
 from mlxpaged.models.vision_lfm2 import LFM2
+from mlxpaged.models.vision_mlx_vlm import BORROWED
 from mlxpaged.models.vision_pixtral import PIXTRAL
 from mlxpaged.models.vision_probe import check_vision
 from mlxpaged.models.vision_qwen import QWEN, QWEN_2, QWEN_2_5
@@ -49,6 +51,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3": GEMMA_3,
     "gemma4": GEMMA_4,
     "gemma4_unified": GEMMA_4_UNIFIED,
+    **BORROWED,
 }
 """Those that see here, by the model type."""
 
@@ -101,6 +104,7 @@ def let_see(
         vision, reason = None, "another rank has no vision tower"
     if vision is not None:
         try:
+            vision.rows.part = part_of_step
             install(model, vision)
             unfuse_for_pictures(model, vision.rows)
             check_vision(model, layers, vision, turns)
@@ -111,6 +115,12 @@ def let_see(
     if reason:
         logger.warning("this model is served without its eyes: %s", reason)
     return vision, reason
+
+
+def part_of_step() -> tuple[int, int] | None:
+    """What `FeatureRows.part` returns."""
+    group = token_groups.running
+    return None if group is None else (group.first, group.last)
 
 
 def stored_weights(path: Path, family: Family) -> dict[str, mx.array]:

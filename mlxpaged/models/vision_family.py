@@ -36,6 +36,8 @@ MOST = {
     "mm_embed_dim": 2**16,
     "mm_posemb_size": 2**20,
     "mm_tokens_per_image": 2**14,
+    "vision_soft_tokens_per_image": 2**14,
+    "max_patches": 64,
     "num_patches": 2**20,
     "downsample_factor": 16,
     "projector_hidden_size": 2**16,

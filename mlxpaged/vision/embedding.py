@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -10,13 +10,15 @@ from mlx.nn.layers.base import Module
 
 
 class FeatureRows:
-    """What the running step has of pictures; all of it is None in a step without any.
+    """What the running step has of pictures; all arrays are None in a step without any.
 
     where[n]: the tokens that are rows of pictures. features[n, D], or [n, 1 + layers, D]. positions[3, T]: of all
-    tokens, if the model rotates by three axes.
+    tokens, if the model rotates by three axes. part: returns the first token of the step that the model computes now,
+    and the one after the last; None if it computes all of them at once.
     """
 
     def __init__(self) -> None:
+        self.part: Callable[[], tuple[int, int] | None] = lambda: None
         self.clear()
 
     def clear(self) -> None:
@@ -30,7 +32,16 @@ class FeatureRows:
             return embedded
         rows = embedded.reshape(-1, embedded.shape[-1])
         features = self.features if self.features.ndim == 2 else self.features[:, 0]
-        rows[self.where] = features.astype(embedded.dtype)
+        features = features.astype(embedded.dtype)
+        part = self.part()
+        if part is None:
+            rows[self.where] = features
+        else:  # the model runs once per sequence: features of other sequences go to a row that is dropped
+            first, last = part
+            within = (self.where >= first) & (self.where < last)
+            rows = mx.concatenate([rows, rows[:1]])
+            rows[mx.where(within, self.where - first, len(rows) - 1)] = features
+            rows = rows[:-1]
         return rows.reshape(embedded.shape)
 
     def add_to(self, output: mx.array, layer: int) -> mx.array:

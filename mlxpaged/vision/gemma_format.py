@@ -14,8 +14,9 @@ from mlxpaged.vision.picture import Resampling
 class Gemma3Format:
     """As many placeholders for each picture, between two tokens, with an empty line before and after.
 
-    The template writes `start`. side: of a picture, in pixels. rows: of placeholders, and columns. newlines: the token
-    of two newlines. joins: the tokens of more newlines, by those that they are joined of.
+    side: of a picture, in pixels. rows: of placeholders, and columns. newlines: the token of two newlines. joins: the
+    tokens of more newlines, by those that they are joined of. shown_as_placeholder: whether the template writes
+    `placeholder` instead of `start`.
     """
 
     start: int
@@ -26,10 +27,11 @@ class Gemma3Format:
     rows: int
     joins: Mapping[tuple[int, int], int] = field(default_factory=dict)
     resampling: Resampling = "BILINEAR"
+    shown_as_placeholder: bool = False
 
     @property
     def template_token(self) -> int:
-        return self.start
+        return self.placeholder if self.shown_as_placeholder else self.start
 
     @property
     def settings(self) -> bytes:

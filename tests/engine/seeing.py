@@ -20,6 +20,7 @@ from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.fused_attention import unfuse_for_pictures
 from mlxpaged.models.layers import mutual as mutual_layers
 from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.models.vision import part_of_step
 from mlxpaged.vision.embedding import embedding_of
 from mlxpaged.vision.install import install
 from mlxpaged.vision.picture import LARGEST, Picture, Resampling
@@ -118,6 +119,7 @@ def load_seeing(
     tower = PatchTower(hidden_size(served.model), num_deep, SCALES[mutual])
     most = LARGEST if mutual == "none" else (32, 24)
     vision = Vision(PatchFormat(most), tower, axes, num_deep, mutual)
+    vision.rows.part = part_of_step
     install(served.model, vision)
     unfuse_for_pictures(served.model, vision.rows)
     return dataclasses.replace(served, vision=vision, layers=mutual_layers(served.layers, mutual)), tower

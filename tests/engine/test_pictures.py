@@ -116,7 +116,19 @@ def test_each_alone(seeing: tuple[ServedModel, PatchTower], expected: list[list[
     assert [answers(core, [prompt])[0] for prompt in PROMPTS] == expected
 
 
-OTHERS = ("mistral3", "pixtral", "qwen3", "lfm2", "lfm2-vl", "qwen3_5", "deepseek_v3", "kimi_vl", "gemma3_text")
+OTHERS = (
+    "mistral3",
+    "pixtral",
+    "qwen3",
+    "lfm2",
+    "lfm2-vl",
+    "qwen3_5",
+    "deepseek_v3",
+    "kimi_vl",
+    "gemma3_text",
+    "gemma3n",
+    "llama4",
+)
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -1,0 +1,212 @@
+"""Takes vision towers of mlx-vlm, if it is installed, for families that have none here.
+
+Only the tower and its projector are mlx-vlm's: sizes, tokens and pixels of a picture are decided here. mlx-vlm's
+processors need a tokenizer of their own, allow code of the model's directory to run, and that of Llama 4 makes fewer
+tiles than its prompt has.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+
+from mlxpaged.models.errors import in_one_line
+from mlxpaged.models.vision_family import Family, Settings, colours_of, number, resampling_of
+from mlxpaged.models.vision_gemma import joins_of
+from mlxpaged.vision.gemma_format import Gemma3Format
+from mlxpaged.vision.interpolation import bilinear, interpolated
+from mlxpaged.vision.llama4_format import Llama4Format
+from mlxpaged.vision.patches import normalized
+from mlxpaged.vision.picture import PictureFormat
+from mlxpaged.vision.tower import Vision
+
+CONFIGURATIONS = ("text_config", "vision_config", "audio_config")
+
+HALVES = (0.5, 0.5, 0.5)
+"""The usual mean and standard deviation of a colour."""
+
+EXPANSION = "vision_tower.timm_model.blocks.0.0.conv_exp.weight"
+"""A convolution of 3 x 3 in the tower of Gemma 3n, whose shape shows the layout of all."""
+
+
+@dataclass(frozen=True)
+class NoText:
+    """What mlx-vlm's models ask of their language model when they make features. width: of its embeddings."""
+
+    width: int
+
+    @property
+    def model(self) -> NoText:
+        return self
+
+    def embed_tokens(self, token_ids: mx.array) -> mx.array:
+        return mx.zeros((*token_ids.shape, self.width))
+
+    def get_per_layer_inputs(self, token_ids: mx.array) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class BorrowedTower:
+    """A `Tower`: one of mlx-vlm's models without its language model. It encodes a picture in one part.
+
+    inputs: makes its pixel values of those of pictures. divisor: the text model multiplies embeddings by it.
+    """
+
+    model: Any
+    form: PictureFormat
+    inputs: Callable[[mx.array], mx.array]
+    divisor: float = 1.0
+
+    @property
+    def nbytes(self) -> int:
+        weights: Any = tree_flatten(self.model.parameters())
+        return sum(array.nbytes for _, array in weights)
+
+    def encode(self, pixels: mx.array) -> Iterator[mx.array]:
+        weights: Any = tree_flatten(self.model.parameters())
+        dtype = next(array.dtype for _, array in weights if mx.issubdtype(array.dtype, mx.floating))
+        n, height, width, _ = pixels.shape
+        rows, columns = self.form.grid(width, height)
+        ids = mx.full((n, rows * columns), self.form.placeholder)
+        found = self.model.get_input_embeddings(ids, self.inputs(pixels).astype(dtype)).inputs_embeds
+        yield (found.astype(mx.float32) / self.divisor).astype(dtype)
+
+
+def model_of(config: Mapping[str, Any]) -> Any:
+    """Returns mlx-vlm's model without its language model. Its weights are not evaluated. Raises ValueError if mlx-vlm
+    cannot be imported."""
+    kind = config["model_type"]
+    try:
+        package = importlib.import_module(f"mlx_vlm.models.{kind}")
+    except ImportError as error:
+        advice = "`pip install requests` and `pip install --no-deps mlx-vlm` let this model see"
+        raise ValueError(f"{kind} models take it from mlx-vlm, and {in_one_line(error)}: {advice}") from error
+    model_config = package.ModelConfig.from_dict(deepcopy(dict(config)))
+    for name in CONFIGURATIONS:
+        if hasattr(model_config, name):
+            class_name = name.replace("_", " ").title().replace(" ", "")
+            setattr(model_config, name, getattr(package, class_name).from_dict(dict(config.get(name) or {})))
+    model = package.Model(model_config)
+    model.language_model = NoText(number(config["text_config"], "hidden_size"))
+    model.audio_tower = None
+    model.eval()
+    return model
+
+
+def require_side(settings: Settings, side: int) -> None:
+    """Raises ValueError if the files ask for pictures or tiles of another size."""
+    size = settings.pictures.get("size") or {"height": side, "width": side}
+    if (size.get("height"), size.get("width")) != (side, side):
+        raise ValueError(f"its pictures have the size {str(size)[:100]}, and its tower takes {side} x {side} pixels")
+
+
+def tokens_of(settings: Settings, *texts: str) -> list[int]:
+    return [settings.token(text) for text in texts]
+
+
+def make_gemma3n(settings: Settings) -> tuple[Vision, Module]:
+    """Every picture has the same size. The text model multiplies embeddings by the root of their width."""
+    config = settings.config
+    side, count = 768, number(config, "vision_soft_tokens_per_image", 256)
+    require_side(settings, side)
+    model = model_of(config)
+    start, end, newlines = tokens_of(settings, "<start_of_image>", "<end_of_image>", "\n\n")
+    form = Gemma3Format(
+        start=start,
+        placeholder=int(model.config.image_token_id),
+        end=end,
+        newlines=newlines,
+        side=side,
+        rows=round(count**0.5),
+        joins=joins_of(settings.vocabulary),
+        resampling=resampling_of(settings.pictures, "BILINEAR"),
+        shown_as_placeholder=True,
+    )
+    mean, std = colours_of({"do_normalize": False, **settings.pictures}, HALVES, HALVES)
+
+    def inputs(pixels: mx.array) -> mx.array:
+        return normalized(pixels, mean, std).transpose(0, 3, 1, 2)
+
+    divisor = number(config["text_config"], "hidden_size") ** 0.5
+    return Vision(form, BorrowedTower(model, form, inputs, divisor)), model
+
+
+def make_llama4(settings: Settings) -> tuple[Vision, Module]:
+    config = settings.config
+    seen = config["vision_config"]
+    side, patch = number(seen, "image_size", 336), number(seen, "patch_size", 14)
+    require_side(settings, side)
+    model = model_of(config)
+    template, start, end, across, down = tokens_of(
+        settings, "<|image|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"
+    )
+    most = number({"max_patches": settings.pictures.get("max_patches", 16)}, "max_patches")
+    form = Llama4Format(
+        template_token=template,
+        start=start,
+        placeholder=int(model.config.image_token_index),
+        end=end,
+        across=across,
+        down=down,
+        side=side,
+        rows=round(side // patch * float(seen.get("pixel_shuffle_ratio", 0.5))),
+        most=min(most, max(1, settings.most_pixels // side**2)),
+        resampling=resampling_of(settings.pictures, "BILINEAR"),
+    )
+    mean, std = colours_of(settings.pictures, HALVES, HALVES)
+
+    def inputs(pixels: mx.array) -> mx.array:
+        return normalized(tiles_of(pixels, form), mean, std).transpose(0, 3, 1, 2)
+
+    return Vision(form, BorrowedTower(model, form, inputs)), model
+
+
+def tiles_of(pixels: mx.array, form: Llama4Format) -> mx.array:
+    """Returns the tiles of pictures, [n * tiles, side, side, 3]. Black fills up the last ones of rows and columns. The
+    last tile of a picture with several is the whole picture. pixels: uint8 [n, H, W, 3]."""
+    n, height, width, colours = pixels.shape
+    rows, columns, side = *form.tiles(width, height), form.side
+    filled = mx.pad(pixels, [(0, 0), (0, rows * side - height), (0, columns * side - width), (0, 0)])
+    tiles = filled.reshape(n, rows, side, columns, side, colours).swapaxes(2, 3).reshape(n, -1, side, side, colours)
+    if rows * columns > 1:
+        down, across = bilinear(side, height), bilinear(side, width)
+        whole = mx.stack([interpolated(picture, down, across) for picture in pixels])
+        tiles = mx.concatenate([tiles, mx.round(whole).astype(mx.uint8)[:, None]], axis=1)
+    return tiles.flatten(0, 1)
+
+
+def prepare_gemma3n(stored: dict[str, mx.array]) -> None:
+    """Makes the layout of the convolutions MLX's."""
+    expansion = stored.get(EXPANSION)
+    if expansion is not None and expansion.ndim == 4 and expansion.shape[2] == expansion.shape[3]:  # torch's
+        stored.update({name: array.transpose(0, 2, 3, 1) for name, array in stored.items() if array.ndim == 4})
+
+
+def named(*parts: str) -> Callable[[str], str | None]:
+    """Returns a `Family.name_of` that leaves the names as they are. parts: how the weights' names begin."""
+    return lambda name: name if name.startswith(parts) else None
+
+
+BORROWED: Mapping[str, Family] = {
+    "gemma3n": Family(
+        {"gemma3n_vision", "gemma3n"},
+        named("vision_tower.", "embed_vision.", "embed_audio."),
+        prepare_gemma3n,
+        make_gemma3n,
+    ),
+    "llama4": Family(
+        {"llama4_vision_model", "llama4"},
+        named("vision_model.", "multi_modal_projector."),
+        lambda stored: None,
+        make_llama4,
+    ),
+}
+"""Families by the model type, which is the name of mlx-vlm's package too."""
