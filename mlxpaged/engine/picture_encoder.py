@@ -13,6 +13,7 @@ from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.scheduler.queue import ORDER
 from mlxpaged.scheduler.scheduler import Scheduler
 from mlxpaged.scheduler.sequence import FinishReason, Sequence
+from mlxpaged.vision.blocks import pace
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +28,8 @@ class PictureEncoder:
     """Holds a sequence back until its pictures are encoded, except those that the prefix cache covers.
 
     Between two steps it works no longer than the step took, so that streams keep half of their pace. The pictures of
-    the first sequence in order come first. invariant: whether each picture is encoded alone, so that its features do
-    not depend on others. fail: ends a sequence. clock: seconds.
+    the first sequence in order come first. invariant: whether each picture is encoded alone, in parts of one size, so
+    that its features depend on nothing else. fail: ends a sequence. clock: seconds.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class PictureEncoder:
         self._scheduler = scheduler
         self._fail = fail
         self._clock = clock
+        self._is_invariant = invariant
         self._most_pixels = 0 if invariant else MAX_PIXELS
         self._numbers: list[int] = []  # of the pictures that are being encoded
         self._work: Iterator[mx.array] | None = None
@@ -58,12 +60,14 @@ class PictureEncoder:
         """Do a part of the work, and queue the sequences whose pictures are encoded."""
         started = self._clock()
         seconds = min(MOST_SECONDS, started - self._ended) if self._scheduler.running else MOST_SECONDS
-        parts = 0
+        last = self._ended = started
         while self.has_work and self._next_part():
-            parts += 1
-            if (self._clock() - started) * (parts + 1) / parts > seconds:  # another one would take too long
+            last, self._ended = self._ended, self._clock()
+            took = self._ended - last
+            if not self._is_invariant:
+                pace.adapt(took, seconds)
+            if self._ended + took - started > seconds:  # another one would take too long
                 break
-        self._ended = self._clock()
 
     def _next_part(self) -> bool:
         """Returns False if there is nothing to do now."""

@@ -2,13 +2,13 @@
 
 A block of a picture of 4,096 patches in Qwen3-VL's largest tower takes 0.2 TFLOP: that is 0.2 s on an M1 at 1 TFLOP/s,
 and a step that decodes takes 25 ms. So a block is computed for some of the patches at a time: first the queries, keys
-and values of all, then the rest. The largest parts have 21 GFLOP.
+and values of all, then the rest. The largest parts have 21 GFLOP. They get smaller where they take longer than a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Protocol
+from collections.abc import Generator, Iterator
+from typing import Literal, Protocol
 
 import mlx.core as mx
 
@@ -17,8 +17,41 @@ from mlxpaged.vision.patches import Rotation
 
 Parts = Generator[mx.array, None, mx.array]
 
-PATCHES = 512
+MOST, LEAST = 512, 64
 """Patches of a part, of all pictures together."""
+
+
+Phase = Literal["heads", "rest"]
+
+
+class Pace:
+    """The size of the parts. All encodings run on one thread. patches: of the next part, by its phase, because the rest
+    takes several times as long."""
+
+    def __init__(self) -> None:
+        self.patches: dict[Phase, int] = {"heads": MOST, "rest": MOST}
+        self._phase: Phase = "heads"  # of the last part
+
+    def adapt(self, seconds: float, allowed: float) -> None:
+        """Follow what the last part took: the next ones are smaller if it took longer than is allowed, and larger if it
+        took less than a third of that."""
+        patches = self.patches[self._phase]
+        if seconds > allowed:
+            self.patches[self._phase] = max(LEAST, patches // 2)
+        elif 3 * seconds < allowed:
+            self.patches[self._phase] = min(MOST, patches * 2)
+
+    def slices(self, phase: Phase, length: int, unit: int) -> Iterator[slice]:
+        """Yields consecutive slices of a length. unit: patches of an element."""
+        start = 0
+        while start < length:
+            self._phase = phase
+            end = start + max(1, self.patches[phase] // unit)
+            yield slice(start, min(length, end))
+            start = end
+
+
+pace = Pace()
 
 
 class Block(Protocol):
@@ -32,15 +65,13 @@ class Block(Protocol):
 
 def parts_of_block(block: Block, x: mx.array, rotation: Rotation) -> Parts:
     """Yields what has to be computed, part by part. Returns the output [n, patches, width]."""
-    count = max(1, PATCHES // len(x))
-    slices = [slice(start, start + count) for start in range(0, x.shape[1], count)]
     heads = []
-    for some in slices:
+    for some in pace.slices("heads", x.shape[1], len(x)):
         heads.append(block.heads(x[:, some], Rotation(rotation.cosines[some], rotation.sines[some])))
         yield heads[-1]
     queries, keys, values = concatenated(heads, axis=3)
     parts = []
-    for some in slices:
+    for some in pace.slices("rest", x.shape[1], len(x)):
         parts.append(block.rest(x[:, some], attend(queries[:, :, some], keys, values)))
         yield parts[-1]
     return concatenated(parts, axis=1)

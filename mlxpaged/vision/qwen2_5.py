@@ -18,9 +18,8 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 from mlx.utils import tree_flatten
 
-from mlxpaged.vision import blocks
 from mlxpaged.vision.attention import attend
-from mlxpaged.vision.blocks import Parts
+from mlxpaged.vision.blocks import Parts, concatenated, pace
 from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, in_squares, patches_of
 from mlxpaged.vision.pixtral import MEAN, STD
 from mlxpaged.vision.qwen import frequencies_of
@@ -86,19 +85,22 @@ class Block(Module):
 
     def parts(self, x: mx.array, rotation: Rotation) -> Parts:
         """Does what `parts_of_block` does. x: [n, rows, columns, width]."""
-        q, k, v = mx.split(self.attn.qkv(self.norm1(x)).reshape(*x.shape[:3], 3 * self.num_heads, -1), 3, axis=3)
-        heads = mx.stack([rotation(q), rotation(k), v])
-        yield heads
-        unit = self.window or 1
-        count = max(1, blocks.PATCHES // (len(x) * x.shape[2] * unit)) * unit
+        bands, unit, patches = [], self.window or 1, len(x) * x.shape[2]
+        for rows in pace.slices("heads", x.shape[1], patches):
+            own = Rotation(rotation.cosines[rows], rotation.sines[rows])
+            projected = self.attn.qkv(self.norm1(x[:, rows]))
+            q, k, v = mx.split(projected.reshape(*projected.shape[:3], 3 * self.num_heads, -1), 3, axis=3)
+            bands.append(mx.stack([own(q), own(k), v]))
+            yield bands[-1]
+        heads = concatenated(bands, axis=2)
         parts = []
-        for start in range(0, x.shape[1], count):
-            rows = slice(start, start + count)
+        for windows in pace.slices("rest", -(-x.shape[1] // unit), patches * unit):
+            rows = slice(windows.start * unit, windows.stop * unit)
             mixed = attend_whole(heads, rows) if self.window is None else attend_in_windows(heads[:, :, rows], unit)
             y = x[:, rows] + self.attn.proj(mixed.flatten(3))
             parts.append(y + self.mlp(self.norm2(y)))
             yield parts[-1]
-        return blocks.concatenated(parts, axis=1)
+        return concatenated(parts, axis=1)
 
 
 def attend_whole(heads: mx.array, rows: slice) -> mx.array:

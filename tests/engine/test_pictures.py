@@ -22,6 +22,7 @@ from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.scheduler.sequence import FinishReason, SequenceStatus
 from mlxpaged.step import FIRST_CONTENT_ID
+from mlxpaged.vision.blocks import MOST, pace
 from mlxpaged.vision.picture import Picture
 from mlxpaged.vision.positions import Axes
 from tests.engine import seeing as seeing_model
@@ -455,6 +456,20 @@ def test_streams_go_on_while_a_picture_is_encoded(
             busy.append((tower.steps - before, len(tokens)))
     assert busy[1:-1] == [(parts, 1)] * (len(busy) - 2)
     assert len(busy) >= 40 // 4
+
+
+@pytest.mark.parametrize(("options", "smaller"), [({}, True), ({"batch_invariant": True}, False)], ids=str)
+def test_parts_that_take_too_long_get_smaller(
+    seeing: tuple[ServedModel, PatchTower], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], smaller: bool
+) -> None:
+    """Those of a batch-invariant engine have one size."""
+    monkeypatch.setattr(pace, "patches", {"heads": MOST, "rest": MOST})
+    served, tower = seeing
+    config = EngineConfig(max_step_ms=0, kv_cache_bytes=10**7, **options)
+    core = build_engine(config, served, clock=lambda: 0.2 * tower.steps)
+    core.add(request("r", PROMPTS[0]))
+    finish(core)
+    assert (min(pace.patches.values()) < MOST) is smaller
 
 
 def test_status_counts_a_request_that_waits_for_its_picture(seeing: tuple[ServedModel, PatchTower]) -> None:

@@ -171,7 +171,7 @@ def test_an_encoding_has_parts() -> None:
 def test_a_block_is_computed_for_some_patches_at_a_time(sizes: Gemma4Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
     tower, several = tiny_tower(sizes), pictures(2, 36, 24)
     whole, num_parts = features(tower, several), len(list(tower.encode(mx.array(several))))
-    monkeypatch.setattr(blocks, "PATCHES", 24)
+    monkeypatch.setattr(blocks.pace, "patches", {"heads": 24, "rest": 24})
     assert features(tower, several) == pytest.approx(whole, abs=1e-5 * float(np.abs(whole).max()))
     assert len(list(tower.encode(mx.array(several)))) > num_parts
 

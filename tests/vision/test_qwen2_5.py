@@ -148,6 +148,6 @@ def test_a_checkpoint_gives_its_tower(tmp_path: Path) -> None:
 def test_a_block_is_computed_for_some_patches_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     tower, several = tiny_tower(), pictures(2, 40, 24)
     whole, num_parts = features(tower, several), len(list(tower.encode(mx.array(several))))
-    monkeypatch.setattr(blocks, "PATCHES", 24)
+    monkeypatch.setattr(blocks.pace, "patches", {"heads": 24, "rest": 24})
     assert features(tower, several) == pytest.approx(whole, abs=1e-5 * float(np.abs(whole).max()))
     assert len(list(tower.encode(mx.array(several)))) > num_parts
