@@ -86,7 +86,9 @@ PROCESSOR: dict[str, Any] = {
     **dict(zip(("image_token", "image_break_token", "image_end_token"), OF_PICTURES, strict=True)),
 }
 
-FORMAT = PixtralFormat(IMAGE_ID, ROW_END_ID, IMAGE_END_ID, (LONGEST, LONGEST), SIDE)
+FORMAT = PixtralFormat(
+    placeholder=IMAGE_ID, row_end=ROW_END_ID, end=IMAGE_END_ID, longest=(LONGEST, LONGEST), side=SIDE
+)
 
 
 class SeeingModel(Module):

@@ -58,7 +58,7 @@ def make(settings: Settings) -> tuple[Vision, KimiTower]:
     most = number(settings.pictures, "in_token_limit", 4096)
     picture_format = KimiFormat(
         placeholder=settings.token("<|media_pad|>") if placeholder is None else int(placeholder),
-        patch=sizes.patch,
+        side=sizes.patch * sizes.merge,
         merge=sizes.merge,
         most=min(most, max(1, settings.most_pixels // sizes.patch**2)),
     )

@@ -25,7 +25,7 @@ from mlxpaged.vision.interpolation import bilinear, interpolated
 from mlxpaged.vision.llama4_format import Llama4Format
 from mlxpaged.vision.patches import normalized
 from mlxpaged.vision.picture import PictureFormat
-from mlxpaged.vision.tower import Vision
+from mlxpaged.vision.tower import Tower, Vision
 
 CONFIGURATIONS = ("text_config", "vision_config", "audio_config")
 
@@ -53,22 +53,17 @@ class NoText:
         return None
 
 
-@dataclass(frozen=True)
-class BorrowedTower:
-    """A `Tower`: one of mlx-vlm's models without its language model. It encodes a picture in one part.
+class BorrowedTower(Tower):
+    """One of mlx-vlm's models without its language model. It encodes a picture in one part.
 
     inputs: makes its pixel values of those of pictures. divisor: the text model multiplies embeddings by it.
     """
 
-    model: Any
-    form: PictureFormat
-    inputs: Callable[[mx.array], mx.array]
-    divisor: float = 1.0
-
-    @property
-    def nbytes(self) -> int:
-        weights: Any = tree_flatten(self.model.parameters())
-        return sum(array.nbytes for _, array in weights)
+    def __init__(
+        self, model: Any, form: PictureFormat, inputs: Callable[[mx.array], mx.array], divisor: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.model, self.form, self.inputs, self.divisor = model, form, inputs, divisor
 
     def encode(self, pixels: mx.array) -> Iterator[mx.array]:
         weights: Any = tree_flatten(self.model.parameters())

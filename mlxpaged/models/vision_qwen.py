@@ -166,7 +166,7 @@ def format_of(settings: Settings, side: int, least: int = LEAST, most: int = MOS
     placeholder = settings.config.get("image_token_id")
     if placeholder is None:
         placeholder = settings.token("<|image_pad|>")
-    return QwenFormat(int(placeholder), side, least, most)
+    return QwenFormat(placeholder=int(placeholder), side=side, least=least, most=most)
 
 
 QWEN = Family({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}, name_of, prepare, make)

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
-from mlx.nn.layers.activations import gelu_approx
 from mlx.nn.layers.base import Module
-from mlx.nn.layers.embedding import Embedding
-from mlx.nn.layers.linear import Linear
-from mlx.nn.layers.normalization import LayerNorm
-from mlx.utils import tree_flatten
 
-from mlxpaged.vision.blocks import join, parts_of_block, separate
-from mlxpaged.vision.patches import CHANNELS, Rotation, in_squares, patches_of
+from mlxpaged.vision.patches import in_squares, patches_of
+from mlxpaged.vision.siglip import VisionTower
+from mlxpaged.vision.tower import Tower
 
 MEAN = STD = (0.5, 0.5, 0.5)
 
@@ -45,62 +40,6 @@ class Gemma3Sizes:
     output: int
     mean: tuple[float, ...] = MEAN
     std: tuple[float, ...] = STD
-
-
-class Attention(Module):
-    """Its weights. `Block` computes it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.q_proj = Linear(width, width)
-        self.k_proj = Linear(width, width)
-        self.v_proj = Linear(width, width)
-        self.out_proj = Linear(width, width)
-
-
-class FeedForward(Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.fc1 = Linear(width, hidden)
-        self.fc2 = Linear(hidden, width)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        out: mx.array = self.fc2(gelu_approx(self.fc1(x)))
-        return out
-
-
-class Block(Module):
-    """A `blocks.Block`. It rotates nothing."""
-
-    def __init__(self, sizes: Gemma3Sizes) -> None:
-        super().__init__()
-        self.num_heads = sizes.heads
-        self.layer_norm1 = LayerNorm(sizes.width, sizes.eps)
-        self.self_attn = Attention(sizes.width)
-        self.layer_norm2 = LayerNorm(sizes.width, sizes.eps)
-        self.mlp = FeedForward(sizes.width, sizes.hidden)
-
-    def heads(self, x: mx.array, rotation: Rotation) -> mx.array:
-        x, own = self.layer_norm1(x), self.self_attn
-        return mx.stack([separate(layer(x), self.num_heads) for layer in (own.q_proj, own.k_proj, own.v_proj)])
-
-    def rest(self, x: mx.array, mixed: mx.array) -> mx.array:
-        x = x + self.self_attn.out_proj(join(mixed))
-        return x + self.mlp(self.layer_norm2(x))
-
-
-class VisionTower(Module):
-    """The embedding of the patches, the blocks, and the norm after them."""
-
-    def __init__(self, sizes: Gemma3Sizes) -> None:
-        super().__init__()
-        # A convolution by steps of its own width is a linear layer of whole patches.
-        self.embeddings = {
-            "patch_embedding": Linear(sizes.patch**2 * CHANNELS, sizes.width),
-            "position_embedding": Embedding(sizes.patches**2, sizes.width),
-        }
-        self.encoder = {"layers": [Block(sizes) for _ in range(sizes.blocks)]}
-        self.post_layernorm = LayerNorm(sizes.width, sizes.eps)
 
 
 class Projector(Module):
@@ -129,30 +68,19 @@ def factor_of_text(width: int) -> mx.array:
     return mx.array(width**0.5, mx.bfloat16).astype(mx.float32)
 
 
-class Gemma3Tower(Module):
-    """A `Tower`. All of its pictures are squares of patches * patch pixels."""
+class Gemma3Tower(Tower):
+    """All of its pictures are squares of patches * patch pixels."""
 
     def __init__(self, sizes: Gemma3Sizes) -> None:
         super().__init__()
         self.sizes = sizes
-        self.vision_tower = VisionTower(sizes)
+        self.vision_tower = VisionTower(
+            *(sizes.width, sizes.hidden, sizes.blocks, sizes.heads, sizes.patch, sizes.patches**2, sizes.eps)
+        )
         self.multi_modal_projector = Projector(sizes)
 
-    @property
-    def nbytes(self) -> int:
-        weights: Any = tree_flatten(self.parameters())
-        return sum(array.nbytes for _, array in weights)
-
     def encode(self, pixels: mx.array) -> Iterator[mx.array]:
-        tower, state = self.vision_tower, self._embedded(pixels)
-        unrotated = Rotation.of(mx.zeros((state.shape[1], 0)))
-        for block in tower.encoder["layers"]:
-            state = yield from parts_of_block(block, state, unrotated)
-        yield self.multi_modal_projector(tower.post_layernorm(state), self.sizes.patches)
-
-    def _embedded(self, pixels: mx.array) -> mx.array:
-        tower = self.vision_tower
-        patches = patches_of(pixels, self.sizes.patch, self.sizes.mean, self.sizes.std).flatten(1, 2)
-        embedded = tower.embeddings["patch_embedding"](patches.astype(tower.post_layernorm.weight.dtype))
-        out: mx.array = embedded + tower.embeddings["position_embedding"](mx.arange(patches.shape[1]))
-        return out
+        sizes, tower = self.sizes, self.vision_tower
+        patches = patches_of(pixels, sizes.patch, sizes.mean, sizes.std)
+        state = yield from tower.encode(patches, tower.places.reshape(sizes.patches, sizes.patches, -1))
+        yield self.multi_modal_projector(state, sizes.patches)

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.activations import gelu_approx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
-from mlx.utils import tree_flatten
 
 from mlxpaged.vision.blocks import join, parts_of_block, separate
 from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, in_squares, patches_of
+from mlxpaged.vision.tower import Tower
 
 MEAN = STD = (0.5, 0.5, 0.5)
 """The tower takes colours from -1 to 1."""
@@ -158,19 +157,14 @@ class VisionTower(Module):
             self.std_scale = mx.ones(sizes.width)
 
 
-class Gemma4Tower(Module):
-    """A `Tower`. The sides of its pictures are multiples of patch * pool."""
+class Gemma4Tower(Tower):
+    """The sides of its pictures are multiples of patch * pool."""
 
     def __init__(self, sizes: Gemma4Sizes) -> None:
         super().__init__()
         self.sizes = sizes
         self.vision_tower = VisionTower(sizes)
         self.embed_vision = {"embedding_projection": Linear(sizes.width, sizes.output, bias=False)}
-
-    @property
-    def nbytes(self) -> int:
-        weights: Any = tree_flatten(self.parameters())
-        return sum(array.nbytes for _, array in weights)
 
     def encode(self, pixels: mx.array) -> Iterator[mx.array]:
         sizes, tower = self.sizes, self.vision_tower

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import LayerNorm
-from mlx.utils import tree_flatten
 
 from mlxpaged.vision.gemma4 import projected
 from mlxpaged.vision.patches import CHANNELS, patches_of
+from mlxpaged.vision.tower import Tower
 
 NORM_EPS = 1e-5
 """The same in all norms but the projector's; no config.json has it."""
@@ -63,19 +62,14 @@ class VisionEmbedder(Module):
         return out
 
 
-class Gemma4UnifiedTower(Module):
-    """A `Tower`, whose work is one part. The sides of its pictures are multiples of `patch`."""
+class Gemma4UnifiedTower(Tower):
+    """Its work is one part. The sides of its pictures are multiples of `patch`."""
 
     def __init__(self, sizes: Gemma4UnifiedSizes) -> None:
         super().__init__()
         self.sizes = sizes
         self.vision_embedder = VisionEmbedder(sizes)
         self.embed_vision = {"embedding_projection": Linear(sizes.width, sizes.output, bias=False)}
-
-    @property
-    def nbytes(self) -> int:
-        weights: Any = tree_flatten(self.parameters())
-        return sum(array.nbytes for _, array in weights)
 
     def encode(self, pixels: mx.array) -> Iterator[mx.array]:
         sizes = self.sizes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
+from mlxpaged.vision.parts_format import PartsFormat
 from mlxpaged.vision.picture import Resampling
 
 
@@ -47,24 +47,13 @@ class Gemma3Format:
         return [self.newlines, self.start, *[self.placeholder] * self.rows**2, self.end, self.newlines]
 
 
-@dataclass(frozen=True)
-class Gemma4Format:
-    """A placeholder for each square part of the picture, row by row, between two tokens.
-
-    side: of a part, in pixels. most: parts of a picture.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Format(PartsFormat):
+    """A placeholder for each square part of the picture, row by row, between two tokens. most: parts of a picture."""
 
     start: int
-    placeholder: int
     end: int
-    side: int
     most: int
-    resampling: Resampling = "BICUBIC"
-    joins: ClassVar[Mapping[tuple[int, int], int]] = {}
-
-    @property
-    def template_token(self) -> int:
-        return self.placeholder
 
     @property
     def settings(self) -> bytes:
@@ -82,8 +71,5 @@ class Gemma4Format:
             rows, columns = min(height // width, self.most), 1
         return columns * self.side, rows * self.side
 
-    def grid(self, width: int, height: int) -> tuple[int, int]:
-        return height // self.side, width // self.side
-
     def tokens(self, width: int, height: int) -> list[int]:
-        return [self.start, *[self.placeholder] * (width // self.side * (height // self.side)), self.end]
+        return [self.start, *super().tokens(width, height), self.end]

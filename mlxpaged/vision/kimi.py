@@ -16,12 +16,12 @@ from mlx.nn.layers.activations import gelu, gelu_approx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import LayerNorm
-from mlx.utils import tree_flatten
 
 from mlxpaged.vision.blocks import join, parts_of_block, separate
 from mlxpaged.vision.interpolation import bicubic, interpolated
 from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, in_squares, patches_of
 from mlxpaged.vision.qwen import frequencies_of
+from mlxpaged.vision.tower import Tower
 
 NORM_EPS = 1e-5
 """The same in all norms of the tower and the projector; no config.json has it."""
@@ -122,19 +122,14 @@ class Projector(Module):
         return out
 
 
-class KimiTower(Module):
-    """A `Tower`. The sides of its pictures are multiples of patch * merge."""
+class KimiTower(Tower):
+    """The sides of its pictures are multiples of patch * merge."""
 
     def __init__(self, sizes: KimiSizes) -> None:
         super().__init__()
         self.sizes = sizes
         self.vision_tower = VisionTower(sizes)
         self.multi_modal_projector = Projector(sizes)
-
-    @property
-    def nbytes(self) -> int:
-        weights: Any = tree_flatten(self.parameters())
-        return sum(array.nbytes for _, array in weights)
 
     def encode(self, pixels: mx.array) -> Iterator[mx.array]:
         rows, columns = (size // self.sizes.patch for size in pixels.shape[1:3])

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.activations import gelu, silu
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
-from mlx.utils import tree_flatten
 
 from mlxpaged.vision.blocks import join, parts_of_block, separate
 from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, patches_of
+from mlxpaged.vision.tower import Tower
 
 NORM_EPS = 1e-5
 """The same in all norms of the tower; no config.json has it."""
@@ -134,19 +133,14 @@ class Projector(Module):
         return out
 
 
-class PixtralTower(Module):
-    """A `Tower`. The sides of its pictures are multiples of the patches' side, times `merge`."""
+class PixtralTower(Tower):
+    """The sides of its pictures are multiples of the patches' side, times `merge`."""
 
     def __init__(self, sizes: PixtralSizes) -> None:
         super().__init__()
         self.sizes = sizes
         self.vision_tower = VisionTower(sizes)
         self.multi_modal_projector = Projector(sizes)
-
-    @property
-    def nbytes(self) -> int:
-        weights: Any = tree_flatten(self.parameters())
-        return sum(array.nbytes for _, array in weights)
 
     def encode(self, pixels: mx.array) -> Iterator[mx.array]:
         rows, columns = (size // self.sizes.patch for size in pixels.shape[1:3])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import mlx.core as mx
 from mlx.nn.layers.activations import gelu, gelu_approx, gelu_fast_approx
@@ -18,10 +18,10 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import LayerNorm
-from mlx.utils import tree_flatten
 
 from mlxpaged.vision.blocks import join, parts_of_block, separate
 from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, in_squares, patches_of
+from mlxpaged.vision.tower import Tower
 
 NORM_EPS = 1e-6
 ROPE_BASE = 10_000.0
@@ -117,8 +117,8 @@ class Merger(Module):
         return out
 
 
-class QwenTower(Module):
-    """A `Tower`. The sides of its pictures are multiples of patch * merge. With `deep`, a row of features has a part
+class QwenTower(Tower):
+    """The sides of its pictures are multiples of patch * merge. With `deep`, a row of features has a part
     for each of these, after that for the embedding."""
 
     def __init__(self, sizes: QwenSizes) -> None:
@@ -133,11 +133,6 @@ class QwenTower(Module):
         self.merger = Merger(sizes, norms_squares=False)
         if sizes.deep:
             self.deepstack_merger_list = [Merger(sizes, norms_squares=True) for _ in sizes.deep]
-
-    @property
-    def nbytes(self) -> int:
-        weights: Any = tree_flatten(self.parameters())
-        return sum(array.nbytes for _, array in weights)
 
     def encode(self, pixels: mx.array) -> Iterator[mx.array]:
         sizes = self.sizes

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.activations import gelu, silu
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
-from mlx.utils import tree_flatten
 
 from mlxpaged.vision.attention import attend
 from mlxpaged.vision.blocks import Parts, concatenated, pace
 from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, in_squares, patches_of
 from mlxpaged.vision.pixtral import MEAN, STD
 from mlxpaged.vision.qwen import frequencies_of
+from mlxpaged.vision.tower import Tower
 
 NORM_EPS = 1e-6
 """The same in all norms of the tower; no config.json has it."""
@@ -153,8 +152,8 @@ class Merger(Module):
         return out
 
 
-class Qwen25Tower(Module):
-    """A `Tower`. The sides of its pictures are multiples of patch * merge."""
+class Qwen25Tower(Tower):
+    """The sides of its pictures are multiples of patch * merge."""
 
     def __init__(self, sizes: Qwen25Sizes) -> None:
         super().__init__()
@@ -164,11 +163,6 @@ class Qwen25Tower(Module):
         self.patch_embed = {"proj": Linear(sizes.patch**2 * CHANNELS, sizes.width, bias=False)}
         self.blocks = [Block(sizes, None if number in sizes.whole else sizes.window) for number in range(sizes.blocks)]
         self.merger = Merger(sizes)
-
-    @property
-    def nbytes(self) -> int:
-        weights: Any = tree_flatten(self.parameters())
-        return sum(array.nbytes for _, array in weights)
 
     def encode(self, pixels: mx.array) -> Iterator[mx.array]:
         sizes, project = self.sizes, self.patch_embed["proj"]

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_reduce
 
 from mlxpaged.vision.embedding import FeatureRows
 from mlxpaged.vision.picture import PictureFormat
 from mlxpaged.vision.positions import Axes
 
 
-class Tower(Protocol):
+class Tower(Module):
     """Encodes pictures: a vision tower and the projection to the width of the text model's embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
 
     @property
     def nbytes(self) -> int:
         """Bytes of its weights."""
-        ...
+        total: int = tree_reduce(lambda total, array: total + int(array.nbytes), self.parameters(), 0)
+        return total
 
     def encode(self, pixels: mx.array) -> Iterator[mx.array]:
         """Yields the state after each part of the work, which is about a block's, and at the end the features
@@ -27,7 +33,7 @@ class Tower(Protocol):
 
         pixels: uint8 [n, H, W, 3], of n pictures of one size, which `PictureFormat.size` has returned.
         """
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

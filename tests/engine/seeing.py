@@ -25,10 +25,14 @@ from mlxpaged.vision.embedding import embedding_of
 from mlxpaged.vision.install import install
 from mlxpaged.vision.picture import LARGEST, Picture, Resampling
 from mlxpaged.vision.positions import Axes
-from mlxpaged.vision.tower import Vision
+from mlxpaged.vision.tower import Tower, Vision
 from tests.answers import greedy_answer
 
 Mutual = Literal["none", "windows", "all"]
+
+Fault = Literal["", "delta", "deepstack", "masks"]
+"""What is left out of a reference, to show that answers depend on it: that tokens after a picture are nearer to it than
+their indices say, the features of the first layers, or that the tokens of a picture see one another."""
 
 SCALES: dict[Mutual, float] = {"none": 0.01, "windows": 1e-4, "all": 1e-4}
 """Of features: Gemma multiplies embeddings by the square root of their size."""
@@ -59,14 +63,14 @@ class PatchFormat:
         return [PLACEHOLDER] * (width // PATCH * height // PATCH)
 
 
-class PatchTower:
+class PatchTower(Tower):
     """Features of a patch are a projection of its values. calls: the shapes of what was encoded. faulty: a value of the
     first pixel that cannot be encoded. scale: of the features. Large ones hide what layers add to them."""
 
     def __init__(self, width: int, num_deep: int = 0, scale: float = 0.01) -> None:
+        super().__init__()
         self.weights = mx.random.normal((PATCH * PATCH * 3, width * (1 + num_deep)), key=mx.random.key(7)) * scale
         self.shape = (-1, 1 + num_deep, width) if num_deep else (-1, width)
-        self.nbytes = self.weights.nbytes
         self.parts = 3
         self.calls: list[tuple[int, ...]] = []
         self.steps = 0
@@ -139,6 +143,7 @@ def expected_answer(
     num_tokens: int = 16,
     mutual: Mutual = "none",
     adapter: Path | None = None,
+    without: Fault = "",
 ) -> list[int]:
     """By mlx-lm's model alone, in one pass over the prompt, with the features in place of its embeddings, added to the
     outputs of its first layers, and rotated by three axes, and with masks that are written out."""
@@ -162,12 +167,12 @@ def expected_answer(
             return output
 
         change_output(embedding_of(model), len(prompt), put)
-        for layer in range(num_deep):
+        for layer in range(num_deep if without != "deepstack" else 0):
             change_output(model.layers[layer], len(prompt), partial(add, layer=layer))
     if axes is not None:
-        use_axes(model, axes, prompt, pictures)
+        use_axes(model, axes, prompt, pictures, has_delta=without != "delta")
     caches = make_prompt_cache(model)
-    if mutual != "none":
+    if mutual != "none" and without != "masks":
         for cache in caches:
             use_masks(cache, len(prompt), pictures, mutual)
     return greedy_answer(model, caches, ids, num_tokens).tokens
@@ -206,7 +211,7 @@ def change_output(module: Any, length: int, change: Callable[[mx.array], mx.arra
     module.__class__ = type(base.__name__, (base,), {"__call__": run})
 
 
-def use_axes(model: Any, axes: Axes, prompt: Sequence[int], pictures: Sequence[Picture]) -> None:
+def use_axes(model: Any, axes: Axes, prompt: Sequence[int], pictures: Sequence[Picture], has_delta: bool) -> None:
     """Rotate by cosines and sines that are written out for each position and frequency."""
     positions: list[tuple[int, int, int]] = []
     following = 0
@@ -220,7 +225,7 @@ def use_axes(model: Any, axes: Axes, prompt: Sequence[int], pictures: Sequence[P
             positions.append((following, following + row, following + column))
             if i == shown.positions[-1]:
                 following = max(max(positions[j]) for j in shown.positions) + 1
-    positions += [(following + i,) * 3 for i in range(100)]
+    positions += [((following if has_delta else len(prompt)) + i,) * 3 for i in range(100)]
     for module in model.modules():
         if "rope" in module:
             half = module.rope.dims // 2

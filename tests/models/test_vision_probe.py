@@ -20,7 +20,7 @@ from mlxpaged.models.vision import load_vision
 from mlxpaged.models.vision_probe import check_vision
 from mlxpaged.vision.gemma3 import Gemma3Tower
 from mlxpaged.vision.positions import Axes
-from mlxpaged.vision.tower import Vision
+from mlxpaged.vision.tower import Tower, Vision
 from tests.engine.seeing import PatchFormat, load_seeing
 from tests.models.architectures import make_architecture
 from tests.vision import test_gemma3, test_gemma4, tiny_kimi, tiny_lfm2
@@ -155,12 +155,11 @@ def test_kimi_vl_sees(tmp_path: Path) -> None:
     assert served.vision.format.tokens(16, 8) == [9, 9]
 
 
-class OtherTower:
+class OtherTower(Tower):
     """Changes the features of the model's own tower."""
 
-    nbytes = 0
-
     def __init__(self, vision: Vision, change: Any) -> None:
+        super().__init__()
         self._tower, self._change = vision.tower, change
 
     def encode(self, pixels: mx.array) -> Iterator[mx.array]:

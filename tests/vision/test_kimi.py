@@ -160,7 +160,7 @@ def test_a_checkpoint_gives_its_tower(tmp_path: Path, of_mlx_vlm: bool) -> None:
     vision, reason = load(files(tmp_path, weights), config_of())
     assert vision is not None, reason
     assert (vision.axes, vision.num_deep, vision.mutual) == (None, 0, "none")
-    assert vision.format == KimiFormat(placeholder=9, patch=4, merge=2, most=256)
+    assert vision.format == KimiFormat(placeholder=9, side=8, merge=2, most=256)
     assert isinstance(vision.tower, KimiTower)
     assert np.array_equal(features(vision.tower, pictures(2, 24, 16)), features(tower, pictures(2, 24, 16)))
     assert vision.tower.nbytes == tower.nbytes
@@ -198,7 +198,7 @@ def test_without_settings_of_pictures_those_of_the_models_are_taken(tmp_path: Pa
     (tmp_path / "preprocessor_config.json").unlink()
     vision, reason = load(tmp_path, config_of())
     assert vision is not None, reason
-    assert vision.format == KimiFormat(placeholder=9, patch=4, merge=2, most=4096)
+    assert vision.format == KimiFormat(placeholder=9, side=8, merge=2, most=4096)
     assert isinstance(vision.tower, KimiTower)
     assert vision.tower.sizes.mean == vision.tower.sizes.std == (0.5, 0.5, 0.5)
 

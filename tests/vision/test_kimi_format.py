@@ -9,7 +9,7 @@ from mlxpaged.vision.picture import PictureFormat
 
 
 def form(most: int = 4096, patch: int = 14, merge: int = 2) -> PictureFormat:
-    return KimiFormat(10, patch, merge, most)
+    return KimiFormat(placeholder=10, side=patch * merge, merge=merge, most=most)
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_the_placeholder_is_what_the_template_writes() -> None:
 def test_settings_differ_if_pixels_do() -> None:
     forms = [form(), form(most=16384), form(patch=16), form(merge=1)]
     assert len({each.settings for each in forms}) == len(forms)
-    assert form().settings == KimiFormat(1, 14, 2, 4096).settings
+    assert form().settings == KimiFormat(placeholder=1, side=28, merge=2, most=4096).settings

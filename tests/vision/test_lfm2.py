@@ -24,6 +24,7 @@ from tests.vision.tiny import pictures
 from tests.vision.tiny_lfm2 import NORMED, PICTURES, PLAIN, config_of, files, stored_weights, tiny_tower
 
 BOTH = pytest.mark.parametrize("sizes", [NORMED, PLAIN], ids=["normed", "plain"])
+FORM = Lfm2Format(placeholder=9, around=(11, 12), side=8, least=4, most=64)
 VOCABULARY = {"<image>": 10, "<|image_start|>": 11, "<|image_end|>": 12}
 
 
@@ -150,7 +151,7 @@ def test_a_checkpoint_gives_its_tower(tmp_path: Path, kind: str, library: str, s
     vision, reason = load(tmp_path, config_of(sizes, kind))
     assert vision is not None, reason
     assert (vision.axes, vision.num_deep, vision.mutual) == (None, 0, "none")
-    assert vision.format == Lfm2Format(placeholder=9, around=(11, 12), side=8, least=4, most=64)
+    assert vision.format == FORM
     assert isinstance(vision.tower, Lfm2Tower)
     assert np.array_equal(features(vision.tower, pictures(2, 24, 16)), features(tower, pictures(2, 24, 16)))
     assert vision.tower.nbytes == tower.nbytes
@@ -205,12 +206,12 @@ def test_a_quantized_embedding_of_patches(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "prompts", "expected"),
     [
-        ({}, {}, Lfm2Format(9, (11, 12), 8, 4, 64)),
-        ({"use_image_special_tokens": False}, {}, Lfm2Format(9, None, 8, 4, 64)),
-        ({}, {"use_image_special_tokens": False}, Lfm2Format(9, None, 8, 4, 64)),
-        ({"image_token_id": None, "image_token_index": 7}, {}, Lfm2Format(7, (11, 12), 8, 4, 64)),
-        ({"image_token_id": None}, {}, Lfm2Format(10, (11, 12), 8, 4, 64)),
-        ({"max_image_tokens": 32}, {}, Lfm2Format(9, (11, 12), 8, 4, 64)),
+        ({}, {}, FORM),
+        ({"use_image_special_tokens": False}, {}, replace(FORM, around=None)),
+        ({}, {"use_image_special_tokens": False}, replace(FORM, around=None)),
+        ({"image_token_id": None, "image_token_index": 7}, {}, replace(FORM, placeholder=7)),
+        ({"image_token_id": None}, {}, replace(FORM, placeholder=10)),
+        ({"max_image_tokens": 32}, {}, FORM),
     ],
 )
 def test_the_format_follows_the_files(
@@ -230,7 +231,7 @@ def test_limits_may_be_in_the_models_configuration_or_nowhere(tmp_path: Path) ->
     for more, limits in (({}, (64, 256)), ({"min_image_tokens": 2, "max_image_tokens": 32}, (2, 32))):
         vision, reason = load(tmp_path, config_of(NORMED) | more)
         assert vision is not None, reason
-        assert vision.format == Lfm2Format(9, (11, 12), 8, *limits)
+        assert vision.format == replace(FORM, least=limits[0], most=limits[1])
 
 
 def test_a_picture_has_no_more_pixels_than_the_server_is_told(tmp_path: Path) -> None:

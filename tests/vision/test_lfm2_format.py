@@ -11,7 +11,7 @@ IMAGE, START, END = 10, 11, 12
 
 
 def form(side: int = 32, least: int = 64, most: int = 256) -> PictureFormat:
-    return Lfm2Format(IMAGE, (START, END), side, least, most)
+    return Lfm2Format(placeholder=IMAGE, around=(START, END), side=side, least=least, most=most)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_parts_stand_between_two_tokens(width: int, height: int) -> None:
     assert (columns * 32, rows * 32) == (width, height)
     parts = [IMAGE] * (rows * columns)
     assert form().tokens(width, height) == [START, *parts, END]
-    assert Lfm2Format(IMAGE, None, 32, 64, 256).tokens(width, height) == parts
+    assert Lfm2Format(placeholder=IMAGE, around=None, side=32, least=64, most=256).tokens(width, height) == parts
 
 
 def test_the_placeholder_is_what_the_template_writes() -> None:
@@ -63,4 +63,4 @@ def test_the_placeholder_is_what_the_template_writes() -> None:
 def test_settings_differ_if_pixels_do() -> None:
     forms = [form(), form(side=28), form(least=1), form(most=128)]
     assert len({each.settings for each in forms}) == len(forms)
-    assert form().settings == Lfm2Format(1, None, 32, 64, 256).settings
+    assert form().settings == Lfm2Format(placeholder=1, around=None, side=32, least=64, most=256).settings

@@ -10,8 +10,9 @@ from mlxpaged.vision.pixtral_format import PixtralFormat
 IMAGE, ROW_END, END = 10, 12, 13
 
 
-def form(side: int, longest: int) -> PictureFormat:
-    return PixtralFormat(IMAGE, ROW_END, END, (longest, longest), side)
+def form(side: int, *longest: int) -> PictureFormat:
+    width, height = longest if len(longest) == 2 else 2 * longest
+    return PixtralFormat(placeholder=IMAGE, row_end=ROW_END, end=END, longest=(width, height), side=side)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +55,14 @@ def test_a_size_that_was_returned_stays() -> None:
 
 
 def test_width_and_height_may_have_limits_of_their_own() -> None:
-    assert PixtralFormat(IMAGE, ROW_END, END, (64, 1024), 16).size(128, 512) == (64, 256)
-    assert PixtralFormat(IMAGE, ROW_END, END, (1024, 64), 16).size(128, 512) == (16, 64)
+    assert form(16, 64, 1024).size(128, 512) == (
+        64,
+        256,
+    )
+    assert form(16, 1024, 64).size(128, 512) == (
+        16,
+        64,
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,6 +83,14 @@ def test_the_placeholder_is_what_the_template_writes() -> None:
 
 
 def test_settings_differ_if_pixels_do() -> None:
-    forms = [form(28, 1540), form(28, 1024), form(16, 1540), PixtralFormat(IMAGE, ROW_END, END, (1540, 1024), 28)]
+    forms = [
+        form(28, 1540),
+        form(28, 1024),
+        form(16, 1540),
+        form(28, 1540, 1024),
+    ]
     assert len({each.settings for each in forms}) == len(forms)
-    assert form(28, 1540).settings == PixtralFormat(1, 2, 3, (1540, 1540), 28).settings
+    assert (
+        form(28, 1540).settings
+        == PixtralFormat(placeholder=1, row_end=2, end=3, longest=(1540, 1540), side=28).settings
+    )

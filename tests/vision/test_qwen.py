@@ -132,7 +132,7 @@ def test_sizes_are_those_of_transformers(
 ) -> None:
     """Values of smart_resize of transformers 5.24, with the limits of Qwen3-VL and of Qwen2-VL."""
     for limits, expected in (((65_536, 16_777_216), of_qwen3), ((3136, 1_003_520), of_qwen2)):
-        found = QwenFormat(9, 32, *limits)
+        found = QwenFormat(placeholder=9, side=32, least=limits[0], most=limits[1])
         assert found.size(*size) == expected
         assert found.size(*expected) == expected
         assert found.tokens(*expected) == [9] * (expected[0] // 32 * expected[1] // 32)
