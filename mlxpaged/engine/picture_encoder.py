@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 MOST_SECONDS = 0.1
 """The encoder works at most so long between two steps, and at least for one part: streams keep the pace of reading."""
 
+SHARE = 0.5
+"""The encoder works at most for this part of a step's time between two steps. A step takes longer beside it, because
+tower and text model share caches: so streams keep about half of their pace, and not two thirds."""
+
 MAX_PIXELS = 2**20
 """Pictures of one size are encoded together, up to so many pixels."""
 
@@ -27,9 +31,9 @@ MAX_PIXELS = 2**20
 class PictureEncoder:
     """Holds a sequence back until its pictures are encoded, except those that the prefix cache covers.
 
-    Between two steps it works no longer than the step took, so that streams keep half of their pace. The pictures of
-    the first sequence in order come first. invariant: whether each picture is encoded alone, in parts of one size, so
-    that its features depend on nothing else. fail: ends a sequence. clock: seconds.
+    Between two steps it works for a SHARE of the step's time. The pictures of the first sequence in order come first.
+    invariant: whether each picture is encoded alone, in parts of one size, so that its features depend on nothing else.
+    fail: ends a sequence. clock: seconds.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class PictureEncoder:
     def advance(self) -> None:
         """Do a part of the work, and queue the sequences whose pictures are encoded."""
         started = self._clock()
-        seconds = min(MOST_SECONDS, started - self._ended) if self._scheduler.running else MOST_SECONDS
+        seconds = min(MOST_SECONDS, SHARE * (started - self._ended)) if self._scheduler.running else MOST_SECONDS
         last = self._ended = started
         while self.has_work and self._next_part():
             last, self._ended = self._ended, self._clock()
@@ -76,6 +80,8 @@ class PictureEncoder:
         if self._work is None and not self._begin():
             return False
         assert self._work is not None
+        if self._is_invariant:
+            pace.reset()  # another model's encoder may have made the parts smaller
         try:
             self._state = next(self._work)
             mx.eval(self._state)

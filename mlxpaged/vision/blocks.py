@@ -29,8 +29,13 @@ class Pace:
     takes several times as long."""
 
     def __init__(self) -> None:
-        self.patches: dict[Phase, int] = {"heads": MOST, "rest": MOST}
+        self.patches: dict[Phase, int] = {}
+        self.reset()
         self._phase: Phase = "heads"  # of the last part
+
+    def reset(self) -> None:
+        """Make the next parts as large as they get."""
+        self.patches = {"heads": MOST, "rest": MOST}
 
     def adapt(self, seconds: float, allowed: float) -> None:
         """Follow what the last part took: the next ones are smaller if it took longer than is allowed, and larger if it
