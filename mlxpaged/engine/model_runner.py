@@ -396,7 +396,10 @@ class ModelRunner:
         self._pictures.receive(number, (rows, columns), features)
 
     def _drop_features(self, number: int) -> None:
-        self._tell("forget_features", number)
+        """Let the other ranks drop them too. If those are lost the next step says so: features are also dropped while
+        all requests are ended because of it."""
+        with contextlib.suppress(RankLostError):
+            self._tell("forget_features", number)
 
     def forget_features(self, number: int) -> None:
         assert self._pictures is not None

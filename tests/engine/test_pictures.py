@@ -14,11 +14,13 @@ import pytest
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.ranks import Ranks
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.status import ImageStats
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.loader import ServedModel
+from mlxpaged.models.sharding import Share
 from mlxpaged.scheduler.sequence import FinishReason, SequenceStatus
 from mlxpaged.step import FIRST_CONTENT_ID
 from mlxpaged.vision.blocks import LEAST, MOST, pace
@@ -236,6 +238,24 @@ def test_features_that_were_dropped_are_made_again(
     core.pictures.budget = 0
     assert [answers(core, [prompt])[0] for prompt in (*PROMPTS, *PROMPTS)] == expected * 2
     assert len(tower.calls) > 6
+
+
+def test_features_are_dropped_though_the_other_ranks_are_lost(seeing: tuple[ServedModel, PatchTower]) -> None:
+    """So that all requests can be ended. The next step raises RankLostError."""
+    core = make_core(seeing[0])
+    answers(core, [PROMPTS[0]])
+    assert core.pictures is not None
+    assert core.pictures.nbytes > 0
+
+    def fail(message: bytes) -> None:
+        raise ConnectionError("no rank is there")
+
+    group: Any = Share(0, 2)
+    core.runner.ranks = Ranks(group, fail)
+    core.runner.lead()
+    core.pictures.budget = 0
+    core.pictures.evict()
+    assert core.pictures.nbytes == 0
 
 
 def test_a_picture_that_cannot_be_encoded_ends_its_requests_alone(
