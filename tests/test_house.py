@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,19 @@ MAY_IMPORT = {
 }
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
 def imported_modules(path: Path) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module)
         elif isinstance(node, ast.Import):
@@ -79,7 +90,7 @@ def api_imports() -> dict[str, set[str]]:
         modules[".".join(part for part in parts if part != "__init__")] = path
     found: dict[str, set[str]] = {name: set() for name in modules}
     for name, path in modules.items():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ImportFrom) and node.module:
                 submodules = {f"{node.module}.{alias.name}" for alias in node.names} & modules.keys()
                 found[name] |= submodules or {node.module} & modules.keys()
@@ -103,7 +114,7 @@ def imports_of_modules() -> dict[str, set[str]]:
         modules[".".join(part for part in parts if part != "__init__")] = path
     found: dict[str, set[str]] = {}
     for name, path in modules.items():
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         for_types = {
             id(inner)
             for node in ast.walk(tree)
@@ -143,7 +154,7 @@ def test_the_server_starts_its_engine_before_the_api_is_imported() -> None:
         if name in seen or not path.exists():
             continue
         seen.add(name)
-        for node in ast.parse(path.read_text()).body:  # what is imported when the module is
+        for node in tree_of(path).body:  # what is imported when the module is
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mlxpaged"):
                 todo += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
     assert {"mlxpaged.cli.engine_flags", "mlxpaged.engine.core"} <= seen
@@ -192,7 +203,7 @@ def private_names_of_the_package() -> set[str]:
     """Functions, fields and constants of mlxpaged/ whose names begin with an underscore."""
     found: set[str] = set()
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -204,7 +215,7 @@ def private_names_of_the_package() -> set[str]:
 
 def names_used_of_others(path: Path) -> Iterator[tuple[int, str]]:
     """Attributes of all but self and cls, imported names, and names given to setattr and getattr as text."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute):
             if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
                 yield node.lineno, node.attr
@@ -236,9 +247,7 @@ def test_the_tests_that_the_readme_of_the_tests_names_exist() -> None:
     assert len(named) >= 20
     for path, name in named:
         functions = {
-            node.name
-            for node in ast.walk(ast.parse((root / path).read_text()))
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            node.name for node in nodes_of(root / path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         }
         assert name in functions, f"{path} has no {name}"
 
@@ -246,6 +255,6 @@ def test_the_tests_that_the_readme_of_the_tests_names_exist() -> None:
 def test_a_docstring_begins_with_a_noun_or_a_verb() -> None:
     fragment = re.compile(r"\s*(Of |Between |By |Around |As `)")
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 assert not fragment.match(str(node.value.value)), f"{path}:{node.lineno}"
