@@ -14,7 +14,7 @@ class HttpConfig:
     allow_downloads: bool = False  # whether POST /api/pull downloads models
     image_hosts: tuple[str, ...] = ()  # hosts that images are fetched from; see `ImageHosts`
     cors_origins: tuple[str, ...] = ()  # origins whose pages may use it, beside the local ones
-    max_body_bytes: int = 16 * 1024 * 1024  # over four million tokens of English: no model's context is longer
+    max_body_bytes: int = 32 * 2**20  # as Anthropic's; seven screenshots of 3 MB in base64
     ollama_port: int | None = None  # the port that answers as Ollama at /, beside the main one; None: there is none
     isolate_prefix_cache: bool = False  # whether no two keys share prefixes; otherwise keys of one tier do
     strict: bool = False  # refuse fields that would be ignored

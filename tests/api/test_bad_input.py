@@ -347,13 +347,13 @@ def test_a_200_mb_body_is_refused(demo_server: RunningServer, announced: bool) -
     with raw(demo_server) as client:
         response = client.post(CHAT, content=body(), headers=headers)
     error = check_error(response, 413, "body")
-    assert "16 MiB" in error["message"]
+    assert "32 MiB" in error["message"]
 
 
 def test_a_body_just_below_the_limit_is_read(demo_server: RunningServer) -> None:
     body = json.dumps(ask("What is 17 + 25?")).encode()
     with raw(demo_server) as client:
-        response = client.post(CHAT, content=body + b" " * (16 * MIB - len(body)))
+        response = client.post(CHAT, content=body + b" " * (32 * MIB - len(body)))
     assert response.json()["choices"][0]["message"]["content"] == "42"
 
 

@@ -13,7 +13,7 @@ from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.schema import Body
 
 MAX_REQUESTS = 50_000
-MAX_LINE_BYTES = 16 * 1024 * 1024
+MAX_LINE_BYTES = 32 * 2**20
 MAX_ERRORS = 100
 """If a file has more errors, only the first ones are reported."""
 

@@ -47,7 +47,7 @@ def switch(text: str) -> bool:
 
 
 MAX_BYTES = 64 * 2**20
-"""Bytes of a saved chat. A server takes 16 MiB, unless it is told otherwise."""
+"""Bytes of a saved chat. A server takes 32 MiB, unless it is told otherwise."""
 TOKENS = Limits(1, 2**31 - 1, whole=True)
 SETTINGS: dict[str, Kind] = {
     **{name: within(limits) for name, limits in LIMITS.items()},

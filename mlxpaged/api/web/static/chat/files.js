@@ -3,7 +3,7 @@ import { announce, button, h } from "../lib/dom.js";
 import { bytes } from "../lib/format.js";
 
 const MAX_BYTES = 500_000;
-const MAX_IMAGE_BYTES = 10_000_000; // a server takes requests of 16 MiB, unless it is told otherwise
+const MAX_IMAGE_BYTES = 10_000_000; // a server takes requests of 32 MiB, unless it is told otherwise
 const IMAGES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 
 /** The content of a file. Throws an Error that says what is wrong with it. */
