@@ -152,6 +152,18 @@ class Step:
     def num_tokens(self) -> int:
         return sum(self.query_lens)
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether a row samples several tokens."""
+        return self.num_sampled > sum(row.samples for row in self.rows)
+
+    def with_drafts_as_rows(self) -> Step:
+        """Returns the step with a row for each token of the rows that decode: a draft is computed like a sequence that
+        has the same blocks. So a step with drafts has the shape of one without."""
+        if len(self.rows) == self.num_tokens or not self.has_drafts:
+            return self
+        return Step([one for row in self.rows for one in (row.tokens() if row.decodes else (row,))], self.moves)
+
     @functools.cached_property
     def num_sampled(self) -> int:
         """The number of tokens that are sampled."""

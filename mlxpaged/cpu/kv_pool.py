@@ -23,9 +23,9 @@ class CpuPool:
 
     def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
         slots, unused = slot_indices(meta, self._num_kv_heads)
-        self._memory.write(self._shapes, slots, [keys] if values is None else [keys, values])
-        if unused is not None:
+        if unused is not None:  # first: drafts of the step may be written into some of them
             self._memory.write(self._shapes, unused, [0.0] * len(self._shapes))
+        self._memory.write(self._shapes, slots, [keys] if values is None else [keys, values])
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
         heads = queries.shape[1], self._num_kv_heads

@@ -27,6 +27,7 @@ from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.memory import START_TOKENS, StateMemory, kv_blocks, least_step, state_checkpoints, swap_slots
 from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
 from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.ngram import NgramDrafter
 from mlxpaged.engine.pictures import FEATURE_BYTES, Pictures, cannot_see
 from mlxpaged.engine.pool_resizer import PoolResizer
 from mlxpaged.engine.progress import Report, Stage, reporter
@@ -156,7 +157,18 @@ def build_engine(
         pictures,
         tier,
         no_tier_because,
+        drafter_of(config, served),
     )
+
+
+def drafter_of(config: EngineConfig, served: ServedModel) -> NgramDrafter | None:
+    """What proposes draft tokens; None if nothing does."""
+    if config.speculative == "off":
+        return None
+    if keeps_states(served.layers) or is_per_sequence(served.layers):
+        logger.warning("%s decodes without drafts: its layers keep states, which cannot be taken back", served.name)
+        return None
+    return NgramDrafter()
 
 
 def cannot_store(config: EngineConfig, served: ServedModel, groups: CacheGroups, ranks: Ranks | None) -> str:

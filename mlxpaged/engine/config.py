@@ -23,6 +23,9 @@ ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 WIRED_MEMORY = ("auto", "on", "off")
 """auto: on Macs with 24 GB and more."""
 
+SPECULATIVE = ("off", "ngram")
+"""ngram: what came after the same tokens earlier in the prompt or the answer."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -54,6 +57,7 @@ class EngineConfig:
     max_queue: int = 256  # sequences that may wait in addition to `max_num_seqs` running ones
     prefill_mode: str = "mixed"  # "mixed": a step computes prompts and decodes; "separate": one of the two
     decode_preference: float = 0.5  # share of a step's token budget (mixed) or of the steps (separate) for decoding
+    speculative: str = "off"  # one of SPECULATIVE: what proposes draft tokens, which a step verifies together
     max_step_ms: float | None = None  # limit for steps with prompts; 0: no limit; None: the scheduler's default
     batch_invariant: bool = False  # whether an answer is the same, to the bit, in any batch
     default_priority: Priority = Priority.NORMAL  # of requests that set none
@@ -83,6 +87,8 @@ class EngineConfig:
         self.scheduler_config(num_blocks=1)  # checks the scheduler's fields
         if self.wired_memory not in WIRED_MEMORY:
             raise ValueError(f"wired_memory must be one of {', '.join(WIRED_MEMORY)}, got {self.wired_memory!r}")
+        if self.speculative not in SPECULATIVE:
+            raise ValueError(f"speculative must be one of {', '.join(SPECULATIVE)}, got {self.speculative!r}")
         if self.tool_parser not in (None, *FORMATS):
             raise ValueError(f"tool_parser must be one of {', '.join(FORMATS)}, got {self.tool_parser!r}")
         self._check_adapters()

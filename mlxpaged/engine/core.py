@@ -8,6 +8,7 @@ from collections.abc import Sequence as ListOf
 
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.disk_tier import NO_TIER, DiskTier
+from mlxpaged.engine.drafting import Drafter, Drafting
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.headroom import Headroom
@@ -24,6 +25,7 @@ from mlxpaged.engine.stall import StepSize
 from mlxpaged.engine.status import (
     MAX_WAITING_LISTED,
     MAX_WAITING_WATCHED,
+    NO_DRAFTS,
     NO_IMAGES,
     EngineSnapshot,
     EngineStats,
@@ -62,6 +64,7 @@ class EngineCore(Worker):
         pictures: Pictures | None = None,
         tier: DiskTier | None = None,
         no_tier_because: str = "",
+        drafter: Drafter | None = None,
     ) -> None:
         super().__init__(embedder)
         self.served = served
@@ -80,13 +83,19 @@ class EngineCore(Worker):
             resizer.before_shrink, resizer.on_evicted = tier.end_load, tier.take_leaving
         config = scheduler.config
         self.states = StateMemory(state_bytes(served.layers), config.max_num_seqs, config.num_checkpoints)
-        self.requests = RequestTable(served, scheduler, grammars, clock, sampler.forget, pictures, tier)
+        self.requests = RequestTable(served, scheduler, grammars, clock, self._forget, pictures, tier)
+        self.drafting = None if drafter is None else Drafting(scheduler, self.requests, drafter)
         encoder = None
         if pictures is not None:
             invariant = runner.tile_size is not None
             encoder = PictureEncoder(pictures, scheduler, self.requests.end_held, clock, invariant)
         parts = scheduler, runner, resizer, sampler, grammars, headroom, self.requests, clock
-        self.loop = StepLoop(*parts, encoder, tier)
+        self.loop = StepLoop(*parts, encoder, tier, self.drafting)
+
+    def _forget(self, sequence_id: int) -> None:
+        self.sampler.forget(sequence_id)
+        if self.drafting is not None:
+            self.drafting.forget(sequence_id)
 
     def add(self, request: Request) -> None:
         """Queue a request, with the errors of `RequestTable.add`."""
@@ -203,4 +212,5 @@ class EngineCore(Worker):
             NO_IMAGES if self.pictures is None else ImageStats(self.pictures.num_encoded, self.pictures.nbytes),
             self.loop.prompt_chunks,
             NO_TIER._replace(off_because=self.no_tier_because) if self.tier is None else self.tier.stats(),
+            NO_DRAFTS if self.drafting is None else self.drafting.stats,
         )

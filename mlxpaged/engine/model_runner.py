@@ -198,6 +198,7 @@ class ModelRunner:
     def run(self, step: Step, sampled: SampledTokens = NO_TOKENS, running: Collection[int] = ()) -> mx.array:
         """Does what `forward` does, on this rank. On all ranks, the tokens of the step in flight are those of rank 0;
         the others know only their sequences."""
+        step = step.with_drafts_as_rows()
         more = token_vectors(step, sampled.sequence_ids)
         in_flight = None
         if len(more) > 2:

@@ -15,7 +15,7 @@ from mlxpaged.engine.step import HostError
 from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.scheduler.scheduler import Scheduler
 from mlxpaged.scheduler.sequence import FinishReason, Sequence, label
-from mlxpaged.step import Row, Step
+from mlxpaged.step import PENDING, Row, Step
 
 logger = logging.getLogger(__name__)
 
@@ -136,10 +136,12 @@ class Recovery:
         running = self._scheduler.running_rows(rows)
         sequence_ids = {row.sequence_id for row in running}
         self._scheduler.update(Step([row for row in rows if row.sequence_id not in sequence_ids]), {})
-        sequences = self._scheduler.sequences
-        return [
-            row._replace(token_ids=sequences[row.sequence_id].token_ids[row.start : row.context_len]) for row in running
-        ]
+        return [row._replace(token_ids=self._known_tokens(row)) for row in running]
+
+    def _known_tokens(self, row: Row) -> list[int]:
+        """The tokens of a row, with those that were pending when it was scheduled. Drafts stay what they are."""
+        now = self._scheduler.sequences[row.sequence_id].token_ids[row.start : row.context_len]
+        return [before if token == PENDING else token for token, before in zip(now, row.token_ids, strict=True)]
 
     def _unfinished(self, rows: ListOf[Row]) -> list[Sequence]:
         found = (self._scheduler.sequences.get(row.sequence_id) for row in rows)

@@ -37,7 +37,8 @@ class RequestOutput(NamedTuple):
     finish_reason is set on the last output of a request, together with `error` if the answer is not complete and
     `timeline` if the request asked for one. num_output_tokens counts all tokens so far, including the one that ended
     the answer. stop_string: the one that ended the answer. prompt_logprobs: set on the first output if the request
-    asked for them; incomplete if `error` is set. It is a NamedTuple because there is one for every token: making it
+    asked for them; incomplete if `error` is set. num_drafted, num_accepted: draft tokens so far that were verified, and
+    those of them that are tokens of the answer. It is a NamedTuple because there is one for every token: making it
     takes less than half the time of a frozen dataclass.
     """
 
@@ -53,6 +54,8 @@ class RequestOutput(NamedTuple):
     timeline: Timeline | None = None
     stop_string: str | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class RunningRequest:
         self.detokenizer = tokenizer.detokenizer(request.params.think_tags, request.params.tool_tags)
         self.stop_strings = StopStrings(request.params.stop)
         self.num_tokens = 0  # of the answer, as text
+        self.num_drafted = self.num_accepted = 0  # draft tokens that were verified, and those that were sampled
         self.made_chars = 0  # characters of the answer so far, including those that are held back
         self.sent_chars = 0
         self.held_logprobs: list[tuple[TokenLogprobs, int, int]] = []  # with the start and the end of the token's text
@@ -152,4 +153,6 @@ class RunningRequest:
             timeline=self.timeline.finish(now) if self.timeline is not None and reason is not None else None,
             stop_string=self.stop_strings.found,
             prompt_logprobs=prompt_logprobs,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
         )

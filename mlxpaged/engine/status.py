@@ -29,6 +29,16 @@ class ImageStats(NamedTuple):
 NO_IMAGES = ImageStats(0, 0)
 
 
+class DraftStats(NamedTuple):
+    """Tokens that speculative decoding has verified, and those of them that were sampled."""
+
+    drafted_total: int = 0
+    accepted_total: int = 0
+
+
+NO_DRAFTS = DraftStats()
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """A snapshot after a step. Counters (`total`) only increase."""
@@ -45,6 +55,7 @@ class EngineStats:
     images: ImageStats = NO_IMAGES
     prompt_chunks: tuple[PromptChunk, ...] = ()  # of the step, without the last ones of their prompts
     tier: TierStats = NO_TIER
+    drafts: DraftStats = NO_DRAFTS
 
 
 @dataclass(frozen=True)

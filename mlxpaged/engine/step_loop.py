@@ -9,6 +9,7 @@ from collections.abc import Sequence as ListOf
 import mlx.core as mx
 
 from mlxpaged.engine.disk_tier import DiskTier
+from mlxpaged.engine.drafting import Drafting
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
@@ -51,8 +52,10 @@ class StepLoop:
         clock: Callable[[], float],
         encoder: PictureEncoder | None = None,
         tier: DiskTier | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self._tier = tier
+        self._drafting = drafting
         self._encoder = encoder
         self._scheduler = scheduler
         self._runner = runner
@@ -91,6 +94,8 @@ class StepLoop:
             self._encoder.advance()
         if self._tier is not None:
             self._load_prefixes(self._tier)
+        if self._drafting is not None:
+            self._choose_drafts(self._drafting)
         scheduled = self._schedule()
         if self._tier is not None:
             self._tier.after_schedule()
@@ -128,6 +133,15 @@ class StepLoop:
         if step is not None:
             self._sample(step)
         self._in_flight = step
+
+    def _choose_drafts(self, drafting: Drafting) -> None:
+        """Decide what the next step verifies. How many tokens a step with drafts commits is known when its tokens are
+        read, and drafts follow a token that is known: so no step is in flight before or after one with drafts."""
+        if self._in_flight is not None and self._in_flight.scheduled.has_drafts:
+            self.finish_in_flight()
+        if drafting.choose() and self._in_flight is not None:
+            self.finish_in_flight()
+            drafting.choose()
 
     def _schedule(self) -> Step:
         """The next step. It may be empty while sequences wait for the pool to grow."""
@@ -216,6 +230,10 @@ class StepLoop:
     def _process(self, step: InFlightStep) -> None:
         """Commit the tokens of a step, and turn them into outputs."""
         tokens, invalid, prompt_logprobs = step.read()
+        if self._drafting is not None:
+            for row in step.rows:
+                if row.sequence_id in tokens:
+                    tokens[row.sequence_id] = self._drafting.accept(row, tokens[row.sequence_id])
         now = self._clock()
         # The device began the step when it was launched, or when the previous step was done if that was later.
         if step.is_usual:

@@ -222,6 +222,19 @@ class BlockManager:
             self.blocks_copied += len(copies)
         table.grow(start + num_tokens, kept)
 
+    def grow_for_drafts(self, sequence: Sequence, most: int, reserved: int) -> int:
+        """Take blocks for `most` drafts after the next token, which has room already. Returns for how many there is
+        room if so many free blocks are reserved: a larger pool is not asked for."""
+        table = sequence.kv.table
+        assert table is not None
+        start = sequence.num_computed_tokens
+        kept, end = max(0, start - 1), start + 1
+        if table.blocks_missing(end + most, kept) > max(0, self.pool.num_free - reserved):
+            most = min(most, -end % self.block_size)
+        if most:
+            table.grow(end + most, kept)
+        return most
+
     def publish(self, sequence: Sequence) -> None:
         """Publish the full blocks whose tokens are known. Every layer writes before it attends, so a sequence in the
         same step may use them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as ListOf
 
 from mlxpaged.scheduler.config import MOST_MULTIPLE, READING_SECONDS, SchedulerConfig, step_multiple
@@ -102,6 +102,10 @@ class PrefillLimits:
 
     def row_seconds(self) -> dict[int, float]:
         return self._cost.row_seconds()
+
+    def decode_seconds(self) -> Callable[[int, int], float] | None:
+        costs = self._cost.decoding_costs()
+        return None if costs is None else costs.decode_seconds
 
     def budget(self, contexts: ListOf[int], decoding: Iterable[int], tokens: int, num_prompts: int) -> PrefillBudget:
         """The budget of a step of at most `tokens`. contexts: of the tokens that it has already. decoding: context

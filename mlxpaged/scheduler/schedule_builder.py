@@ -36,15 +36,18 @@ class ScheduleBuilder:
         num_sampled: int,
         restore: int | None,
         checkpoints: tuple[tuple[int, int], ...],
+        drafts: ListOf[int] = (),
     ) -> None:
-        """The step computes the tokens from `start` on that the sequence counts as computed."""
+        """The step computes the tokens from `start` on that the sequence counts as computed, the last ones of which are
+        these drafts."""
         end = sequence.num_computed_tokens
         logits = range(end - num_sampled, end)
         if sequence.logits_from is not None:
             first, last = max(start, sequence.logits_from), min(end, sequence.num_prompt_tokens - 1)
             if first < last:  # no token was sampled yet, so the logits for the first one follow
                 logits = range(first, last + num_sampled)
-        sequence_id, token_ids, more = sequence.sequence_id, sequence.token_ids[start:end], (restore, checkpoints)
+        sequence_id, more = sequence.sequence_id, (restore, checkpoints)
+        token_ids = [*sequence.token_ids[start : end - len(drafts)], *drafts]
         self._rows.append(
             (sequence_id, start, token_ids, logits, num_sampled, *more, sequence.adapter, sequence.request_id)
         )

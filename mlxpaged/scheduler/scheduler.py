@@ -211,6 +211,11 @@ class Scheduler:
         """The time of a step by the latest estimate; None if it cannot tell. Any thread may ask."""
         return self._prefill.expected_seconds(step)
 
+    def decode_seconds(self) -> Callable[[int, int], float] | None:
+        """Returns the time of a step of so many decoding rows that attend to so many keys together; None if no step was
+        timed yet."""
+        return self._prefill.decode_seconds()
+
     def row_seconds(self) -> dict[int, float]:
         """The median seconds of the latest steps without prompts, by their rows."""
         return self._prefill.row_seconds()
@@ -331,9 +336,14 @@ class Scheduler:
                 sequence.skipped_steps += sequence.skipped_steps > 0
 
     def _add_decodes(self, builder: ScheduleBuilder) -> None:
-        for sequence in list(filter(is_decoding, self.running)):
+        decoding = list(filter(is_decoding, self.running))
+        reserved = len(decoding) * len(self.blocks.groups)  # for the next tokens of the others
+        for sequence in decoding:
             if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, 1, builder):
-                self._add(builder, sequence, 1)
+                drafts, sequence.drafts = sequence.drafts, ()
+                if drafts:
+                    drafts = drafts[: self.blocks.grow_for_drafts(sequence, len(drafts), reserved)]
+                self._add(builder, sequence, 1, drafts)
 
     def _add_prompts(self, builder: ScheduleBuilder) -> None:
         """Add chunks of running and waiting prompts, in order, and of a class the short ones first. Stop at a running
@@ -371,12 +381,12 @@ class Scheduler:
             else:
                 refused += 1
 
-    def _add(self, builder: ScheduleBuilder, sequence: Sequence, num_tokens: int) -> None:
+    def _add(self, builder: ScheduleBuilder, sequence: Sequence, num_tokens: int, drafts: ListOf[int] = ()) -> None:
         start, restore = sequence.num_computed_tokens, self.blocks.states.take_restore(sequence)
-        num_sampled = sequence.compute(num_tokens)
+        num_sampled = sequence.compute(num_tokens, len(drafts))
         self.blocks.publish(sequence)
         checkpoints = self.blocks.states.take_checkpoints(sequence, start, num_tokens)
-        builder.add(sequence, start, num_sampled, restore, checkpoints)
+        builder.add(sequence, start, num_sampled, restore, checkpoints, drafts)
 
     def _tables_of(self, sequences: Iterable[Sequence]) -> IntArray:
         """Block ids [n, G, b] of n sequences for each cache group; entries without a block are UNUSED."""

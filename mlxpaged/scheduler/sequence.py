@@ -98,6 +98,7 @@ class Sequence:
         self.deadline = math.inf  # of the complete answer
         self.fork_of: Sequence | None = None  # a sequence with the same prompt, whose blocks this one shares
         # Written by the engine, while it runs.
+        self.drafts: ListOf[int] = ()  # tokens that may come next, to be verified in the next step
         self.num_step_failures = 0  # since its last sampled token, of steps that cannot be repeated
         # The first prompt token whose logits are still wanted, for prompt log-probabilities; None if none are. It and
         # all tokens after it must be computed: the prefix cache has no logits.
@@ -190,15 +191,16 @@ class Sequence:
         """Whether it is complete with this row: max_tokens is 0, and the row has the prompt's last token."""
         return self.max_tokens == 0 and row.context_len == self.num_prompt_tokens
 
-    def compute(self, num_tokens: int) -> int:
-        """A scheduled step computes its next tokens. Returns how many tokens the step samples after them: PENDING is
-        appended for each."""
+    def compute(self, num_tokens: int, num_drafts: int = 0) -> int:
+        """A scheduled step computes its next tokens, and as many drafts after its last one. Returns how many tokens the
+        step samples after them: PENDING is appended for each."""
         end = self.num_computed_tokens = self.num_computed_tokens + num_tokens
         if end < len(self.token_ids) or not self.max_tokens:
             return 0
-        self.token_ids.append(PENDING)
-        self.num_pending_tokens += 1
-        return 1
+        self.num_computed_tokens += num_drafts
+        self.token_ids += [PENDING] * (1 + num_drafts)
+        self.num_pending_tokens += 1 + num_drafts
+        return 1 + num_drafts
 
     def whole_chunk(self, num_tokens: int) -> int:
         """Returns the size of its next chunk of about `num_tokens`, at least one, which does not end within a picture

@@ -129,16 +129,22 @@ class Costs:
         """Time of a step. contexts: context lengths of its decoding sequences. chunks: (start, tokens) of its
         prompts."""
         if not chunks:
-            return self.linear_seconds(contexts) + self.table.beyond(self.tiles.padded(len(contexts)))
+            return self.decode_seconds(len(contexts), sum(contexts))
         tokens = sum(tokens for _, tokens in chunks)
         keys = sum(chunk_keys(start, tokens) for start, tokens in chunks)
         filled = self.tiles.padded(len(contexts) + tokens) - self.tiles.padded(len(contexts))
         return self.linear_seconds(contexts) + self.per_prompt_token * filled + self.per_prompt_key * keys
 
+    def decode_seconds(self, rows: int, keys: int) -> float:
+        """Time of a step of so many decoding rows, which attend to so many keys together."""
+        return self._linear_seconds(rows, keys) + self.table.beyond(self.tiles.padded(rows))
+
     def linear_seconds(self, contexts: ListOf[int]) -> float:
         """What decoding sequences with these context lengths take of a step with prompts, the step itself included."""
-        rows = self.tiles.padded(len(contexts))
-        return self.per_step + self.per_decode * rows + self.per_decode_key * sum(contexts)
+        return self._linear_seconds(len(contexts), sum(contexts))
+
+    def _linear_seconds(self, rows: int, keys: int) -> float:
+        return self.per_step + self.per_decode * self.tiles.padded(rows) + self.per_decode_key * keys
 
     def chunk_seconds(self, start: int, tokens: int, rows: int = 0) -> float:
         """What a chunk of a prompt adds to a step with prompts that has so many rows."""
@@ -224,6 +230,14 @@ class StepCost:
             )
             self._is_current = True
         return self._costs
+
+    def decoding_costs(self) -> Costs | None:
+        """The costs, for steps without prompts. Before any step with a prompt ran, all that is known is what steps of
+        so many rows took. None if that is not known either."""
+        if (costs := self.costs()) is not None:
+            return costs
+        table = self._by_rows.table(np.zeros(len(SCALE)))
+        return Costs(0.0, 0.0, 0.0, 0.0, 0.0, tiles=self._tiles, table=table) if table.rows else None
 
     def estimate(self, contexts: ListOf[int], chunks: ListOf[tuple[int, int]]) -> float | None:
         """Estimates a step by the costs that `costs` has returned last. None before it has."""

@@ -18,6 +18,9 @@ from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.step import Step
+from tests.engine.test_drafting import every_other_step
 from tests.metal_on_cpu import Interpreter
 from tests.models.architectures import make_architecture
 from tests.support import make_tiny_model, poison_new_blocks, run_requests
@@ -121,6 +124,54 @@ def test_the_engine_gives_the_same_tokens_on_either_backend(
         kernels = {launch.kernel for launch in interpreter.launches}
         writing = "kv_write" if served.kv_layers[0].qkv is None else "qkv_write"
         assert {"paged_attention", "paged_decode", writing, "block_move"} <= kernels
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3_text", marks=pytest.mark.models)])
+def test_steps_with_drafts_have_the_launches_of_decoding(
+    kind: str, tmp_path: Path, interpreter: Interpreter | None
+) -> None:
+    """Steps with drafts and steps that overlap follow one another. A step with drafts launches what a step of as many
+    sequences launches, and its graph is replayed."""
+    directory = (
+        make_tiny_model(tmp_path / kind, kind, **MODELS[kind]) if kind in MODELS else make_architecture(tmp_path, kind)
+    )
+    served = load_model(str(directory))
+    prompts = PROMPTS[1:4]
+    expected = run_requests(make_core(served, "gather"), prompts, max_tokens=16)
+    core = make_core(served, "metal", speculative="ngram")
+    assert core.drafting is not None
+    core.drafting.drafter, core.drafting.lengths = Known(prompts, expected), every_other_step()
+    launched: dict[bool, set[str]] = {False: set(), True: set()}
+    forward = core.runner.forward
+
+    def counting(step: Step, *args: Any) -> Any:
+        logits = forward(step, *args)
+        if interpreter is not None and all(row.decodes for row in step.rows):
+            mx.eval(logits)
+            launched[step.has_drafts] |= {launch.kernel for launch in interpreter.launches}
+            interpreter.launches.clear()
+        return logits
+
+    core.runner.forward = counting  # type: ignore[method-assign]
+    assert run_requests(core, prompts, max_tokens=16) == expected
+    assert core.stats().drafts.accepted_total >= 12
+    if interpreter is not None:
+        assert launched[True] <= launched[False]
+
+
+class Known:
+    """A drafter that knows the answers. A request is known by its prompt."""
+
+    def __init__(self, prompts: list[list[int]], answers: list[list[int]]) -> None:
+        self._answers = {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[list[int], int]:
+        answer = self._answers[tuple(sequence.token_ids[: sequence.num_prompt_tokens])]
+        done = sequence.num_output_tokens
+        return answer[done : done + most], 3
+
+    def forget(self, sequence_id: int) -> None:
+        pass
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gpt_oss", marks=pytest.mark.models)])

@@ -1,0 +1,96 @@
+"""Drafts from the text itself: what came after the same tokens earlier in the prompt or the answer.
+
+Code that is edited, JSON of one kind and quoted text repeat themselves. A hash of n-grams to their latest places, with
+the place after the last match, finds as much as a suffix automaton (the longest match among all places).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence as ListOf
+
+from mlxpaged.scheduler.sequence import Sequence
+
+LENGTH = 3
+"""Tokens of an n-gram."""
+
+PLACES = 8
+"""Latest places that are kept for each n-gram."""
+
+LONGEST = 64
+"""Tokens that are compared, back from the end of the text."""
+
+TOKENS_AT_ONCE = 4096
+"""Tokens that a step adds to the index, so that a long prompt does not delay it: each takes about a microsecond."""
+
+
+class NgramIndex:
+    """The tokens of a sequence, and where each n-gram occurs among them."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._places: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        self._followed = 0  # the token after those that were copied last: so a copy goes on, however common its n-grams
+
+    def extend(self, token_ids: ListOf[int], end: int) -> None:
+        """Add the tokens up to `end`, some of them if they are many. token_ids: all of the sequence."""
+        tokens = self._tokens
+        start = len(tokens)
+        for token in token_ids[start : min(end, start + TOKENS_AT_ONCE)]:
+            if len(tokens) >= LENGTH:
+                places = self._places[tuple(tokens[-LENGTH:])]
+                places.append(len(tokens))
+                if len(places) > PLACES:
+                    del places[0]
+            tokens.append(token)
+        if self._followed:
+            self._followed += len(tokens) - start
+
+    def continuation(self, end: int, most: int) -> tuple[list[int], int]:
+        """Returns up to `most` tokens that came after the longest earlier match of the last tokens, and the length of
+        the match; nothing if there is none, or if not all tokens up to `end` are known here yet."""
+        tokens = self._tokens
+        if len(tokens) != end or end < LENGTH:
+            return [], 0
+        best, place = 0, 0
+        gram = tuple(tokens[-LENGTH:])
+        for candidate in (self._followed, *reversed(self._places.get(gram, ()))):
+            length = self._match(candidate) if LENGTH <= candidate < end else 0
+            if length > best:
+                best, place = length, candidate
+        if best < LENGTH:
+            return [], 0
+        self._followed = place
+        drafts: list[int] = []
+        for at in range(place, place + most):  # a match near the end is the period of a repetition
+            drafts.append(tokens[at] if at < end else drafts[at - end])
+        return drafts, best
+
+    def _match(self, place: int) -> int:
+        """Tokens before `place` that equal the last ones."""
+        tokens, end = self._tokens, len(self._tokens)
+        length = 0
+        while length < LONGEST and length < place and tokens[place - 1 - length] == tokens[end - 1 - length]:
+            length += 1
+        return length
+
+
+class NgramDrafter:
+    """A `Drafter` with an index of the tokens of each sequence."""
+
+    def __init__(self) -> None:
+        self._indexes: dict[int, NgramIndex] = {}
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[list[int], int]:
+        index = self._indexes.setdefault(sequence.sequence_id, NgramIndex())
+        end = sequence.num_known_tokens
+        index.extend(sequence.token_ids, end)
+        return index.continuation(end, most)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that have an index."""
+        return len(self._indexes)
+
+    def forget(self, sequence_id: int) -> None:
+        self._indexes.pop(sequence_id, None)

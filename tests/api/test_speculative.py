@@ -1,0 +1,36 @@
+"""Speculative decoding over HTTP: the same answers, and what the client and the operator see of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlxpaged.engine.config import EngineConfig
+from tests.api.helpers import ask, metrics, post, raw
+from tests.support import running_server
+
+TEXT = "the river runs past the mill, the river runs past the inn, the river runs past the town"
+
+
+def test_answers_are_those_without_drafts_and_usage_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the rule verifies all drafts, because what it decides depends on the machine."""
+    monkeypatch.setattr(
+        "mlxpaged.engine.drafting.draft_lengths", lambda contexts, chances, seconds: [len(each) for each in chances]
+    )
+    with running_server(EngineConfig(kv_cache_bytes=64_000_000, speculative="ngram")) as server:
+        for options in ({"temperature": 0}, {"temperature": 0.8, "seed": 7}):
+            body = ask(f"Repeat: {TEXT}", max_tokens=60, **options)
+            plain, drafted, one = (post(server, body | {"speculative": value}) for value in (False, True, 1))
+            answers = [each["choices"][0]["message"]["content"] for each in (plain, drafted, one)]
+            assert answers[0] == answers[1] == answers[2]
+            assert "completion_tokens_details" not in plain["usage"]
+            details: dict[str, Any] = drafted["usage"]["completion_tokens_details"]
+            assert details["accepted_prediction_tokens"] > 0
+            assert details["accepted_prediction_tokens"] < drafted["usage"]["completion_tokens"]
+        counted = metrics(server)
+        accepted, verified = (counted[f"mlxpaged_draft_tokens{which}_total"] for which in ("_accepted", ""))
+        assert 0 < accepted <= verified
+        with raw(server) as client:
+            status = client.get("/v1/status").json()["speculative"]
+        assert status == {"drafter": "ngram", "drafted_tokens": verified, "accepted_tokens": accepted}

@@ -1,0 +1,298 @@
+"""Answers with speculative decoding are those without, token for token, whatever is drafted."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping
+from collections.abc import Sequence as ListOf
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxpaged.engine.constraint import Constraint
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.drafting import Drafting, Lengths
+from mlxpaged.engine.model_runner import DeviceError
+from mlxpaged.engine.ngram import NgramDrafter
+from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine.status import NO_DRAFTS
+from mlxpaged.models.loader import load_model
+from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.step import Step
+from tests.engine.helpers import make_core
+from tests.models.architectures import make_architecture
+
+RIGHT = 0.7
+"""How often the oracle knows the next token."""
+
+
+class Oracle:
+    """Knows the answers of a run without drafts, and is wrong by chance. It counts the drafts that it was asked for."""
+
+    def __init__(self, answers: Mapping[str, ListOf[int]], seed: int = 1) -> None:
+        self._answers, self._rng = answers, random.Random(seed)
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[list[int], int]:
+        done = sequence.num_output_tokens
+        following = self._answers[sequence.request_id][done : done + most]
+        return [token if self._rng.random() < RIGHT else (token + 1) % 200 for token in following], 3
+
+    def forget(self, sequence_id: int) -> None:
+        pass
+
+
+def as_many(contexts: ListOf[int], chances: ListOf[ListOf[float]]) -> list[int]:
+    """All drafts are verified."""
+    return [len(each) for each in chances]
+
+
+def every_other_step() -> Lengths:
+    """Drafts are verified in every other step, so that steps with and without are in flight one after the other."""
+    turns = itertools.cycle((False, False, True, True))
+    return lambda contexts, chances: as_many(contexts, chances) if next(turns) else [0] * len(contexts)
+
+
+def use_oracle(core: EngineCore, answers: Mapping[str, ListOf[int]], seed: int = 1) -> Drafting:
+    assert core.drafting is not None
+    core.drafting.drafter, core.drafting.lengths = Oracle(answers, seed), as_many
+    return core.drafting
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(10, 200) for _ in range(length)]
+
+
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.0, "top_p": 0.9, "seed": 4},
+    {"temperature": 0.7, "top_k": 20, "seed": 5, "logit_bias": {50: 2.0}},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.0, "repetition_penalty": 1.2},
+    {"temperature": 0.9, "min_p": 0.05, "seed": 6, "min_tokens": 12, "ignore_eos": False},
+    {"temperature": 0.0, "max_tokens": 3},
+]
+
+
+def requests(count: int = 8) -> list[Request]:
+    return [
+        Request(
+            f"r{i}",
+            prompt(i, 5 + 13 * (i % 4)),
+            SamplingParams(**{"max_tokens": 40, "ignore_eos": True} | PARAMS[i % len(PARAMS)]),
+            float(i),
+        )
+        for i in range(count)
+    ]
+
+
+def finish(core: EngineCore) -> dict[str, RequestOutput]:
+    """The last output of each request, with all its tokens and log-probabilities."""
+    last: dict[str, RequestOutput] = {}
+    while core.has_work():
+        for output in core.step():
+            assert output.error is None
+            before = last.get(output.request_id)
+            tokens = (() if before is None else before.token_ids) + output.token_ids
+            logprobs = (() if before is None else before.logprobs) + output.logprobs
+            text = ("" if before is None else before.text) + output.text
+            last[output.request_id] = output._replace(token_ids=tokens, logprobs=logprobs, text=text)
+    return last
+
+
+def answers(core: EngineCore, asked: ListOf[Request]) -> dict[str, RequestOutput]:
+    core.submit(asked)
+    return finish(core)
+
+
+def tokens_of(outputs: Mapping[str, RequestOutput]) -> dict[str, tuple[int, ...]]:
+    return {name: output.token_ids for name, output in outputs.items()}
+
+
+NAMES = ("llama", "qwen3_moe", "gemma3_text", "gpt_oss", "deepseek_v3")
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_architecture(tmp_path_factory.mktemp("drafting") / "m", request.param)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 8}, {"blocks": 14}, {"blocks": 14, "swap_blocks": 40}],
+    ids=["plain", "chunks", "recompute", "swap"],
+)
+def test_answers_are_those_without_drafts(path: Path, options: dict[str, Any]) -> None:
+    expected = answers(make_core(load_model(str(path))), requests())
+    core = make_core(load_model(str(path)), speculative="ngram", **options)
+    drafting = use_oracle(core, tokens_of(expected))
+    got = answers(core, requests())
+    assert tokens_of(got) == tokens_of(expected)
+    assert {name: output.text for name, output in got.items()} == {name: each.text for name, each in expected.items()}
+    assert drafting.stats.accepted_total > 60
+    assert drafting.stats.drafted_total > drafting.stats.accepted_total
+    assert core.scheduler.pool.usage().used == 0
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_architecture(tmp_path_factory.mktemp("drafting") / "m", "llama")
+
+
+def both(path: Path, **options: Any) -> tuple[EngineCore, EngineCore]:
+    """An engine without drafts, and one with."""
+    return make_core(load_model(str(path)), **options), make_core(load_model(str(path)), speculative="ngram", **options)
+
+
+def test_stops_and_limits_within_accepted_drafts(llama: Path) -> None:
+    """The oracle goes on after them."""
+    plain, core = both(llama)
+    free = answers(plain, requests())
+    words = {name: output.text for name, output in free.items()}
+    params: list[dict[str, Any]] = [
+        {"stop_token_ids": frozenset({free["r0"].token_ids[6]})},
+        {"stop": (words["r0"][9:12],)},
+        {"max_tokens": 5},
+        {"max_tokens": 1},
+    ]
+
+    def asked() -> list[Request]:
+        return [
+            Request(f"s{i}", prompt(0, 5), SamplingParams(**{"max_tokens": 40, "temperature": 0.0} | each), 0.0)
+            for i, each in enumerate(params)
+        ]
+
+    expected = answers(plain, asked())
+    assert [expected[f"s{i}"].num_output_tokens < 40 for i in range(4)] == [True] * 4
+    use_oracle(core, {f"s{i}": free["r0"].token_ids for i in range(4)}, seed=3)
+    got = answers(core, asked())
+    for name, output in expected.items():
+        fields = ("token_ids", "text", "finish_reason", "num_output_tokens", "stop_string")
+        assert [getattr(got[name], each) for each in fields] == [getattr(output, each) for each in fields]
+    assert core.scheduler.pool.usage().used == 0
+
+
+def test_forks_and_later_turns_from_the_prefix_cache(llama: Path) -> None:
+    plain, core = both(llama)
+    params = SamplingParams(max_tokens=50, temperature=0.9, seed=5, ignore_eos=True)
+    others = SamplingParams(max_tokens=50, temperature=0.9, seed=6, ignore_eos=True)
+
+    def play(core: EngineCore, of_oracle: Mapping[str, ListOf[int]] | None) -> dict[str, RequestOutput]:
+        if of_oracle is not None:
+            use_oracle(core, of_oracle)
+        core.submit([Request("a", prompt(1, 40), params, 0.0), Request("b", prompt(1, 40), others, 0.0, fork_of="a")])
+        first = finish(core)
+        again = [*prompt(1, 40), *first["a"].token_ids, 7, 8]
+        core.submit([Request("c", again, params, 1.0)])
+        return first | finish(core)
+
+    expected = play(plain, None)
+    got = play(core, tokens_of(expected))
+    assert tokens_of(got) == tokens_of(expected)
+    assert got["c"].num_cached_tokens == expected["c"].num_cached_tokens == 64
+    assert core.stats().drafts.accepted_total > 60
+
+
+def test_log_probabilities_of_drafts(llama: Path) -> None:
+    plain, core = both(llama)
+    asked = Request("a", prompt(3, 9), SamplingParams(max_tokens=30, temperature=0.0, logprobs=3, ignore_eos=True), 0.0)
+    expected = answers(plain, [asked])["a"]
+    use_oracle(core, {"a": expected.token_ids})
+    got = answers(core, [asked])["a"]
+    assert [each.token_id for each in got.logprobs] == list(expected.token_ids)
+    assert [each.logprob for each in got.logprobs] == pytest.approx(
+        [each.logprob for each in expected.logprobs], abs=1e-4
+    )
+
+
+def test_batch_invariant_answers_are_equal_to_the_bit(llama: Path) -> None:
+    plain, core = both(llama, batch_invariant=True)
+    expected = answers(plain, requests())
+    use_oracle(core, tokens_of(expected))
+    got = answers(core, requests())
+    assert tokens_of(got) == tokens_of(expected)
+    assert [each.logprob for each in got["r4"].logprobs] == [each.logprob for each in expected["r4"].logprobs]
+    assert core.stats().drafts.accepted_total > 60
+
+
+def test_a_step_with_drafts_that_fails_is_repeated(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row by row, with the same drafts; or after a device error, from the known tokens."""
+    plain, core = both(llama)
+    expected = answers(plain, requests())
+    use_oracle(core, tokens_of(expected))
+    run, count = core.runner.forward, 0
+
+    def sometimes_failing(step: Step, *args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count in (6, 7, 9) and step.has_drafts:
+            raise ValueError("injected") if count < 9 else DeviceError("injected")
+        return run(step, *args)
+
+    monkeypatch.setattr(core.runner, "forward", sometimes_failing)
+    assert tokens_of(answers(core, requests())) == tokens_of(expected)
+    assert count > 9
+
+
+def test_drafts_take_free_blocks_only(llama: Path) -> None:
+    """A pool with room for the answers alone: no sequence is preempted because of drafts."""
+    plain, core = both(llama, blocks=8, prefix_caching=False)
+    asked = [
+        Request(f"r{i}", prompt(i, 30), SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True), float(i))
+        for i in range(4)
+    ]
+    expected = answers(plain, asked)
+    use_oracle(core, tokens_of(expected))
+    assert tokens_of(answers(core, asked)) == tokens_of(expected)
+    assert core.scheduler.stats().preemptions_total == plain.scheduler.stats().preemptions_total == 0
+
+
+def test_models_with_states_decode_without_drafts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    core = make_core(load_model(str(make_architecture(tmp_path / "m", "qwen3_5"))), speculative="ngram")
+    assert core.drafting is None
+    assert "decodes without drafts" in caplog.text
+
+
+def test_requests_whose_tokens_depend_on_those_before_have_no_drafts(llama: Path) -> None:
+    plain, core = both(llama)
+    params: list[dict[str, Any]] = [{"repetition_penalty": 1.3}, {"constraint": Constraint("regex", "[a-z ]{20,40}")}]
+    asked = [
+        Request(f"r{i}", prompt(i, 9), SamplingParams(**{"max_tokens": 12, "temperature": 0.0} | each), 0.0)
+        for i, each in enumerate(params)
+    ]
+    expected = answers(plain, asked)
+    use_oracle(core, tokens_of(expected))
+    assert tokens_of(answers(core, asked)) == tokens_of(expected)
+    assert core.stats().drafts == NO_DRAFTS
+
+
+def test_repeated_text_is_drafted_from_itself(llama: Path) -> None:
+    """A bias makes the model repeat one token."""
+    plain, core = both(llama)
+    assert core.drafting is not None
+    core.drafting.lengths = as_many
+    asked = [
+        Request(f"r{i}", prompt(i, 20), SamplingParams(max_tokens=80, temperature=0.0, logit_bias={50: 50.0}), float(i))
+        for i in range(3)
+    ]
+    expected = answers(plain, asked)
+    assert tokens_of(answers(core, asked)) == tokens_of(expected)
+    stats = core.stats()
+    assert stats.drafts.accepted_total > 180
+    assert stats.steps_total < plain.stats().steps_total / 4
+
+
+def test_nothing_is_kept_of_a_request_that_has_ended(llama: Path) -> None:
+    _, core = both(llama)
+    drafter = NgramDrafter()
+    assert core.drafting is not None
+    core.drafting.drafter, core.drafting.lengths = drafter, as_many
+    answers(core, requests())
+    core.submit(requests())
+    core.step()
+    core.abort_all("enough")
+    assert drafter.num_sequences == 0
