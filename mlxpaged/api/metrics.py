@@ -61,6 +61,8 @@ COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("embedding_tokens", "Tokens of inputs that were embedded", lambda stats: stats.embeddings.tokens_total),
     ("embedding_steps", "Forward passes for embeddings", lambda stats: stats.embeddings.steps_total),
     ("images_encoded", "Images that were encoded", lambda stats: stats.images.encoded_total),
+    ("draft_tokens", "Draft tokens that were verified", lambda stats: stats.drafts.drafted_total),
+    ("draft_tokens_accepted", "Draft tokens that were sampled", lambda stats: stats.drafts.accepted_total),
     (
         "prefix_hit_tokens",
         "Prompt tokens taken from the prefix cache",

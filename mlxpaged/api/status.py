@@ -119,6 +119,11 @@ def memory_of(engine: AsyncEngine, found: EngineStatus, info: EngineInfo) -> dic
         },
         "swap": {"used": swap.used, "total": swap.used + swap.free},
         "prefix_cache_disk": None if engine.stats is None else describe_tier(engine.stats.tier),
+        "speculative": {
+            "drafter": None if engine.config.speculative == "off" else engine.config.speculative,
+            "drafted_tokens": 0 if engine.stats is None else engine.stats.drafts.drafted_total,
+            "accepted_tokens": 0 if engine.stats is None else engine.stats.drafts.accepted_total,
+        },
         "ranks": None if info.cluster is None else list(info.cluster.ranks),
         "attention": {
             "backend": info.backend,

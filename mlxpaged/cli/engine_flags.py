@@ -9,7 +9,7 @@ from mlxpaged.attention.backends import BACKENDS
 from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
 from mlxpaged.cli import flags
 from mlxpaged.cli.flags import size
-from mlxpaged.engine.config import WIRED_MEMORY, EngineConfig
+from mlxpaged.engine.config import SPECULATIVE, WIRED_MEMORY, EngineConfig
 from mlxpaged.scheduler.config import MOST_MULTIPLE, PREFILL_MODES, step_multiple
 from mlxpaged.scheduler.sequence import Priority
 
@@ -63,6 +63,8 @@ def add_engine_flags(groups: flags.Flags) -> None:
     steps.field("--decode-preference", flags.fraction, kept)
     longest = f"{step_multiple(1)} to {MOST_MULTIPLE} times as long as a step without prompts"
     steps.field("--max-step-ms", flags.milliseconds, "longest step with prompts, in ms; 0: no limit", longest)
+    drafted = "ngram: draft tokens from repetitions in the text, which a step verifies together; off"
+    steps.field("--speculative", flags.one_of(*SPECULATIVE), drafted)
     steps.switch(
         "--batch-invariant", "give each request the same tokens and log-probabilities in any batch, to the bit; slower"
     )

@@ -60,7 +60,7 @@ FLAGS = {
 }
 """The same for flags, without their dashes."""
 
-NO_DRAFTS = "speculative decoding is not supported"
+NO_DRAFTS = "draft tokens come from the text itself: --speculative ngram"
 NO_QUANTIZATION = "the KV cache cannot be quantized"
 ABSENT = {
     **dict.fromkeys(("draft-model", "model-draft", "md", "num-draft-tokens", "speculative-config"), NO_DRAFTS),

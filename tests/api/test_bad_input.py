@@ -66,6 +66,10 @@ COMMON: list[tuple[str, Any]] = [
     ("stop_token_ids", [10**9]),
     ("stop_token_ids", [10**30]),
     ("ignore_eos", "yes"),
+    ("speculative", 9),
+    ("speculative", -1),
+    ("speculative", "ngram"),
+    ("speculative", 1.5),
     ("min_tokens", -1),
     ("min_tokens", 2),  # more than max_tokens, which is 1
     ("min_tokens", "one"),

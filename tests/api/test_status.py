@@ -84,6 +84,7 @@ def test_an_idle_engine_says_so(server: RunningServer) -> None:
         "kv_cache": {"bytes": stats.kv_cache_bytes, "max_bytes": info.kv_cache_bytes},
         "swap": {"used": 0, "total": 0},
         "prefix_cache_disk": status["prefix_cache_disk"],
+        "speculative": {"drafter": None, "drafted_tokens": 0, "accepted_tokens": 0},
         "ranks": None,
         "attention": {"backend": resolve_backend("auto"), "metal_kernels_off": None, "invariant_rows": None},
         "states": {"reserved_bytes": 0, "bytes_per_sequence": 0, "checkpoints": 0, "max_checkpoints": 0},

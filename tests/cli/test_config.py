@@ -188,7 +188,7 @@ def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         ),
         (
             ["serve", "--draft-model", "x"],
-            "mlxpaged serve: there is no flag --draft-model; speculative decoding is not",
+            "mlxpaged serve: there is no flag --draft-model; draft tokens come from the text itself",
         ),
         (
             ["serve", "--max-num-b", "9"],

@@ -51,6 +51,7 @@ SAMPLING: tuple[Claim, ...] = (
     honoured("stop", ["a", "b"], "a string, or up to 16; an empty string is none"),
     honoured("stop_token_ids", [20]),
     honoured("ignore_eos", True),
+    honoured("speculative", False, "ours: `false`, `true` or the most draft tokens of a step, up to 8"),
     honoured("n", 2, "up to 16"),
     honoured("stream", True),
     honoured("stream_options", {"include_usage": True}, stream=True),

@@ -168,6 +168,8 @@ class Answers:
             cached=sum(self._last[index].num_cached_tokens for index in firsts if index in self._last),
             completion=sum(output.num_output_tokens for output in self._last.values()),
             thinking=self._thinking_tokens,
+            drafted=sum(output.num_drafted for output in self._last.values()),
+            accepted=sum(output.num_accepted for output in self._last.values()),
         )
 
     @property

@@ -59,12 +59,15 @@ class Update(NamedTuple):
 @dataclass(frozen=True)
 class Usage:
     """Counts the tokens of a request so far. A prompt counts once, even if it gets several answers. Every generated
-    token counts. cached: tokens of the prompt. thinking: tokens of the completion."""
+    token counts. cached: tokens of the prompt. thinking: tokens of the completion. drafted, accepted: draft tokens that
+    were verified, and those of them that are tokens of the completion."""
 
     prompt: int
     cached: int
     completion: int
     thinking: int
+    drafted: int
+    accepted: int
 
 
 @dataclass(frozen=True)

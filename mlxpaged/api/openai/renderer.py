@@ -77,11 +77,16 @@ class CompletionsRenderer(Renderer):
 
 
 def usage_field(usage: Usage) -> dict[str, Any]:
+    drafts = {
+        "accepted_prediction_tokens": usage.accepted,
+        "rejected_prediction_tokens": usage.drafted - usage.accepted,
+    }
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
+        **({"completion_tokens_details": drafts} if usage.drafted else {}),
     }
 
 

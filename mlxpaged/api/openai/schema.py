@@ -25,6 +25,7 @@ from mlxpaged.api.schema import (
     stop_field,
     until_first_fault,
 )
+from mlxpaged.scheduler.draft_budget import MOST_DRAFTS
 
 MAX_TOP_LOGPROBS = 20
 MAX_BIAS = 100
@@ -102,6 +103,7 @@ class SamplingFields(RequestFields, StructuredFields):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # vLLM's
     adapters: str | None = None  # mlx-lm's
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None  # vLLM's
+    speculative: bool | Annotated[int, Field(ge=0, le=MOST_DRAFTS)] | None = None  # ours
 
     @model_validator(mode="after")
     def _a_stream_has_no_prompt_logprobs(self) -> SamplingFields:
