@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mlxpaged.engine.request_table import RequestTable
 from mlxpaged.engine.running_request import RunningRequest
@@ -34,6 +34,17 @@ class Drafter(Protocol):
         ...
 
 
+class Proposal(NamedTuple):
+    """Tokens that may come next. match: how many tokens of the text they were found by. is_certain: whether no other
+    tokens are allowed."""
+
+    drafts: list[int]
+    match: int = 0
+    is_certain: bool = False
+
+
+NOTHING = Proposal([])
+
 Lengths = Callable[[ListOf[int], ListOf[ListOf[float]]], list[int]]
 """Contexts and chances of all decoding sequences -> drafts of each, see `draft_lengths`."""
 
@@ -50,7 +61,7 @@ class Drafting:
         self.lengths = lengths or self._fastest
         self._acceptance: dict[int, Acceptance] = {}
         self._shared = list(PRIORS)
-        self._matches: dict[int, int] = {}  # of the drafts in the next step, by sequence id
+        self._proposals: dict[int, Proposal] = {}  # those with drafts in the next step, by sequence id
         self.stats = NO_DRAFTS
 
     def choose(self) -> bool:
@@ -58,22 +69,25 @@ class Drafting:
         tokens are missing here: process them, and choose again."""
         decoding = list(filter(is_decoding, self._scheduler.running))
         proposals = [self._propose(sequence) for sequence in decoding]
-        self._matches.clear()
-        if not any(drafts for drafts, _ in proposals):
+        self._proposals.clear()
+        if not any(proposal.drafts for proposal in proposals):
             for sequence in decoding:
                 sequence.drafts = ()
             return False
-        chances = [
-            self._acceptance_of(sequence).chances(match, len(drafts)) if drafts else []
-            for sequence, (drafts, match) in zip(decoding, proposals, strict=True)
-        ]
+        chances = [self._chances(sequence, proposal) for sequence, proposal in zip(decoding, proposals, strict=True)]
         contexts = [len(sequence.token_ids) for sequence in decoding]
         lengths = self.lengths(contexts, chances)
         self._add_probe(decoding, contexts, [len(each) for each in chances], lengths)
-        for sequence, (drafts, match), length in zip(decoding, proposals, lengths, strict=True):
-            sequence.drafts = drafts[:length]
-            self._matches[sequence.sequence_id] = match
+        for sequence, proposal, length in zip(decoding, proposals, lengths, strict=True):
+            sequence.drafts = proposal.drafts[:length]
+            self._proposals[sequence.sequence_id] = proposal
         return any(lengths)
+
+    def _chances(self, sequence: Sequence, proposal: Proposal) -> list[float]:
+        count = len(proposal.drafts)
+        if proposal.is_certain or not count:
+            return [1.0] * count
+        return self._acceptance_of(sequence).chances(proposal.match, count)
 
     def _add_probe(
         self, decoding: ListOf[Sequence], contexts: ListOf[int], proposed: ListOf[int], lengths: list[int]
@@ -85,14 +99,18 @@ class Drafting:
                 lengths[i] = min(1, self.lengths(contexts, [[1.0] * min(1, count) for count in proposed])[i])
                 return
 
-    def _propose(self, sequence: Sequence) -> tuple[list[int], int]:
+    def _propose(self, sequence: Sequence) -> Proposal:
         running = self._requests.by_sequence[sequence.sequence_id]
         left = sequence.max_tokens - (len(sequence.token_ids) - sequence.num_prompt_tokens) - 1
         asked = running.request.params.speculative
         most = min(left, MOST_DRAFTS if asked is None or asked is True else int(asked))
         if most <= 0 or not can_draft(running):
-            return [], 0
-        return self.drafter.propose(sequence, most)
+            return NOTHING
+        matcher = running.matcher
+        if matcher is not None and (forced := matcher.forced()[:most]):
+            return Proposal(forced[: matcher.count_allowed(forced)], is_certain=True)
+        drafts, match = self.drafter.propose(sequence, most)
+        return Proposal(drafts if matcher is None else drafts[: matcher.count_allowed(drafts)], match)
 
     def _fastest(self, contexts: ListOf[int], chances: ListOf[ListOf[float]]) -> list[int]:
         seconds = self._scheduler.decode_seconds()
@@ -124,8 +142,9 @@ class Drafting:
         self.stats = DraftStats(self.stats.drafted_total + len(drafts), self.stats.accepted_total + accepted)
         running.num_drafted += len(drafts)
         running.num_accepted += accepted
-        match = self._matches.get(row.sequence_id, 0)
-        self._acceptance_of(running.sequence).observe(match, len(drafts), accepted)
+        proposal = self._proposals.get(row.sequence_id, NOTHING)
+        if not proposal.is_certain:
+            self._acceptance_of(running.sequence).observe(proposal.match, len(drafts), accepted)
         return sampled[: accepted + 1]
 
     def forget(self, sequence_id: int) -> None:
@@ -134,7 +153,8 @@ class Drafting:
 
 
 def can_draft(running: RunningRequest) -> bool:
-    """Whether its tokens may be sampled before those that come before them are known: not if a grammar, a penalty or a
-    limit on thinking follows each token."""
+    """Whether its tokens may be sampled before those that come before them are known: not if a penalty or a limit on
+    thinking follows each token."""
     sequence = running.sequence
-    return not running.needs_tokens and sequence.num_output_tokens > 0 and sequence.num_step_failures == 0
+    follows = running.request.params.penalizes or running.thinking is not None
+    return not follows and sequence.num_output_tokens > 0 and sequence.num_step_failures == 0

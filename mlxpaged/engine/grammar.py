@@ -111,6 +111,20 @@ class Grammars:
             for mask, (matcher, avoided) in zip(filled, rows, strict=True)
         ]
 
+    def masks_along(
+        self, matcher: GrammarMatcher, drafts: Sequence[int], avoided: Sequence[Collection[int]]
+    ) -> list[Mask]:
+        """The same for one answer, before each of its drafts and after the last one. The drafts must be allowed.
+        avoided: for each mask."""
+        found = []
+        for number, tokens in enumerate(avoided):
+            if number:
+                matcher.matcher.consume_token(drafts[number - 1])
+            mask = np.frombuffer(matcher.matcher.compute_bitmask(), dtype=np.int32)
+            found.append(preferring(mask, {*matcher.avoided, *tokens}))
+        matcher.matcher.rollback(len(drafts))
+        return found
+
     def _compile(self, constraint: Constraint | StructuredOutput) -> LLMatcher:
         """Make a matcher at the start of the grammar, to be copied. Raises GrammarError with the reason."""
         check_size(constraint)
@@ -276,6 +290,14 @@ class GrammarMatcher:
     def allows(self, token_id: int) -> bool:
         """Whether the answer may continue with this token."""
         return bool(self.matcher.validate_tokens([token_id]))
+
+    def forced(self) -> list[int]:
+        """The next tokens if there is no choice."""
+        return list(self.matcher.compute_ff_tokens())
+
+    def count_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens the answer may continue with, and not be complete."""
+        return int(self.matcher.validate_tokens(list(token_ids)))
 
     def advance(self, token_id: int) -> bool:
         """Append a token to the answer. Returns True if nothing can follow. Raises GrammarError if the token is not

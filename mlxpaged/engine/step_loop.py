@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as ListOf
 
 import mlx.core as mx
 
 from mlxpaged.engine.disk_tier import DiskTier
 from mlxpaged.engine.drafting import Drafting
-from mlxpaged.engine.grammar import Grammars
+from mlxpaged.engine.grammar import GrammarMatcher, Grammars, Mask
 from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.picture_encoder import PictureEncoder
@@ -21,6 +21,7 @@ from mlxpaged.engine.ranks import RankLostError
 from mlxpaged.engine.recovery import Recovery
 from mlxpaged.engine.request import RequestOutput
 from mlxpaged.engine.request_table import RequestTable
+from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import Sampler, SamplingRow
 from mlxpaged.engine.stall import StepSize
 from mlxpaged.engine.step import HostError, InFlightStep, PromptResult
@@ -222,10 +223,27 @@ class StepLoop:
         step.set_samples(ids, self._sampler.sample(step.logits_of(ids), self._sampling_rows(rows)) if rows else None)
 
     def _sampling_rows(self, rows: ListOf[Row]) -> list[SamplingRow]:
-        running = [(self._requests.by_sequence[row.sequence_id], at) for row in rows for at in row.sampled]
-        constrained = [(each.matcher, each.forbidden(at)) for each, at in running if each.matcher is not None]
-        masks = iter(self._grammars.masks(constrained) if constrained else ())
-        return [each.sampling_row(at, None if each.matcher is None else next(masks)) for each, at in running]
+        running = [(self._requests.by_sequence[row.sequence_id], row) for row in rows]
+        masks = self._masks([(each.matcher, each, row) for each, row in running if each.matcher is not None])
+        return [
+            each.sampling_row(at, None if each.matcher is None else next(masks))
+            for each, row in running
+            for at in row.sampled
+        ]
+
+    def _masks(self, constrained: ListOf[tuple[GrammarMatcher, RunningRequest, Row]]) -> Iterator[Mask]:
+        """Yields what the grammars allow at each position. The masks of rows without drafts are made together."""
+        single = [
+            (matcher, each.forbidden(row.sampled.start)) for matcher, each, row in constrained if row.num_sampled == 1
+        ]
+        together = iter(self._grammars.masks(single) if single else ())
+        for matcher, each, row in constrained:
+            if row.num_sampled == 1:
+                yield next(together)
+            else:
+                yield from self._grammars.masks_along(
+                    matcher, row.token_ids[1:], list(map(each.forbidden, row.sampled))
+                )
 
     def _process(self, step: InFlightStep) -> None:
         """Commit the tokens of a step, and turn them into outputs."""

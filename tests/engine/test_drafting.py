@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
@@ -259,15 +260,51 @@ def test_models_with_states_decode_without_drafts(tmp_path: Path, caplog: pytest
 
 def test_requests_whose_tokens_depend_on_those_before_have_no_drafts(llama: Path) -> None:
     plain, core = both(llama)
-    params: list[dict[str, Any]] = [{"repetition_penalty": 1.3}, {"constraint": Constraint("regex", "[a-z ]{20,40}")}]
-    asked = [
-        Request(f"r{i}", prompt(i, 9), SamplingParams(**{"max_tokens": 12, "temperature": 0.0} | each), 0.0)
-        for i, each in enumerate(params)
-    ]
+    asked = [Request("r0", prompt(0, 9), SamplingParams(max_tokens=12, temperature=0.0, repetition_penalty=1.3), 0.0)]
     expected = answers(plain, asked)
     use_oracle(core, tokens_of(expected))
     assert tokens_of(answers(core, asked)) == tokens_of(expected)
     assert core.stats().drafts == NO_DRAFTS
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "description": {"type": "string", "maxLength": 12},
+        "temperature": {"type": "integer"},
+        "unit": {"enum": ["celsius", "fahrenheit"]},
+    },
+    "required": ["description", "temperature", "unit"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("has_oracle", [False, True], ids=["forced tokens", "oracle"])
+def test_constrained_answers(has_oracle: bool) -> None:
+    """Drafts that the grammar does not allow are cut, and the names of a schema are drafted because nothing else can
+    come."""
+    served = load_model("demo")
+    plain, core = make_core(served), make_core(served, speculative="ngram")
+    constraints = [
+        Constraint("json_schema", json.dumps(SCHEMA)),
+        Constraint("regex", "[a-z]{3}( [a-z]{3}){8}"),
+        Constraint("choice", json.dumps(["the quick brown fox", "the quick red fox", "no"])),
+    ]
+    asked = [
+        Request(f"c{i}", prompt(i, 9), SamplingParams(max_tokens=60, temperature=0.8, seed=i, constraint=each), 0.0)
+        for i, each in enumerate(constraints)
+    ]
+    expected = answers(plain, asked)
+    assert core.drafting is not None
+    core.drafting.lengths = as_many
+    if has_oracle:
+        use_oracle(core, tokens_of(expected))
+    got = answers(core, asked)
+    fields = ("token_ids", "text", "finish_reason", "num_output_tokens")
+    for name, output in expected.items():
+        assert [getattr(got[name], each) for each in fields] == [getattr(output, each) for each in fields]
+    assert core.stats().drafts.accepted_total >= 10
+    assert core.stats().steps_total < plain.stats().steps_total
 
 
 def test_repeated_text_is_drafted_from_itself(llama: Path) -> None:

@@ -1,0 +1,161 @@
+"""What speculative decoding brings: tokens for each forward pass, and tokens per second beside plain decoding.
+
+    python benchmarks/speculation.py [--model demo] [--rounds 5]
+
+First the drafter alone, on texts of this repository with the model's tokenizer: an answer is replayed, and the rule
+decides as on a device whose rows cost 0.17 of a step (an M3 Ultra, by publication). `edits`: a file after a commit; the
+prompt is the file before it. `json`: records of one kind. `prose`: a page of the docs after another one.
+
+Then the engine in this process, `--speculative ngram` beside `off`, in turn: the model repeats a text of its prompt, as
+the demo model can, and continues one at temperature 1. The figures to quote are the medians of the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import subprocess
+from collections.abc import Callable
+from collections.abc import Sequence as ListOf
+
+from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
+from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.ngram import NgramIndex
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.row_times import time_rows
+from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.scheduler.draft_budget import MOST_DRAFTS, PRIORS, Acceptance, draft_lengths
+
+COST = 0.17
+"""Of a row more, in plain steps."""
+
+TEXT = "the river runs past the mill and the inn, then the road bends left and climbs the long hill to the old town"
+
+Encode = Callable[[str], list[int]]
+Sample = tuple[list[int], list[int]]
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def edits(encode: Encode, count: int) -> list[Sample]:
+    """The last changes of modules of some length."""
+    samples: list[Sample] = []
+    names = [name for name in git("ls-files", "mlxpaged").split() if name.endswith(".py")]
+    random.Random(0).shuffle(names)
+    for name in names:
+        commits = git("log", "--format=%h", "-4", "--", name).split()
+        if len(commits) < 2:
+            continue
+        new, old = (git("show", f"{commit}:{name}") for commit in commits[:2])
+        if 1500 < len(new) < 9000 and new != old:
+            samples.append((encode(old), encode(new)))
+        if len(samples) == count:
+            break
+    return samples
+
+
+def records(encode: Encode, count: int) -> list[Sample]:
+    rng = random.Random(0)
+
+    def record() -> dict[str, object]:
+        name = f"{rng.choice(['Ada', 'Linus', 'Grace'])} {rng.choice('ABCDEFG')}"
+        place = {"city": rng.choice(["Paris", "Oslo", "Rome"]), "unit": "celsius"}
+        return {"id": rng.randrange(10**6), "name": name, "active": rng.random() < 0.5, "location": place}
+
+    return [(encode("The records as JSON:"), encode(json.dumps([record() for _ in range(25)]))) for _ in range(count)]
+
+
+def prose(encode: Encode, count: int) -> list[Sample]:
+    pages = [git("show", f"HEAD:{name}") for name in git("ls-files", "docs").split() if name.endswith(".md")]
+    pages = [page for page in pages if len(page) > 3000][: count + 1]
+    return [(encode(page[:6000]), encode(after[:4000])) for page, after in itertools.pairwise(pages)]
+
+
+def replay(samples: ListOf[Sample]) -> tuple[float, float, float]:
+    """Tokens for each pass, the share of drafts that is accepted, and the speed beside plain decoding."""
+    tokens, passes, drafted, accepted, cost = 0, 0, 0, 0, 0.0
+    for prompt, answer in samples:
+        index, acceptance, text, done = NgramIndex(), Acceptance(list(PRIORS)), list(prompt), 0
+        while done < len(answer):
+            index.extend(text, len(text))
+            drafts, match = index.continuation(len(text), min(MOST_DRAFTS, len(answer) - done - 1))
+            [length] = draft_lengths(
+                [len(text)], [acceptance.chances(match, len(drafts))], lambda rows, keys: 1 + COST * (rows - 1)
+            )
+            right = [draft == token for draft, token in zip(drafts[:length], answer[done:], strict=False)]
+            count = [*right, False].index(False)
+            acceptance.observe(match, length, count)
+            text += answer[done : done + count + 1]
+            done += count + 1
+            passes, drafted, accepted, cost = passes + 1, drafted + length, accepted + count, cost + 1 + COST * length
+        tokens += len(answer)
+    return tokens / passes, accepted / max(1, drafted), tokens / cost
+
+
+def engine(served: ServedModel, name: str, speculative: str) -> EngineCore:
+    core = build_engine(EngineConfig(model=name, speculative=speculative, prefix_caching=False), served)
+    time_rows(core)
+    return core
+
+
+def run(core: EngineCore, prompts: ListOf[list[int]], params: SamplingParams) -> tuple[float, float]:
+    """Seconds of decoding, and tokens for each of its steps."""
+    core.submit([Request(f"{i}", list(prompt), params, core.clock()) for i, prompt in enumerate(prompts)])
+    while any(running.num_tokens == 0 for running in core.requests.by_sequence.values()):
+        core.step()
+    tokens, steps, started = core.requests.num_generated_tokens, core.loop.num_steps, core.clock()
+    while core.has_work():
+        core.step()
+    seconds = core.clock() - started
+    return seconds, (core.requests.num_generated_tokens - tokens) / (core.loop.num_steps - steps)
+
+
+def beside_plain(name: str, rounds: int) -> None:
+    plain, drafting = (engine(load_model(name), name, which) for which in ("off", "ngram"))
+    reader = plain.served.tokenizer.reader
+    print(f"\n{'engine':8}{'batch':>6}  {'tokens/step, off':>17}{'ngram':>7}{'speed beside off':>18}")
+    for kind, batch in (("copy", 1), ("copy", 8), ("prose", 1), ("prose", 8)):
+        texts = [f"{i} {TEXT}" for i in range(batch)]
+        if kind == "copy":
+            chats = [[{"role": "user", "content": f"Repeat: {text}"}] for text in texts]
+            options = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
+            prompts = [list(reader.apply_chat_template(chat, **options)) for chat in chats]
+            params = SamplingParams(max_tokens=120, temperature=0.0)
+        else:
+            prompts = [reader.encode(text, add_special_tokens=False) for text in texts]
+            params = SamplingParams(max_tokens=120, temperature=1.0, seed=1, ignore_eos=True)
+        ratios, each = [], (0.0, 0.0)
+        for _ in range(rounds):
+            (before, one), (after, other) = run(plain, prompts, params), run(drafting, prompts, params)
+            ratios.append(before / after)
+            each = one, other
+        print(f"{kind:8}{batch:6}  {each[0]:17.2f}{each[1]:7.2f}{statistics.median(ratios):18.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    reader = load_model(args.model).tokenizer.reader
+
+    def encode(text: str) -> list[int]:
+        return list(reader.encode(text, add_special_tokens=False))
+
+    print(f"BLAS: {blas.describe()}\n{'texts':8}{'tokens/pass':>12}{'accepted':>10}{'speed at 0.17':>15}")
+    for kind, make in (("edits", edits), ("json", records), ("prose", prose)):
+        tokens, accepted, speed = replay(make(encode, 8))
+        print(f"{kind:8}{tokens:12.2f}{accepted:10.2f}{speed:15.2f}")
+    beside_plain(args.model, args.rounds)
+
+
+if __name__ == "__main__":
+    main()
