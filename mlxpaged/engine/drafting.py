@@ -25,7 +25,7 @@ MOST_DRAFT_ROWS = 64
 
 
 class Drafter(Protocol):
-    def propose(self, sequence: Sequence, most: int) -> tuple[list[int], int]:
+    def propose(self, running: RunningRequest, most: int) -> tuple[list[int], int]:
         """Returns up to `most` tokens that may come next, and how many tokens of the text they were found by."""
         ...
 
@@ -109,7 +109,7 @@ class Drafting:
         matcher = running.matcher
         if matcher is not None and (forced := matcher.forced()[:most]):
             return Proposal(forced[: matcher.count_allowed(forced)], is_certain=True)
-        drafts, match = self.drafter.propose(sequence, most)
+        drafts, match = self.drafter.propose(running, most)
         return Proposal(drafts if matcher is None else drafts[: matcher.count_allowed(drafts)], match)
 
     def _fastest(self, contexts: ListOf[int], chances: ListOf[ListOf[float]]) -> list[int]:

@@ -69,6 +69,7 @@ class EngineInfo:
         self.no_reranker_because = served.no_reranker_because
         self.no_embeddings_because = core.no_embedder_because
         self.adapters = served.adapters.names
+        self.drafts = core.drafting is not None  # whether steps verify draft tokens
         # How prompts show pictures; None if it takes none.
         self.pictures = None if served.vision is None else served.vision.format
         self.no_pictures_because = served.no_vision_because

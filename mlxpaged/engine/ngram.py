@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence as ListOf
 
-from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.engine.running_request import RunningRequest
 
 LENGTH = 3
 """Tokens of an n-gram."""
@@ -24,32 +24,45 @@ TOKENS_AT_ONCE = 4096
 """Tokens that a step adds to the index, so that a long prompt does not delay it: each takes about a microsecond."""
 
 
-class NgramIndex:
-    """The tokens of a sequence, and where each n-gram occurs among them."""
+NONE = -1
+"""Stands between a prediction and the sequence. It is no token."""
 
-    def __init__(self) -> None:
+
+class NgramIndex:
+    """The tokens of a sequence, and where each n-gram occurs among them. prediction: tokens that are searched too."""
+
+    def __init__(self, prediction: ListOf[int] = ()) -> None:
         self._tokens: list[int] = []
+        self._offset = 0  # of the sequence's tokens
+        self._prediction = [*prediction, NONE] if prediction else []
         self._places: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self._followed = 0  # the token after those that were copied last: so a copy goes on, however common its n-grams
 
     def extend(self, token_ids: ListOf[int], end: int) -> None:
         """Add the tokens up to `end`, some of them if they are many. token_ids: all of the sequence."""
+        if self._offset < len(self._prediction):
+            self._offset += self._add(self._prediction[self._offset : self._offset + TOKENS_AT_ONCE])
+            return
+        start = len(self._tokens) - self._offset
+        added = self._add(token_ids[start : min(end, start + TOKENS_AT_ONCE)])
+        if self._followed:
+            self._followed += added
+
+    def _add(self, token_ids: ListOf[int]) -> int:
         tokens = self._tokens
-        start = len(tokens)
-        for token in token_ids[start : min(end, start + TOKENS_AT_ONCE)]:
+        for token in token_ids:
             if len(tokens) >= LENGTH:
                 places = self._places[tuple(tokens[-LENGTH:])]
                 places.append(len(tokens))
                 if len(places) > PLACES:
                     del places[0]
             tokens.append(token)
-        if self._followed:
-            self._followed += len(tokens) - start
+        return len(token_ids)
 
     def continuation(self, end: int, most: int) -> tuple[list[int], int]:
         """Returns up to `most` tokens that came after the longest earlier match of the last tokens, and the length of
         the match; nothing if there is none, or if not all tokens up to `end` are known here yet."""
-        tokens = self._tokens
+        tokens, end = self._tokens, end + len(self._prediction)
         if len(tokens) != end or end < LENGTH:
             return [], 0
         best, place = 0, 0
@@ -63,7 +76,10 @@ class NgramIndex:
         self._followed = place
         drafts: list[int] = []
         for at in range(place, place + most):  # a match near the end is the period of a repetition
-            drafts.append(tokens[at] if at < end else drafts[at - end])
+            token = tokens[at] if at < end else drafts[at - end]
+            if token == NONE:
+                break
+            drafts.append(token)
         return drafts, best
 
     def _match(self, place: int) -> int:
@@ -81,8 +97,11 @@ class NgramDrafter:
     def __init__(self) -> None:
         self._indexes: dict[int, NgramIndex] = {}
 
-    def propose(self, sequence: Sequence, most: int) -> tuple[list[int], int]:
-        index = self._indexes.setdefault(sequence.sequence_id, NgramIndex())
+    def propose(self, running: RunningRequest, most: int) -> tuple[list[int], int]:
+        sequence = running.sequence
+        index = self._indexes.get(sequence.sequence_id)
+        if index is None:
+            index = self._indexes[sequence.sequence_id] = NgramIndex(running.request.params.predicted)
         end = sequence.num_known_tokens
         index.extend(sequence.token_ids, end)
         return index.continuation(end, most)

@@ -39,6 +39,7 @@ class SamplingParams:
     tool_tags: bool = False  # whether the text shows the special tokens of tool calls
     thinking_budget: int | None = None  # most tokens in think blocks
     begins_thinking: bool = False  # whether the prompt opened a think block
+    predicted: tuple[int, ...] = ()  # what the answer will be for the most part: draft tokens are taken from it too
     speculative: bool | int | None = None  # most draft tokens that a step verifies; None or True: no limit of its own
 
     @property

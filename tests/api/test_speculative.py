@@ -28,6 +28,12 @@ def test_answers_are_those_without_drafts_and_usage_counts_them(monkeypatch: pyt
             details: dict[str, Any] = drafted["usage"]["completion_tokens_details"]
             assert details["accepted_prediction_tokens"] > 0
             assert details["accepted_prediction_tokens"] < drafted["usage"]["completion_tokens"]
+        predicted = ask("What is 17 + 25?", max_tokens=60, temperature=0.7, seed=3, ignore_eos=True)
+        plain = post(server, predicted | {"speculative": False})
+        text = plain["choices"][0]["message"]["content"]
+        drafted = post(server, predicted | {"prediction": {"type": "content", "content": text}})
+        assert drafted["choices"][0]["message"]["content"] == text
+        assert drafted["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] >= 30
         counted = metrics(server)
         accepted, verified = (counted[f"mlxpaged_draft_tokens{which}_total"] for which in ("_accepted", ""))
         assert 0 < accepted <= verified

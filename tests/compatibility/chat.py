@@ -65,6 +65,11 @@ TABLE: tuple[Claim, ...] = (
     honoured("max_tokens", 0, "only the prompt is computed"),
     honoured("max_completion_tokens", 2, max_tokens=None),
     *shared.SAMPLING,
+    honoured(
+        "prediction",
+        {"type": "content", "content": "x"},
+        "draft tokens with [`--speculative ngram`](scheduling.md#speculative-decoding); else it changes nothing",
+    ),
     honoured("logprobs", True, "in streams too"),
     honoured("top_logprobs", 2, "up to 20", logprobs=True),
     *shared.PROMPT_LOGPROBS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.compatibility import shared
-from tests.compatibility.claims import Claim, honoured
+from tests.compatibility.claims import Claim, honoured, ignored
 
 TABLE: tuple[Claim, ...] = (
     honoured("prompt", ["one", "two"], "text, token ids, or a list of either"),
@@ -22,6 +22,7 @@ TABLE: tuple[Claim, ...] = (
     *shared.DEADLINES,
     shared.PROGRESS,
     *shared.LABELS,
+    ignored("prediction", {"type": "content", "content": "x"}, "chat completions have it; it changes no answer"),
     *shared.HINTS,
     *shared.OTHERS,
 )

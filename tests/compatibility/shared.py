@@ -73,7 +73,6 @@ SAMPLING: tuple[Claim, ...] = (
 )
 
 HINTS: tuple[Claim, ...] = (
-    ignored("prediction", {"type": "content", "content": "x"}, "it would only make the answer faster"),
     ignored("num_ctx", 8192, f"{LOADED}; a prompt that is too long is refused"),
     ignored("truncation_length", 8192, "a prompt that is too long is refused"),
     ignored("keep_alive", "5m", "the model stays loaded"),

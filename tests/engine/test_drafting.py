@@ -18,10 +18,10 @@ from mlxpaged.engine.drafting import Drafting, Lengths
 from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.ngram import NgramDrafter
 from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.status import NO_DRAFTS
 from mlxpaged.models.loader import load_model
-from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.step import Step
 from tests.engine.helpers import make_core
 from tests.models.architectures import make_architecture
@@ -36,7 +36,8 @@ class Oracle:
     def __init__(self, answers: Mapping[str, ListOf[int]], seed: int = 1) -> None:
         self._answers, self._rng = answers, random.Random(seed)
 
-    def propose(self, sequence: Sequence, most: int) -> tuple[list[int], int]:
+    def propose(self, running: RunningRequest, most: int) -> tuple[list[int], int]:
+        sequence = running.sequence
         done = sequence.num_output_tokens
         following = self._answers[sequence.request_id][done : done + most]
         return [token if self._rng.random() < RIGHT else (token + 1) % 200 for token in following], 3

@@ -14,11 +14,11 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.step import Step
 from tests.engine.test_drafting import every_other_step
 from tests.metal_on_cpu import Interpreter
@@ -165,7 +165,8 @@ class Known:
     def __init__(self, prompts: list[list[int]], answers: list[list[int]]) -> None:
         self._answers = {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
 
-    def propose(self, sequence: Sequence, most: int) -> tuple[list[int], int]:
+    def propose(self, running: RunningRequest, most: int) -> tuple[list[int], int]:
+        sequence = running.sequence
         answer = self._answers[tuple(sequence.token_ids[: sequence.num_prompt_tokens])]
         done = sequence.num_output_tokens
         return answer[done : done + most], 3

@@ -21,6 +21,15 @@ def test_what_followed_the_longest_match_is_proposed() -> None:
     assert index_of(tokens).continuation(len(tokens), 3) == ([50, 9, 2], 4)
 
 
+def test_a_prediction_is_searched_too_and_ends_before_the_prompt() -> None:
+    index = NgramIndex([1, 2, 3, 4, 5])
+    tokens = [9, 8, 1, 2, 3]
+    index.extend(tokens, 5)
+    assert index.continuation(5, 8) == ([], 0), "its tokens are added first"
+    index.extend(tokens, 5)
+    assert index.continuation(5, 8) == ([4, 5], 3)
+
+
 def test_nothing_is_proposed_for_new_text() -> None:
     assert index_of([1, 2, 3, 4, 5, 6]).continuation(6, 8) == ([], 0)
     assert index_of([1, 2]).continuation(2, 8) == ([], 0)

@@ -76,7 +76,12 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
     tools = [tool.for_template() for tool in chat.offered_tools]
     opened = thinking == "open"
     params = dataclasses.replace(
-        request.params, think_tags=True, tool_tags=bool(tools), begins_thinking=opened, constraint=form
+        request.params,
+        think_tags=True,
+        tool_tags=bool(tools),
+        begins_thinking=opened,
+        constraint=form,
+        predicted=await tokens_of_prediction(http, chat.prediction, info),
     )
     if not tags.thinks:
         params = dataclasses.replace(params, thinking_budget=None)
@@ -90,6 +95,14 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
         return TagParser(tags, opened, tools, chat.one_call, form)
 
     return Prompts(param, [tokens], params, new_parser=new_parser, pictures=prompt.pictures)
+
+
+async def tokens_of_prediction(http: Request, text: str, info: EngineInfo) -> tuple[int, ...]:
+    """Returns none if nothing is drafted from them. Raises ApiError."""
+    if not text or not info.drafts:
+        return ()
+    check.check_text_length("prediction", len(text), info)
+    return tuple(await server_of(http).tokenize(info.tokenizer, len(text), lambda: info.tokenizer.encode(text)))
 
 
 async def enforced(

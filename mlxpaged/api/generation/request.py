@@ -70,7 +70,7 @@ class Chat:
     messages: as chat templates expect them. media: what in them is no text. enable_thinking: the template's switch;
     None leaves it as it is. asks_thinking, needs_thinking: a model that does not think answers without, and the client
     is told so; or it is refused. effort: of the thinking, for templates that know it. one_call: end the answer after
-    its first call.
+    its first call. prediction: what the answer will be for the most part.
     """
 
     messages: list[dict[str, Any]]
@@ -85,6 +85,7 @@ class Chat:
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     media: Sequence[Shown] = ()
+    prediction: str = ""
 
     @property
     def num_chars(self) -> int:

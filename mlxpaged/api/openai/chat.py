@@ -43,6 +43,7 @@ def translate(body: ChatRequest) -> GenerationRequest:
         chat_template_kwargs=variables,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message or body.messages[-1].prefix),
+        prediction="" if body.prediction is None else body.prediction.text,
     )
     params = sampling_params(
         body,

@@ -199,6 +199,17 @@ class Message(Body):
         }
 
 
+class Prediction(Body):
+    """What the answer will be for the most part, such as a file that is to be edited."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_LIST, fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatRequest(SamplingFields, ThinkingFields):
     table = chat.TABLE
 
@@ -214,6 +225,7 @@ class ChatRequest(SamplingFields, ThinkingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
 
     @model_validator(mode="after")
     def _chat_fields_agree(self) -> ChatRequest:
