@@ -153,6 +153,19 @@ def with_pictures(core: EngineCore) -> Outcome:
     return outcome
 
 
+def with_drafts(core: EngineCore) -> Outcome:
+    """The sixteen requests with a bias that makes them repeat a token; all drafts are verified, if there are any."""
+    outcome = Outcome()
+    if core.drafting is not None:
+        core.drafting.lengths = lambda contexts, chances: [len(each) for each in chances]
+    for request in requests(0):
+        core.add(replace(request, params=replace(request.params, logit_bias={50: 20.0})))
+    step_to_the_end(core, outcome)
+    outcome.hits = core.stats().drafts.accepted_total
+    core.close()
+    return outcome
+
+
 def overlapping(core: EngineCore) -> Outcome:
     """Nothing that needs kernels for whole blocks."""
     outcome = Outcome()

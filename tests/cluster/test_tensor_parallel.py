@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.cluster.scenes import (
     requests,
     sizes,
     until_a_rank_is_lost,
+    with_drafts,
     with_pictures,
 )
 from tests.engine.hybrid import TinyModel
@@ -108,6 +110,16 @@ def test_ranks_see_the_pictures_that_rank_0_encodes(tmp_path: Path, kind: str) -
     got = play(2, make_setup(path), with_pictures)
     assert got == expected
     assert got.hits >= 6, "of pictures that were encoded"
+
+
+@pytest.mark.cluster
+def test_ranks_verify_drafts_together(tmp_path: Path) -> None:
+    path = make_architecture(tmp_path / "m", "qwen3", **KINDS["qwen3"])
+    setup = make_setup(path)
+    drafting = replace(setup, options={**setup.options, "speculative": "ngram"})
+    expected, got = play_alone(setup, with_drafts), play(2, drafting, with_drafts)
+    assert got == expected
+    assert (expected.hits, got.hits >= 60) == (0, True)
 
 
 @pytest.mark.cluster
