@@ -33,17 +33,18 @@ class NgramIndex:
 
     def __init__(self, prediction: ListOf[int] = ()) -> None:
         self._tokens: list[int] = []
-        self._offset = 0  # of the sequence's tokens
+        self._num_predicted = 0  # tokens of the prediction so far
         self._prediction = [*prediction, NONE] if prediction else []
         self._places: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self._followed = 0  # the token after those that were copied last: so a copy goes on, however common its n-grams
 
     def extend(self, token_ids: ListOf[int], end: int) -> None:
         """Add the tokens up to `end`, some of them if they are many. token_ids: all of the sequence."""
-        if self._offset < len(self._prediction):
-            self._offset += self._add(self._prediction[self._offset : self._offset + TOKENS_AT_ONCE])
+        if self._num_predicted < len(self._prediction):
+            first = self._num_predicted
+            self._num_predicted += self._add(self._prediction[first : first + TOKENS_AT_ONCE])
             return
-        start = len(self._tokens) - self._offset
+        start = len(self._tokens) - self._num_predicted
         added = self._add(token_ids[start : min(end, start + TOKENS_AT_ONCE)])
         if self._followed:
             self._followed += added

@@ -24,6 +24,7 @@ SECTIONS = [
     "tuning",
     "attention",
     "step_times",
+    "drafts",
     "decoding",
     "wired_memory",
     "prompt_steps",
@@ -42,6 +43,10 @@ def check_measurements(found: dict[str, Any], backend: str) -> None:
     assert [each["batch"] for each in found["decoding"]] == [1, 2]
     assert all(each["tokens_per_second"] > 0 and each["mlx_lm_tokens_per_second"] > 0 for each in found["decoding"])
     assert found["step_times"]["1"] > 0
+    assert {chance: list(counts) for chance, counts in found["drafts"].items()} == {
+        "50%": ["1", "2"],
+        "80%": ["1", "2"],
+    }
     steps = found["prompt_steps"]
     assert steps["prompt_tokens"] == 34
     assert sum((int(rows) - 1) * count for rows, count in steps["steps_by_rows"].items()) == 34

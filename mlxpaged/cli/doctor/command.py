@@ -31,8 +31,12 @@ from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.layers import unfused
 from mlxpaged.models.loader import ServedModel, load_model, resolve_model
 from mlxpaged.models.short_names import BUNDLED
+from mlxpaged.scheduler.draft_budget import MOST_DRAFTS, draft_lengths
 
 SIZES = Sizes()
+
+CHANCES = (0.5, 0.8)
+"""Chances of a draft token that it is accepted."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,6 +116,7 @@ class Doctor:
             return measure(engines[0])
 
         yield "step_times", measured(lambda: with_engine(time_rows_of))
+        yield "drafts", measured(lambda: with_engine(drafts_of))
         ours = measured(lambda: with_engine(lambda engine: engine_rates(engine, SIZES)))
         yield "decoding", report.decoding_section(SIZES.batches, ours, theirs)
         yield "wired_memory", {"bytes": self._wired} if self._wired else report.not_measured(NOT_WIRED)
@@ -129,6 +134,19 @@ class Doctor:
 
 def time_rows_of(engine: EngineCore) -> dict[str, float]:
     return {str(rows): round(1000 * seconds, 3) for rows, seconds in sorted(time_rows(engine).items())}
+
+
+def drafts_of(engine: EngineCore) -> dict[str, dict[str, int]]:
+    """The draft tokens that `--speculative ngram` would verify for each sequence, by their chance and by the sequences
+    that decode, according to the times of steps by their rows."""
+    seconds = engine.scheduler.decode_seconds()
+    assert seconds is not None, "steps were timed"
+
+    def count(batch: int, chance: float) -> int:
+        of_each = [chance**number for number in range(1, MOST_DRAFTS + 1)]
+        return draft_lengths([100] * batch, [of_each] * batch, seconds)[0]
+
+    return {f"{chance:.0%}": {str(batch): count(batch, chance) for batch in SIZES.batches} for chance in CHANCES}
 
 
 def long_prefill(served: ServedModel, backend: str, block_size: int) -> Any:

@@ -160,6 +160,16 @@ def times_text(content: Any) -> list[str]:
     return [f"milliseconds of a decoding step by its rows: {found}"]
 
 
+def drafts_text(content: Any) -> list[str]:
+    if (reason := unknown(content)) is not None:
+        return [f"draft tokens that --speculative ngram would verify: unknown, because {reason}"]
+    found = [
+        f"{', '.join(f'{count} at batch {batch}' for batch, count in counts.items())} if {chance} are accepted"
+        for chance, counts in content.items()
+    ]
+    return [f"draft tokens that --speculative ngram would verify: {'; '.join(found)}"]
+
+
 def steps_text(content: Any) -> list[str]:
     if (reason := unknown(content)) is not None:
         return [f"rows of steps with a prompt: not measured, because {reason}"]
@@ -185,6 +195,7 @@ TEXTS: dict[str, Callable[[Any], list[str]]] = {
     "tuning": tuning_text,
     "attention": attention_text,
     "step_times": times_text,
+    "drafts": drafts_text,
     "decoding": decoding_text,
     "wired_memory": wired_text,
     "prompt_steps": steps_text,
