@@ -121,13 +121,13 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         DiskStore(tmp_path / "file" / "below", 10**6, 10**6)
 
 
-def test_2000_prompts_through_100_blocks_stay_within_the_budget_and_nothing_is_written_twice(
+def test_1000_prompts_through_100_blocks_stay_within_the_budget_and_nothing_is_written_twice(
     directory: Path, clock: Clock
 ) -> None:
     size = 1000
     budget = 100 * (size + HEADER)
     store = DiskStore(directory, budget, 10**9, clock)
-    for prompt in range(2000):
+    for prompt in range(1000):
         store.write("m", [(content(4 * prompt + i), data(4 * prompt + i, size)) for i in range(4)])
         if prompt % 50 == 0:
             store.flush()
@@ -135,10 +135,10 @@ def test_2000_prompts_through_100_blocks_stay_within_the_budget_and_nothing_is_w
             assert bytes_in(directory, "index*") < 2_000_000
     store.flush()
     assert bytes_in(directory) <= budget
-    assert store.stats().written_today <= 1.3 * 8000 * size
-    last = read(store, range(7900, 8000), size)
+    assert store.stats().written_today <= 1.3 * 4000 * size
+    last = read(store, range(3900, 4000), size)
     assert len(last) >= 80
-    assert last == list(range(8000 - len(last), 8000)), "the latest are kept"
+    assert last == list(range(4000 - len(last), 4000)), "the latest are kept"
     store.close()
     assert len(list(directory.glob("*.segment"))) <= 20
 
@@ -253,16 +253,15 @@ def damage(path: Path, rng: random.Random) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_damaged_files_never_give_other_data(tmp_path: Path, seed: int) -> None:
-    """200 times a file is truncated or some of its bits are flipped, the index too."""
+def test_damaged_files_never_give_other_data(tmp_path: Path) -> None:
+    """80 times a file is truncated or some of its bits are flipped, the index too."""
     whole = tmp_path / "whole"
     store = DiskStore(whole, 10**6, 10**6)
     write(store, range(60))
     store.close()
-    rng = random.Random(seed)
+    rng = random.Random(1)
     found = 0
-    for trial in range(200):
+    for trial in range(80):
         directory = tmp_path / str(trial)
         shutil.copytree(whole, directory)
         files = [path for path in sorted(directory.iterdir()) if path.stat().st_size]
@@ -273,7 +272,7 @@ def test_damaged_files_never_give_other_data(tmp_path: Path, seed: int) -> None:
         read(store, range(65))
         store.close()
         shutil.rmtree(directory)
-    assert found > 200 * 20, "most blocks are found"
+    assert found > 80 * 20, "most blocks are found"
 
 
 def test_data_that_is_damaged_while_the_store_is_open_is_not_found(store: DiskStore, directory: Path) -> None:
@@ -306,7 +305,7 @@ while True:
 
 def test_a_process_that_is_killed_leaves_whole_blocks_within_the_budget(directory: Path) -> None:
     number = 0
-    for kill in range(5):
+    for kill in range(2):
         process = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(directory), str(number)], stdout=subprocess.PIPE, text=True
         )
