@@ -319,7 +319,7 @@ class Ours(ExitStack):
         """Instead of evaluating, take the pools and the states as written."""
         for pool in self.core.runner.pools:
             pool.memory.token = self._nothing
-        for layer in self.core.runner._recurrent:
+        for layer in self.core.runner.recurrent:
             layer._stacked = [self._zeros(array) for array in layer._stacked]
             layer._single = {i: [self._zeros(array) for array in state] for i, state in layer._single.items()}
 

@@ -7,7 +7,7 @@ position. A checkpoint is the state after the last token of a published block. T
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mlxpaged.cache.prefix_cache import CachedBlock
 
@@ -17,7 +17,7 @@ class Checkpoints:
 
     An id is reserved when a step is scheduled that computes the state, and attached to the block once the block is
     published: its last token may not be known before. A pinned checkpoint will be read by a step that is not scheduled
-    yet: its id is not used again before `unpin`.
+    yet: its id is not used again before `unpin`. on_replace: called before a block loses its checkpoint to another one.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -27,6 +27,8 @@ class Checkpoints:
         self._ids: OrderedDict[CachedBlock, int] = OrderedDict()  # in the order of use
         self._pins: Counter[CachedBlock] = Counter()
         self._forgotten: dict[CachedBlock, int] = {}  # pinned ids of blocks that no prompt finds any more
+        self._new: set[int] = set()  # ids that were reserved for the step being scheduled
+        self.on_replace: Callable[[CachedBlock], None] = lambda block: None
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -38,6 +40,15 @@ class Checkpoints:
 
     def __contains__(self, block: CachedBlock) -> bool:
         return block in self._ids
+
+    def start_step(self) -> None:
+        """All steps that were scheduled so far have been launched, so they have computed their checkpoints."""
+        self._new.clear()
+
+    def computed(self, block: CachedBlock) -> int | None:
+        """The id of a block's checkpoint, if a step that was launched has computed it."""
+        checkpoint = self._ids.get(block)
+        return None if checkpoint in self._new else checkpoint
 
     def deepest(self, chain: Sequence[CachedBlock]) -> int:
         """The number of leading blocks of a chain up to the last one that has a checkpoint."""
@@ -63,7 +74,9 @@ class Checkpoints:
             oldest = next((block for block in self._ids if block not in self._pins), None)
             if oldest is None:
                 return None
+            self.on_replace(oldest)
             self.forget(oldest)
+        self._new.add(self._free[-1])
         return self._free.pop()
 
     def attach(self, checkpoint: int, block: CachedBlock) -> None:

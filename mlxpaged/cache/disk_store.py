@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import logging
 import os
 import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple, TypeVar
+from typing import IO, TypeVar
 
 from mlxpaged.cache.disk_index import FAILURES, OWNER_ONLY, SEGMENT, DiskIndex, Name, Place, is_sound
+from mlxpaged.cache.disk_records import Data, ModelUsage, Segment, StoredBlock, StoreStats
 
 logger = logging.getLogger(__name__)
 
@@ -49,60 +47,11 @@ DAY_SECONDS = 86_400
 CLOSE_SECONDS = 10.0
 """Time that the last blocks have to be written when a store is closed."""
 
-Data = memoryview
 Result = TypeVar("Result")
 
 
 class StoreError(Exception):
     """The directory cannot be used. The message says why."""
-
-
-class StoredBlock(NamedTuple):
-    """A block by its content. parent: key of the block before it, empty for the first one."""
-
-    name: Name
-    parent: bytes
-    tokens: tuple[int, ...]
-
-    @property
-    def header(self) -> bytes:
-        """What a segment has before the KV."""
-        return array("q", [len(self.parent), len(self.tokens), *self.tokens]).tobytes() + self.parent
-
-    def checksum(self, header: bytes | Data, data: Data) -> bytes:
-        found = hashlib.sha256(self.name.key + bytes([self.name.part]))
-        found.update(header)
-        found.update(data)
-        return found.digest()[:16]
-
-
-@dataclass(eq=False)
-class Segment:
-    """used: the store's count of reads and writes when a block of it was read or written last."""
-
-    model: str
-    used: int = 0
-    size: int = 0
-    names: set[Name] = field(default_factory=set)
-
-
-class ModelUsage(NamedTuple):
-    model: str
-    blocks: int
-    size: int
-
-
-class StoreStats(NamedTuple):
-    """size, max_size: bytes of all models. damaged: blocks since the start. stopped: why nothing is written any more;
-    empty if it is."""
-
-    blocks: int = 0
-    size: int = 0
-    max_size: int = 0
-    written_today: int = 0
-    max_written: int = 0
-    damaged: int = 0
-    stopped: str = ""
 
 
 class DiskStore:

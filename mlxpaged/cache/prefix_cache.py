@@ -28,7 +28,7 @@ class CachedBlock:
     """Content of published blocks: `tokens`, preceded by those of `parent` and its ancestors.
 
     blocks: for each group, the block that has it, or UNUSED. num_children: records in the cache that have this parent.
-    is_valuable: whether it is worth storing on a disk.
+    is_valuable: whether it is worth storing on a disk. is_start: whether that is so for the recurrent state after it.
     """
 
     key: bytes
@@ -37,6 +37,7 @@ class CachedBlock:
     blocks: list[int]
     num_children: int = 0
     is_valuable: bool = False
+    is_start: bool = False
 
 
 class Content(NamedTuple):
@@ -53,11 +54,15 @@ def hash_block(parent_key: bytes, tokens: Sequence[int]) -> bytes:
 
 def value(chain: Iterable[CachedBlock]) -> None:
     """These blocks are worth storing: their prefix was found again, or took long to compute. chain: from the first
-    block of a prompt on. Pictures and what follows them are not stored, because other processes number them anew."""
+    block of a prompt to the one after which a sequence goes on. Pictures and what follows them are not stored, because
+    other processes number them anew."""
+    record = None
     for record in chain:
         if not record.is_valuable and max(record.tokens) >= FIRST_CONTENT_ID:
             return
         record.is_valuable = True
+    if record is not None:
+        record.is_start = True
 
 
 def salted(seed: bytes, salt: tuple[str, ...]) -> bytes:

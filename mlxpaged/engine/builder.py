@@ -131,14 +131,15 @@ def build_engine(
         runner.warm_up()
         sampler.warm_up()
     runner.lead()
-    digest, no_tier_because = "", cannot_store(config, served, groups, ranks)
+    digest, no_tier_because = "", cannot_store(config, served, groups, ranks, num_checkpoints)
     if not no_tier_because:
         digest = Turns(reporter(Stage.LOADING, report)).during(lambda: fingerprint(served.path))
     store, no_tier_because = (None, no_tier_because) if no_tier_because else open_tier(config, served)
     if store is not None:
         seed = digest, kv_type, backend, config.block_size, groups.windows, config.joins
-        invariant = version("mlx") if config.batch_invariant else None  # its bits may be those of this version only
-        scheduler_config = replace(scheduler_config, cache_seed=repr((seed, invariant)).encode())
+        # The bits of a batch-invariant answer may be those of one version only, and so may the order of a state.
+        versions = [version(name) for name in ("mlx", "mlx-lm") if config.batch_invariant or num_checkpoints]
+        scheduler_config = replace(scheduler_config, cache_seed=repr((seed, versions)).encode())
     scheduler = Scheduler(scheduler_config, clock)
     tier = None if store is None else DiskTier(store, served.name, scheduler, runner, clock)
     headroom = Headroom(step_bytes, config.max_num_batched_tokens, clock, bytes_per_key(served.kv_layers))
@@ -171,15 +172,19 @@ def drafter_of(config: EngineConfig, served: ServedModel) -> NgramDrafter | None
     return NgramDrafter()
 
 
-def cannot_store(config: EngineConfig, served: ServedModel, groups: CacheGroups, ranks: Ranks | None) -> str:
+def cannot_store(
+    config: EngineConfig, served: ServedModel, groups: CacheGroups, ranks: Ranks | None, num_checkpoints: int
+) -> str:
     """The reason why prefixes are not stored on a disk; empty if they can be."""
     if config.prefix_cache_dir is None:
         return "there is no --prefix-cache-dir"
     reason = ""
     if ranks is not None:
         reason = "several ranks store no prefixes"
-    elif keeps_states(served.layers):
-        reason = "states of recurrent layers are not stored"
+    elif is_per_sequence(served.layers):
+        reason = "its caches of single sequences are not stored"
+    elif keeps_states(served.layers) and not num_checkpoints:
+        reason = "there is no memory for checkpoints of recurrent states (--state-cache-memory)"
     elif None not in groups.windows:
         reason = "all its layers have a window"
     if reason:

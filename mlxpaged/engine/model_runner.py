@@ -85,7 +85,7 @@ class ModelRunner:
         self.layers = self._caches.layers
         self.pools = self._caches.pools
         self._states = self._caches.states
-        self._recurrent = self._caches.recurrent
+        self.recurrent = self._caches.recurrent
         self.backend = resolve_backend(backend)
         self.swap = SwapSpace(self.pools, num_swap_slots, swap_dir) if num_swap_slots else None
         self.thread_id = threading.get_ident()
@@ -314,16 +314,14 @@ class ModelRunner:
         if self.swap is not None:
             self.swap.store(moves.swap_out)
             for sequence_id, slots in moves.states_out:
-                self.swap.store_arrays(
-                    slots, [array for state in self._recurrent for array in state.saved(sequence_id)]
-                )
+                self.swap.store_arrays(slots, [array for state in self.recurrent for array in state.saved(sequence_id)])
         for pool in self.pools:
             pool.copy_blocks(moves.copies)
         if self.swap is not None:
             self.swap.load(moves.swap_in)
             for slots, sequence_id in moves.states_in:
-                arrays = iter(self.swap.load_arrays(slots, [like for state in self._recurrent for like in state.likes]))
-                for state in self._recurrent:
+                arrays = iter(self.swap.load_arrays(slots, [like for state in self.recurrent for like in state.likes]))
+                for state in self.recurrent:
                     state.restore(sequence_id, arrays)
 
     def read_blocks(self, blocks: ListOf[int]) -> list[mx.array]:

@@ -7,7 +7,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -51,6 +51,19 @@ def split_columns(layers: Sequence[LayerKVCache], rows: Bytes) -> list[Bytes]:
     """Views of rows [n, bytes of a block of all layers]: one for each plane of each layer."""
     ends = np.cumsum([plane.nbytes for kv in layers for plane in kv.layout.planes])
     return np.split(rows, ends[:-1], axis=1)
+
+
+def flat_bytes(array: mx.array) -> mx.array:
+    return mx.contiguous(array).reshape(-1).view(mx.uint8)
+
+
+def arrays_of(data: Bytes, likes: Iterable[tuple[tuple[int, ...], mx.Dtype]]) -> Iterator[mx.array]:
+    """Arrays of these shapes and types, not evaluated, whose bytes follow one another."""
+    first = 0
+    for shape, dtype in likes:
+        last = first + math.prod(shape) * int(dtype.size)
+        yield mx.array(data[first:last]).view(dtype).reshape(shape)
+        first = last
 
 
 class SwapSpace:
@@ -103,8 +116,7 @@ class SwapSpace:
         """Copy arrays into slots, one after the other, for as many bytes as they have."""
         assert self._memory is not None
         mx.eval(arrays)
-        pieces = [np.asarray(mx.contiguous(array).reshape(-1).view(mx.uint8)) for array in arrays]
-        data, size = np.concatenate(pieces), self._memory.shape[1]
+        data, size = np.concatenate([np.asarray(flat_bytes(array)) for array in arrays]), self._memory.shape[1]
         for i, slot in enumerate(slots):
             piece = data[i * size : (i + 1) * size]
             self._memory[slot, : len(piece)] = piece
@@ -112,11 +124,7 @@ class SwapSpace:
     def load_arrays(self, slots: Sequence[int], likes: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
         """The arrays of these shapes and types that `store_arrays` has copied into the slots."""
         assert self._memory is not None
-        data, first, arrays = self._memory[list(slots)].reshape(-1), 0, []
-        for shape, dtype in likes:
-            last = first + math.prod(shape) * int(dtype.size)
-            arrays.append(mx.array(data[first:last]).view(dtype).reshape(shape))
-            first = last
+        arrays = list(arrays_of(self._memory[list(slots)].reshape(-1), likes))
         mx.eval(arrays)
         return arrays
 

@@ -146,7 +146,18 @@ class RecurrentLayer(ArraysCache):
 
     def restore(self, sequence_id: int, arrays: Iterator[mx.array]) -> None:
         """Make the next arrays, from `saved`, the state of a sequence."""
-        self._single[sequence_id] = [None if like is None else next(arrays) for like in self._entries]
+        self._single[sequence_id] = self._state(arrays)
+
+    def checkpoint(self, number: int) -> list[mx.array]:
+        """The arrays of a checkpoint, to be kept elsewhere."""
+        return [array for array in self._checkpoints[number] if array is not None]
+
+    def put_checkpoint(self, number: int, arrays: Iterator[mx.array]) -> None:
+        """Make the next arrays, from `checkpoint`, a checkpoint."""
+        self._checkpoints[number] = self._state(arrays)
+
+    def _state(self, arrays: Iterator[mx.array]) -> State:
+        return [None if like is None else next(arrays) for like in self._entries]
 
     def clear(self) -> None:
         self._batch, self._stacked, self._single, self._checkpoints, self._taken = [], [], {}, {}, []

@@ -64,7 +64,7 @@ class BlockManager:
         if sequence.kv.state_slots:  # it goes on from its own state
             hit = hit[: sequence.kv.num_swapped_tokens // self.block_size]
             return Reuse(hit[: self._last_whole_window(hit)])
-        return Reuse(hit[: self._usable(hit)])
+        return Reuse(hit[: self.usable(hit)])
 
     def room_for(self, sequence: Sequence, reuse: Reuse) -> int:
         """Free blocks that a waiting sequence needs for all its tokens and the first token of its answer. If it were
@@ -165,7 +165,7 @@ class BlockManager:
         hit = self._match(sequence, table.chain)
         if not hit:
             return 0
-        usable = self._usable([*table.chain, *hit], table)
+        usable = self.usable([*table.chain, *hit], table)
         if usable <= known or usable * self.block_size <= sequence.num_computed_tokens:
             return 0
         hit = hit[: usable - known]
@@ -178,10 +178,10 @@ class BlockManager:
         """Leading tokens whose KV is in its blocks, in swap space or in the prefix cache."""
         table = sequence.kv.table
         chain = () if table is None else table.chain
-        shared = self._usable([*chain, *self._match(sequence, chain)], table) * self.block_size
+        shared = self.usable([*chain, *self._match(sequence, chain)], table) * self.block_size
         return max(sequence.num_computed_tokens, sequence.kv.num_swapped_tokens, shared)
 
-    def _usable(self, chain: ListOf[CachedBlock], table: BlockTable | None = None) -> int:
+    def usable(self, chain: ListOf[CachedBlock], table: BlockTable | None = None) -> int:
         """The most leading blocks of a chain from which a sequence with this table can go on."""
         length = self._last_whole_window(chain, table)
         while (usable := self.states.usable(chain[:length])) < length:

@@ -139,6 +139,7 @@ class Scheduler:
     def _value(self, chain: ListOf[CachedBlock]) -> None:
         """Mark a prefix if it takes long to compute."""
         if self.valuable_seconds < math.inf:
+            chain = chain[: self.blocks.states.usable(chain)]
             seconds = self.prefill_seconds(0, len(chain) * self.config.block_size)
             if seconds is not None and seconds > self.valuable_seconds:
                 value(chain)

@@ -31,6 +31,20 @@ def num_free(checkpoints: Checkpoints) -> int:
     return count
 
 
+def test_a_checkpoint_that_is_replaced_is_told_before_with_its_id_if_it_is_computed() -> None:
+    checkpoints, chain = Checkpoints(2), make_chain(4)
+    told: list[tuple[CachedBlock, int | None]] = []
+    checkpoints.on_replace = lambda block: told.append((block, checkpoints.computed(block)))
+    first = take(checkpoints, chain[0])
+    checkpoints.start_step()
+    take(checkpoints, chain[1])
+    take(checkpoints, chain[2])
+    take(checkpoints, chain[3])
+    assert told == [(chain[0], first), (chain[1], None)]
+    checkpoints.forget(chain[2])
+    assert len(told) == 2, "its block has left, and the pool tells that"
+
+
 def test_the_deepest_checkpoint_of_a_chain_counts_its_blocks() -> None:
     checkpoints, chain = Checkpoints(4), make_chain(6)
     assert checkpoints.deepest(chain) == 0

@@ -100,7 +100,7 @@ class TinyModel:
         checkpoints = None if num_checkpoints is None else num_checkpoints * state_bytes(self.served.layers)
         config = EngineConfig(
             str(self.path),
-            kv_cache_bytes=num_blocks * block,
+            kv_cache_bytes=num_blocks * max(1, block),
             swap_space_bytes=swap_blocks * block,
             state_cache_bytes=checkpoints,
             **options,

@@ -1,0 +1,236 @@
+"""Recurrent states on a disk: prompts go on from the stored checkpoints, with the answers of a model that computes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxpaged.engine import disk_tier
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.engine.step import InFlightStep
+from mlxpaged.scheduler.scheduler import Scheduler
+from tests.engine.hybrid import Hybrid, TinyModel, request, run
+from tests.models.architectures import make_architecture
+
+Tokens = list[int]
+MakeCore = Callable[..., EngineCore]
+SIZE = 8
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
+    return Hybrid(tmp_path_factory.mktemp("hybrid") / "model", num_layers=2)
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
+def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(ModelRunner, "overlaps", request.param)
+    return bool(request.param)
+
+
+@pytest.fixture(autouse=True)
+def costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler expects a millisecond for each token, on any machine."""
+    monkeypatch.setattr(Scheduler, "prefill_seconds", lambda _, start, tokens: tokens / 1000)
+
+
+@pytest.fixture
+def make_core(hybrid: Hybrid, tmp_path: Path) -> Iterator[MakeCore]:
+    """Makes engines on one directory, one after the other."""
+    made: list[EngineCore] = []
+
+    def make(model: TinyModel = hybrid, **options: Any) -> EngineCore:
+        while made:
+            end(made.pop())
+        made.append(model.engine(prefix_cache_dir=tmp_path / "prefixes", **options))
+        return made[0]
+
+    yield make
+    while made:
+        end(made.pop())
+
+
+def end(core: EngineCore) -> None:
+    core.abort_all("end")
+    core.keep_prefixes()
+    core.close()
+
+
+def prompt_of(number: int, length: int = 60) -> Tokens:
+    return random.Random(number).choices(range(5, 200), k=length)
+
+
+def answer(core: EngineCore, prompt: Tokens, num_tokens: int = 8) -> tuple[Tokens, int]:
+    """The answer, and the number of tokens that were not computed."""
+    result = run(core, [request("a", prompt, num_tokens)])
+    return result.tokens("a"), result.outputs["a"][-1].num_cached_tokens
+
+
+def check(core: EngineCore, model: TinyModel, prompt: Tokens, num_cached: int | None = None) -> None:
+    tokens, cached = answer(core, prompt)
+    assert model.answer(prompt, 8).equals(tokens)
+    assert num_cached is None or cached == num_cached
+
+
+def num_loaded(core: EngineCore) -> int:
+    return core.stats().tier.blocks_loaded_total
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "mamba2"])
+def test_prompts_go_on_from_a_checkpoint_after_a_restart(
+    make_core: MakeCore, hybrid: Hybrid, tmp_path: Path, name: str
+) -> None:
+    """mamba2 has no layer that attends, so its blocks have no bytes."""
+    model = hybrid if name == "qwen3_5" else TinyModel(make_architecture(tmp_path / name, name), SIZE)
+    core = make_core(model)
+    prompts = [prompt_of(1), prompt_of(2), prompt_of(1)[:40] + prompt_of(3, 30)]
+    for prompt in prompts:
+        check(core, model, prompt)
+        check(core, model, prompt, (len(prompt) - 1) // SIZE * SIZE)
+    core = make_core(model)
+    for prompt in prompts:
+        check(core, model, prompt, (len(prompt) - 1) // SIZE * SIZE)
+    assert num_loaded(core) == 7 + 7 + 3 + 3, "blocks that two prompts share are loaded once, and a state for each"
+    assert core.stats().tier.blocks_stored_total == 0
+
+
+def test_a_prompt_that_parts_from_the_stored_one_goes_on_from_the_last_checkpoint_before(
+    make_core: MakeCore, hybrid: Hybrid
+) -> None:
+    core, shared = make_core(), prompt_of(1, 44)
+    check(core, hybrid, shared)
+    check(core, hybrid, shared + prompt_of(2, 40), 40)
+    check(core, hybrid, shared + prompt_of(2, 40), 80)
+    core = make_core()
+    check(core, hybrid, (shared + prompt_of(2, 40))[:70] + prompt_of(3, 20), 40)
+
+
+def test_a_checkpoint_that_was_replaced_in_memory_is_loaded_for_the_blocks_that_are_there(
+    make_core: MakeCore, hybrid: Hybrid
+) -> None:
+    core = make_core(num_checkpoints=2)
+    for number in range(6):
+        for _ in range(2):
+            check(core, hybrid, prompt_of(number))
+    assert len(core.scheduler.prefix_cache or ()) >= 6 * 8
+    for number in range(6):
+        check(core, hybrid, prompt_of(number), 56)
+    assert num_loaded(core) >= 4
+    assert core.stats().tier.blocks_stored_total < 12, "only states have been replaced"
+
+
+@pytest.mark.usefixtures("overlaps")
+def test_any_turns_of_chats_through_a_small_pool_get_the_right_answers(make_core: MakeCore, hybrid: Hybrid) -> None:
+    """Blocks leave, checkpoints are replaced, and the server restarts, in any order."""
+    rng, loaded = random.Random(7), 0
+    chats = [prompt_of(number, 30) for number in range(4)]
+    sizes = {"num_blocks": 40, "num_checkpoints": 3, "max_num_seqs": 4}
+    core = make_core(**sizes)
+    for _ in range(24):
+        if rng.random() < 0.15:
+            loaded += num_loaded(core)
+            core = make_core(**sizes)
+        some = rng.sample(range(4), rng.choice((1, 1, 2, 3)))
+        result = run(core, [request(str(i), chats[i], 6) for i in some])
+        for i in some:
+            assert hybrid.answer(chats[i], 6).equals(result.tokens(str(i)))
+            if rng.random() < 0.6:
+                chats[i] = chats[i] + result.tokens(str(i)) + prompt_of(rng.randrange(99), 9)
+            if len(chats[i]) > 120:
+                chats[i] = chats[i][:30]
+    assert loaded + num_loaded(core) > 12
+
+
+def test_a_damaged_state_changes_no_answer(make_core: MakeCore, hybrid: Hybrid, tmp_path: Path) -> None:
+    core, prompt = make_core(), prompt_of(1)
+    for _ in range(2):
+        check(core, hybrid, prompt)
+    core = make_core()
+    [path] = (tmp_path / "prefixes").glob("*.segment")
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 1  # the states of a model that ends are written after its blocks
+    path.write_bytes(content)
+    check(core, hybrid, prompt, 0)
+    assert core.stats().tier.store.damaged == 1
+    check(core, hybrid, prompt, 56)
+
+
+@pytest.mark.usefixtures("overlaps")
+def test_a_request_that_ends_while_its_state_is_loaded_leaves_nothing(
+    make_core: MakeCore, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_tier, "PIECE_BYTES", 1)
+    core, prompt = make_core(Hybrid(hybrid.path.parent / "deep", num_layers=4)), prompt_of(1)
+    for _ in range(2):
+        answer(core, prompt)
+    core = make_core(Hybrid(hybrid.path.parent / "deep", num_layers=4))
+    core.add(request("other", [5, 6, 7], 60))
+    core.step()
+    core.add(request("ends", prompt, 8))
+    checkpoints = core.scheduler.blocks.states.checkpoints
+    before = checkpoints.num_reserved
+    while checkpoints.num_reserved == before:
+        core.step()
+        assert core.stats().tier.loading == 1
+    core.abort("ends")
+    run(core, [])
+    assert answer(core, prompt)[1] == 56
+
+
+@pytest.mark.usefixtures("overlaps")
+def test_states_of_steps_that_fail_are_not_stored(
+    make_core: MakeCore, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"num_blocks": 20, "num_checkpoints": 2, "max_num_seqs": 4}
+    core = make_core(**sizes)
+    rng, read = random.Random(2), InFlightStep.read
+
+    def sometimes_failing(step: InFlightStep) -> Any:
+        hit_before = any(each.num_step_failures for each in core.scheduler.sequences.values())
+        if not hit_before and rng.random() < 0.04:
+            for layer in core.runner.recurrent:
+                for checkpoint in range(2):
+                    layer.put_checkpoint(
+                        checkpoint, iter([mx.full(shape, mx.nan, dtype) for shape, dtype in layer.likes])
+                    )
+            raise DeviceError("injected")
+        return read(step)
+
+    monkeypatch.setattr(InFlightStep, "read", sometimes_failing)
+    for number in (*range(4), *range(4)):
+        for _ in range(2):
+            check(core, hybrid, prompt_of(number))
+    monkeypatch.setattr(InFlightStep, "read", read)
+    core = make_core(**sizes)
+    for number in range(4):
+        check(core, hybrid, prompt_of(number))
+    assert num_loaded(core) > 0
+
+
+@pytest.mark.usefixtures("overlaps")
+def test_states_of_a_checkpoint_that_is_replaced_in_its_own_step_are_not_stored(
+    make_core: MakeCore, hybrid: Hybrid
+) -> None:
+    """Each prompt comes twice, so it is found again in the step that computes it. With one checkpoint, the next prompt
+    takes its place in the same step."""
+    core = make_core(num_checkpoints=1)
+    prompts = [prompt_of(number) for number in (0, 0, 1, 1, 2, 2)]
+    for _ in range(2):
+        result = run(core, [request(str(i), prompt, 8) for i, prompt in enumerate(prompts)])
+        for i, prompt in enumerate(prompts):
+            assert hybrid.answer(prompt, 8).equals(result.tokens(str(i)))
+    core = make_core(num_checkpoints=1)
+    for prompt in prompts:
+        check(core, hybrid, prompt)
+
+
+def test_without_memory_for_checkpoints_nothing_is_stored(make_core: MakeCore, tmp_path: Path) -> None:
+    core = make_core(num_checkpoints=0)
+    assert "--state-cache-memory" in core.stats().tier.off_because
+    assert not (tmp_path / "prefixes").exists()
