@@ -105,6 +105,7 @@ def connect(path: Path) -> sqlite3.Connection:
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, OWNER_ONLY))  # SQLite gives its other files the same mode
     index = sqlite3.connect(path, check_same_thread=False)
     try:
+        index.execute("PRAGMA locking_mode = EXCLUSIVE")  # no mapped file, whose truncation ends the process
         [(version,)] = index.execute("PRAGMA user_version")
         if not version and not index.execute("SELECT name FROM sqlite_master").fetchall():
             index.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")

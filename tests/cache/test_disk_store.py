@@ -108,6 +108,20 @@ def test_only_the_owner_may_read_the_files(store: DiskStore, directory: Path) ->
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files), files
 
 
+def test_an_index_that_is_truncated_while_it_is_open_loses_no_process(store: DiskStore, directory: Path) -> None:
+    """A truncated file that is mapped into memory would end it with SIGBUS."""
+    write(store, range(3))
+    for path in directory.glob("index*"):
+        os.truncate(path, 0)
+    write(store, range(3, 10))
+    assert set(read(store, range(10))) >= {0, 1, 2}
+    store.close()
+    other = DiskStore(directory, 10**6, 10**6)
+    write(other, range(3))
+    assert read(other, range(3)) == [0, 1, 2]
+    other.close()
+
+
 def test_a_directory_has_one_store_at_a_time(store: DiskStore, directory: Path) -> None:
     with pytest.raises(StoreError, match="another server uses"):
         DiskStore(directory, 10**6, 10**6)
