@@ -31,7 +31,7 @@ from mlxpaged.cache.table_rows import UNUSED
 from mlxpaged.engine.checkpoint_bytes import CheckpointBytes
 from mlxpaged.engine.disk_writer import PIECE_BYTES, STATE, DiskWriter, pieces
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
-from mlxpaged.engine.swap_space import Bytes, bytes_per_slot
+from mlxpaged.engine.swap_space import bytes_per_slot
 from mlxpaged.scheduler.queue import ORDER
 from mlxpaged.scheduler.scheduler import Scheduler
 from mlxpaged.scheduler.sequence import Sequence
@@ -43,6 +43,10 @@ PIECES_AHEAD = 2
 
 READ_SECONDS = 0.005
 """What each prefix that is read takes beside its bytes."""
+
+STEP_SHARE = 0.15
+"""Share of a step's time that may pass between two steps for blocks that go into the pool. At least one does. The
+shorter one of the last two steps counts."""
 
 PATIENCE_SECONDS = 5.0
 """A request waits so long for room in the pool and for the disk, or as long as computing its prefix takes if that is
@@ -77,17 +81,16 @@ Piece = ListOf[Parts]
 
 @dataclass(eq=False)
 class Load:
-    """A prefix that is being loaded. pieces: not in the pool yet. parent: the last record that is. held: references to
-    blocks, so that they stay. deadline: until when it waits. checkpoint: reserved, while `writing` makes it."""
+    """A prefix that is being loaded. parent: the last record that is in the pool. held: references to blocks, so that
+    they stay. deadline: until when it waits. portions: puts the next portion into the pool. checkpoint: reserved, while
+    it is written."""
 
     sequence: Sequence
     parent: CachedBlock | None
-    pieces: deque[Piece]
     deadline: float
     held: list[int]
-    reads: deque[Future[list[Data | None]]] = field(default_factory=deque)
+    portions: Iterator[bool] = field(default_factory=lambda: iter(()))
     checkpoint: int | None = None
-    writing: Iterator[None] | None = None
 
 
 class DiskTier:
@@ -113,6 +116,9 @@ class DiskTier:
         self._missing = 0  # blocks that the load waits for
         self._paused_until = -math.inf
         self._loaded = 0
+        self._portion = 1  # records that go into the pool between two steps
+        self._record_seconds = math.inf
+        self._advanced_at, self._step_seconds = clock(), 0.0
 
     def discard(self) -> None:
         """A step has failed: what it and the steps after it computed is not valid."""
@@ -183,29 +189,28 @@ class DiskTier:
     def advance(self) -> None:
         """Before a step: store what the last step has confirmed, and load a piece, or all that is read if nothing
         runs. Raises DeviceError."""
+        last, self._step_seconds = self._step_seconds, self._clock() - self._advanced_at
         self._checkpoints.start_step()
         self._writer.store_taken()
-        loaded = 0
-        while self._load is not None or self._begin():
-            load, runs = self._load, self._scheduler.num_runnable > 0
+        loaded = False
+        while (self._load is not None or self._begin()) and not (loaded and self._scheduler.num_runnable):
+            load = self._load
             assert load is not None
-            if load.sequence.sequence_id not in self._scheduler.loading:  # it has ended
+            self._portion = max(1, int(STEP_SHARE * min(last, self._step_seconds) / self._record_seconds))
+            goes_on: bool | None = None  # it has ended
+            try:
+                if load.sequence.sequence_id in self._scheduler.loading:
+                    goes_on = next(load.portions, None)
+            except DeviceError:  # the contents of all blocks are lost
+                raise
+            except Exception:
+                logger.exception("a prefix could not be loaded; it is computed")
+            if goes_on is None:
                 self.end_load()
-                continue
-            wait(list(load.reads)[:1], 0 if runs else WAIT_SECONDS)
-            if load.writing is None and not load.reads[0].done():
-                if self._clock() < load.deadline:
-                    return
-                logger.warning("the disk is too slow: a prefix of %s is computed", load.sequence.label)
-                self._paused_until = self._clock() + PAUSE_SECONDS
-                self.end_load()
-                continue
-            if runs and loaded:
-                return
-            count = self._load_piece(load)
-            if count is None:
-                return
-            loaded += count
+            elif not goes_on:
+                break
+            loaded = loaded or goes_on is True
+        self._advanced_at = self._clock()
 
     def after_schedule(self) -> None:
         """Before the scheduled step runs: take the blocks that it overwrites. Ask for the room that a load needs."""
@@ -227,81 +232,77 @@ class DiskTier:
             for block in held:
                 self._pool.share(block)
             parent = chain[-1] if chain else None
-            self._load = Load(sequence, parent, deque(left), self._clock() + max(PATIENCE_SECONDS, seconds), held)
-            for piece in itertools.islice(left, PIECES_AHEAD):
-                self._load.reads.append(self._store.read([part for parts in piece for part in parts]))
+            self._load = Load(sequence, parent, self._clock() + max(PATIENCE_SECONDS, seconds), held)
+            self._load.portions = self._portions(self._load, deque(left))
             return True
         return False
 
-    def _load_piece(self, load: Load) -> int | None:
-        """Put the next piece into the pool, or a part of the state into a checkpoint. Returns the number of blocks, or
-        None if there is no room yet."""
-        if load.writing is not None:
-            return self._write_on(load, load.writing)
-        piece, size = load.pieces[0], self._scheduler.blocks.size
-        is_state = piece[0][0].name.part == STATE
-        missing = sum(map(len, piece)) - self._scheduler.room_beside(load.sequence)
-        if missing > 0 and not is_state:
-            can_wait = len(self._scheduler.running) or size.can_grow
-            if can_wait and self._clock() < load.deadline:
-                self._missing = missing
-                return None
-            self.end_load()
-            return 0
-        load.pieces.popleft()
-        try:
-            data = iter(load.reads.popleft().result())
-            if len(load.pieces) > len(load.reads):
-                ahead = load.pieces[len(load.reads)]
-                load.reads.append(self._store.read([part for parts in ahead for part in parts]))
+    def _portions(self, load: Load, left: deque[Piece]) -> Iterator[bool]:
+        """Read the pieces, and put them into the pool in portions. Yields True after each portion, and False while it
+        waits for the disk or for room."""
+        reads = deque(map(self._read, itertools.islice(left, PIECES_AHEAD)))
+        while left:
+            while not reads[0].done():
+                wait([reads[0]], 0 if self._scheduler.num_runnable else WAIT_SECONDS)
+                if not reads[0].done() and self._clock() >= load.deadline:
+                    logger.warning("the disk is too slow: a prefix of %s is computed", load.sequence.label)
+                    self._paused_until = self._clock() + PAUSE_SECONDS
+                    return
+                if not reads[0].done():
+                    yield False
+            piece, data = left.popleft(), iter(reads.popleft().result())
+            if len(left) > len(reads):
+                reads.append(self._read(left[len(reads)]))
             found = [(parts, [next(data) for _ in parts]) for parts in piece]
             whole = list(itertools.takewhile(lambda each: all(map(self._is_whole, *each)), found))
-            if whole and is_state:
-                [(_, [state])] = whole
-                load.writing = self._write_state(load, np.frombuffer(state or b"", np.uint8))
-                return 0
-            count = self._put(load, whole)
-        except DeviceError:  # the contents of all blocks are lost
-            raise
-        except Exception:
-            logger.exception("a prefix could not be loaded; it is computed")
-            whole, count = [], 0
-        if len(whole) < len(piece) or not load.pieces:
-            self.end_load()
-        return count
+            is_damaged = len(whole) < len(piece)
+            if whole and piece[0][0].name.part == STATE:
+                yield from self._write_state(load, whole.pop()[1][0])
+            while whole:
+                count = self._portion if self._scheduler.num_runnable else len(whole)
+                missing = sum(len(parts) for parts, _ in whole[:count]) - self._scheduler.room_beside(load.sequence)
+                if missing <= 0:
+                    self._put(load, whole[:count])
+                    del whole[:count]
+                    yield True
+                elif self._can_wait and self._clock() < load.deadline:
+                    self._missing = missing
+                    yield False
+                else:
+                    return
+            if is_damaged:
+                return
+
+    def _read(self, piece: Piece) -> Future[list[Data | None]]:
+        return self._store.read([part for parts in piece for part in parts])
+
+    @property
+    def _can_wait(self) -> bool:
+        """Whether there may be room later."""
+        return len(self._scheduler.running) > 0 or self._scheduler.blocks.size.can_grow
 
     def _is_whole(self, part: StoredBlock, data: Data | None) -> bool:
         return data is not None and data.nbytes == (
             self._states.nbytes if part.name.part == STATE else self._block_bytes
         )
 
-    def _write_on(self, load: Load, writing: Iterator[None]) -> int:
-        try:
-            for _ in writing:
-                return 1
-        except DeviceError:
-            raise
-        except Exception:
-            logger.exception("a recurrent state could not be loaded; it is computed")
-        self.end_load()
-        return 1
-
-    def _write_state(self, load: Load, data: Bytes) -> Iterator[None]:
+    def _write_state(self, load: Load, data: Data | None) -> Iterator[bool]:
         """Make a checkpoint of the last record that was loaded."""
         record, load.checkpoint = load.parent, self._checkpoints.reserve()
         self.take_leaving()  # what was replaced for it
-        if load.checkpoint is not None:
-            yield from self._states.write(load.checkpoint, data, PIECE_BYTES)
-            if record is not None and record in self._cache:
-                self._checkpoints.attach(load.checkpoint, record)
-                load.checkpoint, record.is_start = None, True
-                self._loaded += 1
+        if load.checkpoint is None or data is None:
+            return
+        for _ in self._states.write(load.checkpoint, np.frombuffer(data, np.uint8), PIECE_BYTES):
+            yield True
+        if record is not None and record in self._cache:
+            self._checkpoints.attach(load.checkpoint, record)
+            load.checkpoint, record.is_start = None, True
+            self._loaded += 1
 
-    def _put(self, load: Load, found: ListOf[tuple[Parts, ListOf[Data | None]]]) -> int:
-        """Put records into the pool, and let the prefix cache find them. Returns the number of blocks."""
+    def _put(self, load: Load, found: ListOf[tuple[Parts, ListOf[Data | None]]]) -> None:
+        """Put records into the pool, and let the prefix cache find them."""
+        started = self._clock()
         data = [np.frombuffer(each, np.uint8) for _, parts in found for each in parts if each is not None]
-        if not data:
-            return 0
         blocks = self._pool.allocate(len(data))
         load.held += blocks
         self.take_leaving()  # what was evicted for them
@@ -314,7 +315,7 @@ class DiskTier:
             load.parent = self._cache.insert(parts[0].name.key, load.parent, parts[0].tokens, of_groups)
             load.parent.is_valuable = True
         self._loaded += len(data)
-        return len(data)
+        self._record_seconds = max(1e-6, (self._clock() - started) / len(found))
 
     def end_load(self) -> None:
         """Let the sequence of the load go on with what was loaded."""

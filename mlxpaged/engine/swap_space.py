@@ -42,7 +42,7 @@ def write_bytes(layers: Sequence[LayerKVCache], blocks: Sequence[int], columns: 
     """Overwrite blocks. columns: [n, bytes] for each plane of each layer, of memory that stays as it is meanwhile."""
     rest = iter(columns)
     for kv in layers:
-        pieces = [(mx.array(next(rest)), plane) for plane in kv.layout.planes]
+        pieces = [(mx.array(np.ascontiguousarray(next(rest))), plane) for plane in kv.layout.planes]
         planes = [piece.view(plane.dtype).reshape(-1, *plane.shape) for piece, plane in pieces]
         kv.write_blocks(blocks, *planes)
 
