@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.cache.test_disk_store import check_prompts
 from tests.cli.helpers import DEADLINE, Command, mlxpaged, serving
 from tests.faults.fault import SHARE
 from tests.models.architectures import QWEN3_5, nested, random_weights
@@ -183,3 +184,8 @@ def check_damages(tmp_path: Path, hybrid: Path, expected: Expected, count: int) 
         check_size(directory)
     print(f"{count} damages, {answers} answers, {loaded} blocks loaded")
     assert loaded > 0
+
+
+@pytest.mark.faults
+def test_10000_prompts_through_100_blocks_stay_within_the_budget(tmp_path: Path) -> None:
+    print(f"{check_prompts(tmp_path / 'prefixes', 10_000):.3f} bytes written for each byte")
