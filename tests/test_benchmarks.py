@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlxpaged.cpu import streams
+from mlxpaged.scheduler.scheduler import Scheduler
 from tests.attention import step_counts
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -147,3 +148,13 @@ def test_the_counts_of_a_decode_step_are_a_table(
     for row in cells[1:]:
         for ours, theirs in (cell.split(" / ") for cell in row[2:]):
             assert 0 < float(ours) < 1.2 * float(theirs)
+
+
+def test_the_benchmark_of_prefixes_on_a_disk_measures(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "prefill_seconds", lambda *_: None)  # reading is never slower than computing
+    sizes = ("--models", "demo", "--tokens", "200", "--streams", "2", "--rounds", "1", "--seconds", "0.1")
+    lines = run("disk_prefixes.py", *sizes).splitlines()
+    computed, memory, disk = (line[24:].split() for line in lines[3:6])
+    assert [int(each[2]) for each in (computed, memory, disk)] == [0, 192, 192]
+    assert min(float(each[0]) for each in (computed, memory, disk)) > 0
+    assert lines[6].startswith("2 streams: ")
