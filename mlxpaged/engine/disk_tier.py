@@ -49,8 +49,8 @@ STEP_SHARE = 0.15
 shorter one of the last two steps counts."""
 
 PATIENCE_SECONDS = 5.0
-"""A request waits so long for room in the pool and for the disk, or as long as computing its prefix takes if that is
-more. Then it is queued to be computed."""
+"""A request waits so long for the next piece and for room in the pool, or as long as computing its prefix takes if that
+is more. Then it is queued to be computed."""
 
 PAUSE_SECONDS = 60.0
 """After the disk kept a request waiting, so long nothing is loaded."""
@@ -82,15 +82,17 @@ Piece = ListOf[Parts]
 @dataclass(eq=False)
 class Load:
     """A prefix that is being loaded. parent: the last record that is in the pool. held: references to blocks, so that
-    they stay. deadline: until when it waits. portions: puts the next portion into the pool. checkpoint: reserved, while
-    it is written."""
+    they stay. patience: how long it waits for a piece and for room. portions: puts the next portion into the pool.
+    checkpoint: reserved, while it is written. again: whether a block is damaged, and its sequence looks
+    for a shorter prefix."""
 
     sequence: Sequence
     parent: CachedBlock | None
-    deadline: float
+    patience: float
     held: list[int]
     portions: Iterator[bool] = field(default_factory=lambda: iter(()))
     checkpoint: int | None = None
+    again: bool = False
 
 
 class DiskTier:
@@ -232,7 +234,7 @@ class DiskTier:
             for block in held:
                 self._pool.share(block)
             parent = chain[-1] if chain else None
-            self._load = Load(sequence, parent, self._clock() + max(PATIENCE_SECONDS, seconds), held)
+            self._load = Load(sequence, parent, max(PATIENCE_SECONDS, seconds), held)
             self._load.portions = self._portions(self._load, deque(left))
             return True
         return False
@@ -242,9 +244,10 @@ class DiskTier:
         waits for the disk or for room."""
         reads = deque(map(self._read, itertools.islice(left, PIECES_AHEAD)))
         while left:
+            deadline = self._clock() + load.patience
             while not reads[0].done():
                 wait([reads[0]], 0 if self._scheduler.num_runnable else WAIT_SECONDS)
-                if not reads[0].done() and self._clock() >= load.deadline:
+                if not reads[0].done() and self._clock() >= deadline:
                     logger.warning("the disk is too slow: a prefix of %s is computed", load.sequence.label)
                     self._paused_until = self._clock() + PAUSE_SECONDS
                     return
@@ -255,7 +258,8 @@ class DiskTier:
                 reads.append(self._read(left[len(reads)]))
             found = [(parts, [next(data) for _ in parts]) for parts in piece]
             whole = list(itertools.takewhile(lambda each: all(map(self._is_whole, *each)), found))
-            is_damaged = len(whole) < len(piece)
+            if is_damaged := len(whole) < len(piece):
+                load.again = not all(self._store.can_read(part.name) for part in piece[len(whole)])
             if whole and piece[0][0].name.part == STATE:
                 yield from self._write_state(load, whole.pop()[1][0])
             while whole:
@@ -265,7 +269,7 @@ class DiskTier:
                     self._put(load, whole[:count])
                     del whole[:count]
                     yield True
-                elif self._can_wait and self._clock() < load.deadline:
+                elif self._can_wait and self._clock() < deadline:
                     self._missing = missing
                     yield False
                 else:
@@ -318,15 +322,21 @@ class DiskTier:
         self._record_seconds = max(1e-6, (self._clock() - started) / len(found))
 
     def end_load(self) -> None:
-        """Let the sequence of the load go on with what was loaded."""
+        """Let the sequence of the load go on with what was loaded, or look for a shorter prefix."""
         load, self._load = self._load, None
         if load is None:
             return
-        if load.sequence.sequence_id in self._scheduler.loading:
+        if load.sequence.sequence_id in self._scheduler.loading and not load.again:
             self._scheduler.release(load.sequence.sequence_id)
         self._pool.release(reversed(load.held))
         if load.checkpoint is not None:
             self._checkpoints.release(load.checkpoint)
+
+    def give_way(self) -> bool:
+        """End the load, whose blocks other sequences need. Returns whether there was one."""
+        had_load = self._load is not None
+        self.end_load()
+        return had_load
 
     # -- the rest ------------------------------------------------------------------------------------------------
 

@@ -148,15 +148,20 @@ class StepLoop:
         """The next step. It may be empty while sequences wait for the pool to grow."""
         self._scheduler.max_tokens = self._headroom.tokens(self._requests.longest)
         scheduled = self._scheduler.schedule()
+        gives_way = self._is_stuck(scheduled) and self._tier is not None and self._tier.give_way()
+        if gives_way and not scheduled.moves:
+            scheduled = self._scheduler.schedule()
         self._log.start_step(scheduled, self._requests.by_sequence, self._clock())
         if scheduled.rows:
             self.num_steps += 1
-        can_run = self._scheduler.num_runnable > 0
-        nothing_runs = can_run and not scheduled.rows and self._in_flight is None
-        self.waits_for_memory = nothing_runs and not self._resizer.is_due
-        if nothing_runs and not self._resizer.can_wait:
+        self.waits_for_memory = self._is_stuck(scheduled) and not self._resizer.is_due
+        if self._is_stuck(scheduled) and not self._resizer.can_wait and not gives_way:
             raise RuntimeError(f"nothing can be scheduled: {self._scheduler.stats()}")
         return scheduled
+
+    def _is_stuck(self, scheduled: Step) -> bool:
+        """Whether no sequence runs, although some could if they had room."""
+        return self._scheduler.num_runnable > 0 and not scheduled.rows and self._in_flight is None
 
     def _move_blocks(self, scheduled: Step) -> bool:
         """Swap and copy the blocks of a step. Returns False if that failed: sequences that need them are preempted."""

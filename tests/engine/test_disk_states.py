@@ -147,18 +147,19 @@ def test_any_turns_of_chats_through_a_small_pool_get_the_right_answers(make_core
     assert loaded + num_loaded(core) > 12
 
 
-def test_a_damaged_state_changes_no_answer(make_core: MakeCore, hybrid: Hybrid, tmp_path: Path) -> None:
-    core, prompt = make_core(), prompt_of(1)
-    for _ in range(2):
-        check(core, hybrid, prompt)
+def test_instead_of_a_damaged_state_the_one_before_is_read(make_core: MakeCore, hybrid: Hybrid, tmp_path: Path) -> None:
+    core, shared = make_core(), prompt_of(1, 44)
+    whole = shared + prompt_of(2, 40)
+    for prompt, cached in ((shared, 0), (whole, 40), (whole, 80)):
+        check(core, hybrid, prompt, cached)
     core = make_core()
     [path] = (tmp_path / "prefixes").glob("*.segment")
     content = bytearray(path.read_bytes())
-    content[-7] ^= 1  # the states of a model that ends are written after its blocks
+    content[-7] ^= 1  # the states of a model that ends are written after its blocks, the last one at the end
     path.write_bytes(content)
-    check(core, hybrid, prompt, 0)
+    check(core, hybrid, whole, 40)
     assert core.stats().tier.store.damaged == 1
-    check(core, hybrid, prompt, 56)
+    check(core, hybrid, whole, 80)
 
 
 @pytest.mark.usefixtures("overlaps")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import os
 import random
 import time
@@ -84,8 +85,8 @@ def prompt_of(number: int, length: int = 200) -> Tokens:
     return random.Random(number).choices(range(5, 200), k=length)
 
 
-def add(core: EngineCore, name: str, prompt: Tokens, **fields: Any) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+def add(core: EngineCore, name: str, prompt: Tokens, max_tokens: int = 8, **fields: Any) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     core.add(Request(name, prompt, params, time.monotonic(), **fields))
 
 
@@ -276,15 +277,28 @@ def test_a_disk_that_does_not_answer_keeps_no_request_for_long(
     assert answer(core, prompt_of(2)) == answer(core, prompt_of(2))
 
 
-def test_without_room_the_prompt_is_computed_in_time(make_core: MakeCore) -> None:
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_prompt_that_is_loaded_in_part_takes_no_room_that_another_request_needs(
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch, is_running: bool
+) -> None:
+    """In a pool of 12 blocks, of which the load has three: the other request has eight and needs a tenth, or waits for
+    eleven. The disk does not go on."""
     core, prompt = make_core(), prompt_of(1)
     expected = answer_twice(core, prompt)
     end(core)
+    monkeypatch.setattr(disk_writer, "PIECE_BYTES", 1)
+    read, calls = DiskStore.read, itertools.count()
+    monkeypatch.setattr(DiskStore, "read", lambda *given: read(*given) if next(calls) < 3 else Future())
     core = make_core(12)
-    add(core, "fills", prompt_of(2, 250))
-    core.step()
-    add(core, "waits", prompt)
-    assert run(core)["waits"] == expected
+    if is_running:
+        add(core, "other", prompt_of(2, 250), max_tokens=60)
+        core.step()
+    add(core, "loads", prompt)
+    while num_loaded(core) < 3:
+        core.step()
+    if not is_running:
+        add(core, "other", prompt_of(2, 340))
+    assert run(core)["loads"] == expected
 
 
 def damaged(path: Path, rng: random.Random) -> None:
