@@ -51,6 +51,7 @@ class GatherPool:
 
     def __init__(self, layout: KVLayout, memory: Memory) -> None:
         self._num_kv_heads, self._value_size = layout.num_kv_heads, layout.value_size
+        self._quantization = layout.quantization
         self._shapes = [(-1, plane.shape[-1]) for plane in layout.planes]
         self._memory = memory
 
@@ -61,22 +62,29 @@ class GatherPool:
             matrices = slots // size * heads + mx.arange(heads)
             meta.derived["written rows", heads] = matrices * size + slots % size
         rows = meta.derived["written rows", heads]
-        self._memory.write(self._shapes, rows, [keys] if values is None else [keys, values])
+        new = [keys] if values is None else [keys, values]
+        self._memory.write(self._shapes, rows, new if self._quantization is None else self._quantization.quantize(*new))
+
+    def _read(self, rows: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values at rows of the planes."""
+        planes = [plane[rows] for plane in self._memory.seen_as(self._shapes)]
+        if self._quantization is not None:
+            planes = self._quantization.dequantize(planes)
+        k, *others = planes
+        return k, others[0] if others else k[..., : self._value_size]
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
         key = ("gather", options.locality, self._num_kv_heads)
         if key not in meta.derived:
             make = make_groups if meta.num_repeats is None else make_ranges
             meta.derived[key] = make(meta, options.locality, self._num_kv_heads)
-        planes = self._memory.seen_as(self._shapes)
         if meta.num_repeats is not None:
-            out = attend_in_ranges(queries, planes, self._value_size, meta.derived[key], options)
+            out = attend_in_ranges(queries, self._read, meta.derived[key], options)
             return self._memory.has_read(out)
         groups, order = meta.derived[key]
         outputs = []
         for group in groups:
-            k, *others = (plane[group.keys] for plane in planes)
-            v = others[0] if others else k[..., : self._value_size]
+            k, v = self._read(group.keys)
             q = queries[group.rows].swapaxes(1, 2)
             out = contiguous_attention(q, k, v, group.mask, options).swapaxes(1, 2)
             outputs.append(out.reshape(-1, *out.shape[2:]))

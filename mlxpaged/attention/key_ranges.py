@@ -7,6 +7,7 @@ rows are computed at once. The results of a row's ranges are added in pairs. Ran
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +74,12 @@ def make_ranges(meta: AttentionMetadata, locality: Locality, num_kv_heads: int) 
 
 
 def attend_in_ranges(
-    queries: mx.array, planes: list[mx.array], value_size: int, ranges: KeyRanges, options: Options
+    queries: mx.array,
+    read: Callable[[mx.array], tuple[mx.array, mx.array]],
+    ranges: KeyRanges,
+    options: Options,
 ) -> mx.array:
-    """[S, Hq, D] over a pool's planes, [row, D] and [row, DV] -> [S, Hq, DV]. Without a plane of values, a value is the
-    first `value_size` elements of its key."""
+    """[S, Hq, D] over a pool -> [S, Hq, DV]. read: returns the keys and values at rows of its planes."""
     size, num_heads = queries.shape[:2]
     grouped = queries.astype(mx.float32).reshape(size, ranges.keys.shape[1], -1, queries.shape[2])
     partials: list[tuple[mx.array, mx.array, mx.array]] = []
@@ -85,8 +88,7 @@ def attend_in_ranges(
         keys = ranges.keys[items]
         if partials:  # one after the other: MLX might start all of them, each with memory of its own
             keys = mx.depends(keys, partials[-1])
-        k, *others = (plane[keys].astype(mx.float32) for plane in planes)
-        v = others[0] if others else k[..., :value_size]
+        k, v = (part.astype(mx.float32) for part in read(keys))
         partials.append(attend_to_range(grouped[ranges.rows[items]], k, v, ranges.mask[items], options))
     best, total, weighted = (mx.concatenate(list(arrays))[ranges.parts] for arrays in zip(*partials, strict=True))
     best = mx.where(ranges.is_part, best, -mx.inf)
@@ -98,7 +100,7 @@ def attend_in_ranges(
     total, weighted = added(total * factor), added(weighted * factor)
     if sinks is not None:
         total = total + mx.exp(sinks - peak)[:, 0]
-    return (weighted / total).reshape(size, num_heads, value_size).astype(queries.dtype)
+    return (weighted / total).reshape(size, num_heads, -1).astype(queries.dtype)
 
 
 def attend_to_range(

@@ -15,6 +15,7 @@ from mlxpaged.attention.metadata import AttentionMetadata, Planner
 from mlxpaged.attention.metal import MetalPool
 from mlxpaged.attention.pool import KVPool, Locality, Memory, Options
 from mlxpaged.attention.qkv import Qkv, row_size
+from mlxpaged.attention.quantization import Quantization
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 
@@ -45,9 +46,9 @@ def resolve_backend(backend: str) -> str:
 class LayerKVCache:
     """Keys and values of one layer: `num_blocks` blocks, addressed through block tables.
 
-    head_dim: size of a key, and of a value if value_size is None. latent: as in KVLayout. tuning: how the Metal backend
-    attends; the others ignore it. Raises ValueError if an argument is out of range, or if the backend does not support
-    a type or size.
+    head_dim: size of a key, and of a value if value_size is None. latent, quantization: as in KVLayout. tuning: how the
+    Metal backend attends; the others ignore it. Raises ValueError if an argument is out of range, or if the backend
+    does not support a type or size.
 
     fuses: whether `write_rows` is one kernel on the Metal backend.
     """
@@ -65,12 +66,14 @@ class LayerKVCache:
         tuning: Tuning = DEFAULT_TUNING,
         value_size: int | None = None,
         latent: bool = False,
+        quantization: Quantization | None = None,
     ) -> None:
         if head_dim < 1:
             raise ValueError(f"head_dim must be positive, got {head_dim}")
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be positive, got {num_blocks}")
-        self.layout = KVLayout(num_kv_heads, head_dim, value_size or head_dim, dtype, block_size, latent)
+        sizes = num_kv_heads, head_dim, value_size or head_dim
+        self.layout = KVLayout(*sizes, dtype, block_size, latent, quantization)
         self.backend = resolve_backend(backend)
         self.tuning = tuning
         self._blocks_per_block = 1  # blocks of this layout in a block of the memory
@@ -82,7 +85,7 @@ class LayerKVCache:
         cls, num_blocks: int, layout: KVLayout, backend: str = "auto", tuning: Tuning = DEFAULT_TUNING
     ) -> LayerKVCache:
         sizes = (layout.num_kv_heads, layout.key_size, layout.dtype, layout.block_size)
-        return cls(num_blocks, *sizes, backend, tuning, layout.value_size, layout.latent)
+        return cls(num_blocks, *sizes, backend, tuning, layout.value_size, layout.latent, layout.quantization)
 
     def view(self, layout: KVLayout, tuning: Tuning = DEFAULT_TUNING, fuses: bool = True) -> LayerKVCache:
         """A cache of another layer in the same memory. It may have smaller blocks: n of them, from block n * b on, have
@@ -99,6 +102,8 @@ class LayerKVCache:
     def _make_pool(self) -> KVPool:
         if self.backend == "metal":
             return MetalPool(self.layout, self._memory, self.tuning)
+        if self.layout.quantization is not None:
+            return GatherPool(self.layout, self._memory)  # the "cpu" backend multiplies with blocks in place
         return POOLS[self.backend](self.layout, self._memory)
 
     @property

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
+
+from mlxpaged.attention.quantization import Quantization
 
 KV_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 """Types that keys and values can have."""
@@ -43,6 +45,9 @@ class KVLayout:
 
     latent: a token has one row [latent | rotary part] of key_size elements for all query heads (multi-head latent
     attention, DeepSeek-V2). Its value is the first value_size elements of the row and is not stored again.
+
+    quantization: None if keys and values are stored as they are. dtype: also of quantized keys and values before they
+    are stored, of their scales, and of the arrays that hold their packed bits.
     """
 
     num_kv_heads: int
@@ -51,6 +56,7 @@ class KVLayout:
     dtype: mx.Dtype
     block_size: int
     latent: bool = False
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_kv_heads", "key_size", "value_size"):
@@ -65,6 +71,10 @@ class KVLayout:
                 "a latent layout has one KV head, and values are part of its rows, "
                 f"got {self.num_kv_heads} heads, key_size {self.key_size} and value_size {self.value_size}"
             )
+        if (kind := self.quantization) is not None and (
+            self.latent or self.key_size % kind.key_group or self.value_size % kind.value_group
+        ):
+            raise ValueError(f"{kind} do not divide heads of {self.key_size} and {self.value_size} elements")
 
     @property
     def stored_value_size(self) -> int:
@@ -75,7 +85,13 @@ class KVLayout:
     def planes(self) -> tuple[Plane, ...]:
         """What a pool of this layout keeps, in the order of its arrays."""
         widths = {"keys": self.key_size, "values": self.stored_value_size}
-        shape = self.num_kv_heads, self.block_size
+        shape, bits = (self.num_kv_heads, self.block_size), int(self.dtype.size) * 8
+        if (kind := self.quantization) is not None:
+            widths = {
+                "keys": self.key_size * kind.key_bits // bits,
+                "values": self.value_size * kind.value_bits // bits,
+                "scales": kind.num_scales(self.key_size, self.value_size),
+            }
         return tuple(Plane(name, (*shape, width), self.dtype) for name, width in widths.items() if width)
 
     @functools.cached_property
@@ -86,12 +102,21 @@ class KVLayout:
     def bytes_per_token(self) -> int:
         return self.bytes_per_block // self.block_size
 
+    @property
+    def unquantized(self) -> KVLayout:
+        """The layout of a copy of its keys and values."""
+        return replace(self, quantization=None)
+
     def blocks_of(self, other: KVLayout) -> int:
         """How many blocks of another layout take exactly the memory of one block, in every plane; 0 if that is no whole
-        number."""
-        ratio = self.bytes_per_block // other.bytes_per_block
-        own = [(plane.nbytes, plane.dtype) for plane in self.planes]
-        fits = own == [(ratio * plane.nbytes, plane.dtype) for plane in other.planes]
+        number. Blocks that are not quantized have no scales."""
+        own, wanted = list(self.planes), other.planes
+        if other.quantization is None and not other.latent and self.quantization is not None:
+            own.pop()
+        ratio = own[0].nbytes // wanted[0].nbytes
+        fits = [(plane.nbytes, plane.dtype) for plane in own] == [
+            (ratio * plane.nbytes, plane.dtype) for plane in wanted
+        ]
         return ratio if fits and self.block_size == other.block_size else 0
 
 
@@ -113,4 +138,5 @@ class AttentionShape:
         sizes = f"{layout.key_size}" + f"/{layout.value_size}" * (layout.latent or layout.value_size != layout.key_size)
         kv_heads = f"latents of {sizes}" if layout.latent else f"{layout.num_kv_heads} KV heads of {sizes}"
         heads = f"{self.num_query_heads} query heads on {kv_heads}"
+        extras += f", {layout.quantization}" * (layout.quantization is not None)
         return f"{heads}, {str(layout.dtype).removeprefix('mlx.core.')}, blocks of {layout.block_size}{extras}"

@@ -377,6 +377,8 @@ def contiguous_part(meta: HostMetadata, sequence: int, first_row: int, locality:
 
 def check_supported(layout: KVLayout) -> None:
     """Raises ValueError if the kernels do not support the layout. The message names what they do not support."""
+    if layout.quantization is not None:
+        raise ValueError("the Metal kernels take no quantized keys and values yet")
     for name, size, most, reason in (
         ("keys", layout.key_size, MAX_KEY_SIZE, f"32 lanes hold a key, {MAX_KEY_FLOATS} elements each"),
         ("values", layout.value_size, MAX_VALUE_SIZE, f"{THREADS} threads sum {VECTOR} columns each"),

@@ -153,7 +153,8 @@ class Memory:
         return result
 
     def seen_as(self, shapes: Shapes) -> list[mx.array]:
-        return [plane.reshape(shape) for plane, shape in zip(self.planes, shapes, strict=True)]
+        """The first planes, in these shapes. A layer that is not quantized has none for scales."""
+        return [plane.reshape(shape) for plane, shape in zip(self.planes, shapes, strict=False)]
 
     def write(self, shapes: Shapes, at: Any, new: Sequence[mx.array | float]) -> None:
         """Write at an index of the planes, seen in these shapes.

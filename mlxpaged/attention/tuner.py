@@ -156,7 +156,7 @@ def candidates(shape_class: ShapeClass, shape: AttentionShape, workload: Workloa
     """The choices to time, the default first. It skips a partition that makes as many ranges as an earlier one, and
     choices that take too much memory."""
     longest, tokens = max(workload.context_lens), sum(workload.query_lens)
-    copied = sum(workload.context_lens) * shape.layout.bytes_per_token
+    copied = sum(workload.context_lens) * shape.layout.unquantized.bytes_per_token
     bytes_per_row = 4 * shape.num_query_heads * (shape.layout.value_size + 4)
     by_context = decode_ranges(shape.layout, shape.num_query_heads // shape.layout.num_kv_heads)
     found: list[Choice] = []
