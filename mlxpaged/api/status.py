@@ -116,6 +116,8 @@ def memory_of(engine: AsyncEngine, found: EngineStatus, info: EngineInfo) -> dic
         "kv_cache": {
             "bytes": 0 if engine.stats is None else engine.stats.kv_cache_bytes,
             "max_bytes": info.kv_cache_bytes,
+            "dtype": info.kv_cache_dtype,
+            "dtype_because": info.kv_cache_dtype_because or None,
         },
         "swap": {"used": swap.used, "total": swap.used + swap.free},
         "prefix_cache_disk": None if engine.stats is None else describe_tier(engine.stats.tier),

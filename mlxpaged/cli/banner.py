@@ -24,7 +24,10 @@ def banner(registry: Registry, url: str, needs_key: bool, ollama_url: str | None
     weights, pool = megabytes(info.weight_bytes), megabytes(info.start_kv_cache_bytes)
     if info.start_kv_cache_bytes < info.kv_cache_bytes:
         pool += f", grows to {megabytes(info.kv_cache_bytes)}"
+    pool += f", {info.kv_cache_dtype}" * (info.kv_cache_dtype != "auto")
     extra, slots = "", info.num_swap_slots
+    if info.kv_cache_dtype_because:
+        extra += f"  larger    the KV cache is not {config.kv_cache_dtype}: {info.kv_cache_dtype_because}\n"
     if slots:
         place, size = config.swap_dir or "memory", megabytes(slots * info.kv_cache_bytes // info.num_blocks)
         tokens = slots * info.block_size // len(info.groups)

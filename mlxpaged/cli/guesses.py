@@ -42,6 +42,9 @@ FLAGS = {
     **dict.fromkeys(("batch-size", "ubatch-size", "prefill-step-size"), ("max-num-batched-tokens",)),
     **dict.fromkeys(("gpu-memory-utilization", "mem-fraction-static", "max-memory"), ("memory",)),
     **dict.fromkeys(("cache-limit", "prompt-cache-bytes", "kv-cache-size"), ("kv-cache-memory",)),
+    **dict.fromkeys(
+        ("quantize-kv", "kv-bits", "cache-type-k", "cache-type-v", "ctk", "ctv", "kv-quant"), ("kv-cache-dtype",)
+    ),
     **dict.fromkeys(("lora", "lora-modules", "adapter-path"), ("adapter",)),
     **dict.fromkeys(("m", "model-path", "hf-repo"), ("model",)),
     **dict.fromkeys(("a", "model-name"), ("served-model-name",)),
@@ -61,10 +64,8 @@ FLAGS = {
 """The same for flags, without their dashes."""
 
 NO_DRAFTS = "draft tokens come from the text itself: --speculative ngram"
-NO_QUANTIZATION = "the KV cache cannot be quantized"
 ABSENT = {
     **dict.fromkeys(("draft-model", "model-draft", "md", "num-draft-tokens", "speculative-config"), NO_DRAFTS),
-    **dict.fromkeys(("quantize-kv", "kv-bits", "kv-cache-dtype", "cache-type-k", "ctk"), NO_QUANTIZATION),
     **dict.fromkeys(("ngl", "n-gpu-layers", "gpu-layers"), "all layers run on the GPU"),
     **dict.fromkeys(("p", "prompt"), "a prompt has no flag: mlxpaged run MODEL PROMPT"),
     **dict.fromkeys(("m", "model"), "MODEL has no flag here"),

@@ -83,11 +83,13 @@ def run(args: argparse.Namespace) -> int:
 
 def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:
     """What the model is, and what fits beside its weights."""
+    from mlxpaged.engine.config import KV_CACHE_DTYPES
     from mlxpaged.engine.memory import least_step
     from mlxpaged.models.device_memory import default_device_memory
     from mlxpaged.models.downloads import quantization
     from mlxpaged.models.fit import fit, layers_of
     from mlxpaged.models.json_files import read_object
+    from mlxpaged.models.layers import quantized
     from mlxpaged.models.loader import context_length
     from mlxpaged.models.preflight import weight_files
 
@@ -104,6 +106,10 @@ def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:
     tokens = min(longest, fit(specs, free).tokens)
     fits = "its whole context fits" if tokens == longest else f"a context of {tokens} tokens fits"
     yield f"memory    {megabytes(free)} are free beside its weights: {fits}"
+    for dtype in KV_CACHE_DTYPES[1:]:
+        more = min(longest, fit(quantized(specs, dtype), free).tokens)
+        if tokens < more:
+            yield f"          a context of {more} tokens, with --kv-cache-dtype {dtype}"
     if tokens < longest:
         yield f"          to limit it: --max-model-len {max(1, tokens)}"
 

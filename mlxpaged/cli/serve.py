@@ -24,6 +24,7 @@ from mlxpaged.cli.flags import size
 from mlxpaged.cli.logs import set_up
 from mlxpaged.cli.parser import heavy_imports
 from mlxpaged.cli.running_servers import registered
+from mlxpaged.engine.config import KV_CACHE_DTYPES
 from mlxpaged.formats import FORMATS
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.generation_config import LIMITS
@@ -73,6 +74,8 @@ def add_parser(commands: Any) -> None:
     several.values("--pin", str, "name of a model that is never unloaded to make room for another", "pinned")
     found = "directory whose subdirectories are models; a request names one by its path in DIR"
     several.values("--model-dir", flags.directory, found, "model_dirs")
+    stored = "NAME=TYPE: the --kv-cache-dtype of one model, instead of that for all"
+    several.values("--model-kv-cache-dtype", kv_cache_dtype, stored, "kv_cache_dtypes")
     most = "models that are loaded at once; an idle one is unloaded for another"
     several.value("--max-loaded-models", flags.positive_int, None, most, "as many as fit")
     idle = "unload a model after this time without a request, for example 10m or 1h; 0: never"
@@ -165,6 +168,14 @@ def named(text: str) -> tuple[str, str]:
 
 
 @flags.checked
+def kv_cache_dtype(text: str) -> tuple[str, str]:
+    name, _, dtype = text.rpartition("=")
+    if not name or dtype not in KV_CACHE_DTYPES:
+        raise ValueError(f"must be NAME=TYPE with a type of {', '.join(KV_CACHE_DTYPES)}, got {text!r}")
+    return name, dtype
+
+
+@flags.checked
 def adapter_path(text: str) -> AdapterPath:
     """Its name may have that of a model, as MODEL:NAME."""
     name, equals, path = text.partition("=")
@@ -211,6 +222,7 @@ def server_models(args: argparse.Namespace) -> Registry | None:
         name, path = name_and_path(other)
         models.append(Model(name, of(plain, path, name)))
     give_adapters(models, args.adapter_paths)
+    give_kv_cache_dtypes(models, args.kv_cache_dtypes)
     if args.hosts is not None:
         return cluster_registry(args, models)
     return registry_of(
@@ -257,6 +269,15 @@ def give_adapters(models: Sequence[Model], paths: Sequence[AdapterPath]) -> None
             raise ValueError(f"--adapter {name!r}: no model {of_model!r} is served that generates text")
         adapters = (*model.config.adapters, AdapterPath(adapter, path))
         model.config = dataclasses.replace(model.config, adapters=adapters)
+
+
+def give_kv_cache_dtypes(models: Sequence[Model], dtypes: Sequence[tuple[str, str]]) -> None:
+    """Raises ValueError for a model that no flag names."""
+    by_name = {model.name: model for model in models}
+    for name, dtype in dtypes:
+        if name not in by_name:
+            raise ValueError(f"--model-kv-cache-dtype {name}={dtype}: no model {name!r} is served")
+        by_name[name].config = dataclasses.replace(by_name[name].config, kv_cache_dtype=dtype)
 
 
 def of(config: EngineConfig, model: str, name: str, **fields: Any) -> EngineConfig:

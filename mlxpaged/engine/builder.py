@@ -97,7 +97,7 @@ def build_engine(
     start_blocks = min(num_blocks, at_start) if per_block else num_blocks
     swaps = config.swap_space_bytes > 0 and per_block > 0 and not own_caches
     slots = least(swap_slots(per_block, config.swap_space_bytes), ranks) if swaps else 0
-    kv_type = ",".join(sorted({str(spec.dtype) for spec in served.kv_layers}))
+    kv_type = ",".join(sorted({spec.stored_type for spec in served.kv_layers}))
     scheduler_config = replace(
         config.scheduler_config(num_blocks, slots, cache_seed=f"{served.name}|{kv_type}".encode()),
         start_blocks=start_blocks,
@@ -228,7 +228,8 @@ def load_core(
     options = config.max_model_len, reserved, config.reranker, config.adapters
     group = None if ranks is None else ranks.group
     served = load_model(
-        config.model, name, config.tool_parser, turns, *options, group, config.joins, config.max_image_pixels
+        *(config.model, name, config.tool_parser, turns, *options, group, config.joins),
+        *(config.max_image_pixels, config.kv_cache_dtype),
     )
     turns.take()
     step_bytes = measure_step(served, config)

@@ -26,6 +26,9 @@ WIRED_MEMORY = ("auto", "on", "off")
 SPECULATIVE = ("off", "ngram")
 """ngram: what came after the same tokens earlier in the prompt or the answer."""
 
+KV_CACHE_DTYPES = ("auto", "int8", "int4")
+"""auto: the model's type. int4: 4-bit values with 8-bit keys."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -42,6 +45,7 @@ class EngineConfig:
     max_model_len: int | None = None  # most tokens of a prompt and its answer; None: the model's context length
     max_image_pixels: int = MOST_PIXELS  # of an image; a larger one is reduced. 0: no vision tower is loaded
     kv_cache_bytes: int | None = None  # greatest size of the KV pools; None: `memory.kv_blocks` decides
+    kv_cache_dtype: str = "auto"  # one of KV_CACHE_DTYPES: how keys and values of layers without a window are stored
     swap_space_bytes: int = 0  # size of the swap space; 0: preempted sequences are recomputed
     swap_dir: Path | None = None  # directory of the swap file; None: the swap space is in memory
     state_cache_bytes: int | None = None  # checkpoints of recurrent states; None: `memory.state_checkpoints` decides
@@ -89,6 +93,9 @@ class EngineConfig:
             raise ValueError(f"wired_memory must be one of {', '.join(WIRED_MEMORY)}, got {self.wired_memory!r}")
         if self.speculative not in SPECULATIVE:
             raise ValueError(f"speculative must be one of {', '.join(SPECULATIVE)}, got {self.speculative!r}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            known = ", ".join(KV_CACHE_DTYPES)
+            raise ValueError(f"kv_cache_dtype must be one of {known}, got {self.kv_cache_dtype!r}")
         if self.tool_parser not in (None, *FORMATS):
             raise ValueError(f"tool_parser must be one of {', '.join(FORMATS)}, got {self.tool_parser!r}")
         self._check_adapters()

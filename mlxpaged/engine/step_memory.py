@@ -56,7 +56,7 @@ def measure_step(served: ServedModel, config: EngineConfig) -> int:
     per_token = [spec.kv_layout(block_size=1).bytes_per_token for spec in served.kv_layers] or [0]
     fits = (config.kv_cache_bytes or free_device_memory()) // max(1, sum(per_token))
     keys = min(served.max_model_len, fits)
-    context = keys * max(per_token)
+    context = keys * max((copied_bytes(spec) for spec in served.kv_layers), default=0)
     largest = min(config.max_num_batched_tokens, served.max_model_len)
     logits = scores = 0
     if mx.metal.is_available():
@@ -70,6 +70,14 @@ def measure_step(served: ServedModel, config: EngineConfig) -> int:
         *(found / 1e6, tokens, peak / 1e6, context / 1e6, scores / 1e6, logits / 1e6),
     )
     return found
+
+
+def copied_bytes(spec: KV) -> int:
+    """Bytes of a token that an attention copies. The gather backend copies quantized keys and values twice: before and
+    after it dequantizes them."""
+    layout = spec.kv_layout(block_size=1)
+    stored = 0 if layout.quantization is None else layout.bytes_per_token
+    return layout.unquantized.bytes_per_token + stored
 
 
 def measure_encoding(vision: Vision) -> int:

@@ -8,7 +8,7 @@ memory of a place: a block belongs to one group at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mlxpaged.attention.metadata import TableView
@@ -28,8 +28,9 @@ class LayerPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """windows: of each cache group, None for all keys. places: the layers whose blocks are the largest, one for each
-    place of a block. layers: where each KV layer of the model has its blocks."""
+    """windows: of each cache group, None for all keys. places: what has the layout of each place of a block: one of the
+    layers whose blocks are the largest, or as many heads of a quantized layer as take its place. layers: where each KV
+    layer of the model has its blocks."""
 
     windows: tuple[int | None, ...]
     places: tuple[KV, ...]
@@ -54,6 +55,7 @@ def cache_layout(layers: Sequence[KV], context_length: int) -> CacheLayout:
     windows = [spec.window if spec.window is not None and spec.window < context_length else None for spec in layers]
     if largest is None or len(set(windows)) == 1:
         return one_group(layers, windows[0] if windows else None)
+    largest = place_for(largest, layers)
     for i, (spec, window) in enumerate(zip(layers, windows, strict=True)):
         ratio = largest.kv_layout().blocks_of(spec.kv_layout())
         if not ratio:
@@ -68,6 +70,16 @@ def cache_layout(layers: Sequence[KV], context_length: int) -> CacheLayout:
             placed[layer] = LayerPlace(rest // ratio, TableView(len(group_windows) + group, ratio, rest % ratio))
         group_windows += [window] * -(-len(members) // (num_places * ratio))
     return CacheLayout(tuple(group_windows), (largest,) * num_places, tuple(placed[i] for i in range(len(layers))))
+
+
+def place_for(largest: KV, layers: Sequence[KV]) -> KV:
+    """A layer whose blocks take those of `largest` and of the quantized layers. The scales of the latter are in a plane
+    that layers without quantization do not use."""
+    quantized = next((spec for spec in layers if spec.quantization is not None), None)
+    if quantized is None:
+        return largest
+    ratio = max(1, largest.kv_layout().planes[0].nbytes // quantized.kv_layout().planes[0].nbytes)
+    return replace(quantized, num_kv_heads=ratio * quantized.num_kv_heads)
 
 
 def places_per_block(wanted: Sequence[int]) -> int:

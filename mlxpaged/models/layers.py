@@ -12,6 +12,7 @@ from mlx_lm.models.cache import CacheList
 
 from mlxpaged.attention.layout import AttentionShape, KVLayout
 from mlxpaged.attention.qkv import QkvKind, QkvShape
+from mlxpaged.attention.quantization import Quantization, quantization_of
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 
 
@@ -19,7 +20,7 @@ from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 class KV:
     """A layer keeps keys and values for each token. key_size, value_size: elements of one head.
 
-    latent: one row for all heads, as in KVLayout. window: keys that a query sees, None for all. chunk: as in
+    latent, quantization: as in KVLayout. window: keys that a query sees, None for all. chunk: as in
     `LayerKVCache.attend`. qkv: of a fused layer. A probe finds num_query_heads, sinks, softcap and qkv. mutual: as in
     `LayerKVCache.attend`.
     """
@@ -36,9 +37,16 @@ class KV:
     softcap: bool = False
     qkv: QkvKind | None = None
     mutual: bool = False
+    quantization: Quantization | None = None
 
     def kv_layout(self, block_size: int = DEFAULT_BLOCK_SIZE) -> KVLayout:
-        return KVLayout(self.num_kv_heads, self.key_size, self.value_size, self.dtype, block_size, self.latent)
+        sizes = self.num_kv_heads, self.key_size, self.value_size
+        return KVLayout(*sizes, self.dtype, block_size, self.latent, self.quantization)
+
+    @property
+    def stored_type(self) -> str:
+        """Type of its blocks: those of different types are no blocks of one another."""
+        return str(self.dtype) if self.quantization is None else f"{self.dtype} as {self.quantization}"
 
     def attention_shape(self, block_size: int) -> AttentionShape:
         layout = self.kv_layout(block_size)
@@ -105,6 +113,20 @@ def mutual(specs: Iterable[LayerSpec], which: Literal["none", "windows", "all"])
             return tuple(map(changed, spec))
         if isinstance(spec, KV) and (which == "all" or (which == "windows" and spec.window is not None)):
             return replace(spec, mutual=True)
+        return spec
+
+    return list(map(changed, specs))
+
+
+def quantized(specs: Iterable[LayerSpec], dtype: str) -> list[LayerSpec]:
+    """The specs of a model whose KV cache is "int8" or "int4". Layers with a window or latents, recurrent states and
+    heads that no group divides stay as they are."""
+
+    def changed(spec: LayerSpec) -> LayerSpec:
+        if isinstance(spec, tuple):
+            return tuple(map(changed, spec))
+        if isinstance(spec, KV) and spec.window is None and not spec.latent:
+            return replace(spec, quantization=quantization_of(dtype, spec.key_size, spec.value_size))
         return spec
 
     return list(map(changed, specs))

@@ -49,6 +49,7 @@ from mlxpaged.models.preflight import (
     local_file_sizes,
 )
 from mlxpaged.models.probe import probe, selects_rows
+from mlxpaged.models.quantized_kv import choose_quantization
 from mlxpaged.models.reference import Reference, make_reference
 from mlxpaged.models.reranker import Reranker, make_reranker
 from mlxpaged.models.sharding import least, shard
@@ -82,7 +83,8 @@ class ServedModel:
     max_model_len: most tokens of a prompt and its answer that are served, at most the context length.
     no_reranker_because: the reason if `reranker` is None. sampling: the sampling parameters that its
     generation_config.json recommends, by name. vision: None if it takes no
-    images. no_vision_because: the reason then, if it was made to.
+    images. no_vision_because: the reason then, if it was made to. kv_cache_dtype: as `EngineConfig` has it.
+    kv_cache_dtype_because: why it is not the type that was asked for; empty if it is.
     """
 
     name: str
@@ -103,6 +105,8 @@ class ServedModel:
     adapters: Adapters = field(default_factory=Adapters)
     vision: Vision | None = None
     no_vision_because: str = ""
+    kv_cache_dtype: str = "auto"
+    kv_cache_dtype_because: str = ""
 
     @property
     def kv_layers(self) -> list[KV]:
@@ -213,6 +217,7 @@ def load_model(
     group: mx.distributed.Group | None = None,
     joins: bool = True,
     most_pixels: int = MOST_PIXELS,
+    kv_cache_dtype: str = "auto",
 ) -> ServedModel:
     """Load weights and tokenizer and check that paged attention reproduces the model.
 
@@ -272,6 +277,8 @@ def load_model(
         everywhere = bool if group is None else partial(all_say, group)
         vision, no_vision_because = let_see(model, layers, *seen, turns, everywhere)
         layers = layers if vision is None else mutual(layers, vision.mutual)
+        served_len = min(longest, max_model_len or longest)
+        kv = choose_quantization(model, layers, kv_cache_dtype, reference, served_len, turns, group)
     except AdapterError:
         raise
     except UnsupportedModelError as error:
@@ -286,11 +293,11 @@ def load_model(
         model_type=str(config.get("model_type", "")),
         model=model,
         tokenizer=tokenizer,
-        layers=layers,
+        layers=kv.layers,
         rows=rows,
         vocab_size=vocab_size,
         context_length=longest,
-        max_model_len=min(longest, max_model_len or longest),
+        max_model_len=served_len,
         weight_bytes=weight_bytes(model) + installed.nbytes + (0 if vision is None else vision.tower.nbytes),
         num_parameters=num_parameters,
         reranker=reranker,
@@ -299,6 +306,8 @@ def load_model(
         adapters=installed,
         vision=vision,
         no_vision_because=no_vision_because,
+        kv_cache_dtype=kv.dtype,
+        kv_cache_dtype_because=kv.reason,
     )
 
 

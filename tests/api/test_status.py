@@ -81,7 +81,12 @@ def test_an_idle_engine_says_so(server: RunningServer) -> None:
             "total": usage.cached + usage.free,
             "max_total": info.num_blocks,
         },
-        "kv_cache": {"bytes": stats.kv_cache_bytes, "max_bytes": info.kv_cache_bytes},
+        "kv_cache": {
+            "bytes": stats.kv_cache_bytes,
+            "max_bytes": info.kv_cache_bytes,
+            "dtype": "auto",
+            "dtype_because": None,
+        },
         "swap": {"used": 0, "total": 0},
         "prefix_cache_disk": status["prefix_cache_disk"],
         "speculative": {"drafter": None, "drafted_tokens": 0, "accepted_tokens": 0},

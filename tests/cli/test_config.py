@@ -184,7 +184,7 @@ def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         (["serve", "--verbose"], "mlxpaged serve: there is no flag --verbose; did you mean --log-level?"),
         (
             ["serve", "--quantize-kv"],
-            "mlxpaged serve: there is no flag --quantize-kv; the KV cache cannot be quantized",
+            "mlxpaged serve: there is no flag --quantize-kv; did you mean --kv-cache-dtype?",
         ),
         (
             ["serve", "--draft-model", "x"],

@@ -36,6 +36,7 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     ("--embedding-model", "a/b", "c", "embedding_model", ("a/b", "a/b"), ("c", "c")),
     ("--embedding-max-model-len", "512", "7", "embedding_max_model_len", 512, 7),
     ("--kv-cache-memory", "256MB", "1.5GiB", "kv_cache_bytes", 256_000_000, 1_610_612_736),
+    ("--kv-cache-dtype", "INT8", "auto", "kv_cache_dtype", "int8", "auto"),
     ("--swap-space", "4GB", "512MiB", "swap_space_bytes", 4_000_000_000, 536_870_912),
     ("--swap-space", "0", "1GB", "swap_space_bytes", 0, 1_000_000_000),
     ("--prefix-cache-dir", "some/where", "else", "prefix_cache_dir", Path("some/where"), Path("else")),
@@ -106,6 +107,7 @@ ALL_FLAGS = (
         "--served-embedding-model-name",
         "--pin",
         "--model-dir",
+        "--model-kv-cache-dtype",
     ]
 )
 
@@ -252,6 +254,25 @@ def test_the_port_and_the_model_can_be_variables_too(started: dict[str, Any], mo
 def test_an_adapter_belongs_to_the_first_model_or_to_a_named_one(started: dict[str, Any]) -> None:
     assert main(["serve", "--model", "demo", "--model", "two=demo", "--adapter", "a=x", "--adapter", "two:a=x"]) == 0
     assert [model.config.adapters for model in started["models"].values()] == [(A_IN_X,), (A_IN_X,)]
+
+
+def test_a_model_may_have_another_type_of_its_kv_cache(started: dict[str, Any]) -> None:
+    one = ["--model", "demo", "--model", "two=demo", "--kv-cache-dtype", "int4", "--model-kv-cache-dtype", "two=int8"]
+    assert main(["serve", *one]) == 0
+    assert [model.config.kv_cache_dtype for model in started["models"].values()] == ["int4", "int8"]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("int8", "must be NAME=TYPE"), ("a=fp8", "auto, int8, int4"), ("a=int8", "no model 'a' is served")],
+)
+def test_a_type_of_the_kv_cache_that_no_model_can_have_is_refused(
+    started: dict[str, Any], capsys: pytest.CaptureFixture[str], value: str, message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--model-kv-cache-dtype", value])
+    assert message in capsys.readouterr().err
+    assert "config" not in started
 
 
 @pytest.mark.parametrize(
