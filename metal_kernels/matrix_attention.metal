@@ -23,6 +23,7 @@
 // sinks [KV_HEADS * GROUP] if SINKS; after: token of the last write to the pools
 // out [rows, KV_HEADS * GROUP, DV] of T, or if PARTIAL of float [rows, KV_HEADS * GROUP, DV + 4]: the weighted sum of
 //   values before division, the maximum of the scores, the denominator, 0, 0. done [1]: the token
+// If QUANTIZED, the pools are packed, and scales are as in kv_quantize.metal.
 //
 // grid (THREADS, KV_HEADS * HEAD_TILES, N), threadgroup (THREADS, 1, 1)
 constexpr int HEAD_TILES = (GROUP + HEADS - 1) / HEADS;
@@ -110,7 +111,15 @@ for (int start = first_key / KEYS * KEYS; start < key_end; start += KEYS) {
   for (int pair = 0; pair < KEY_PAIRS; pair++) {
     vec<T, 4> part = vec<T, 4>(static_cast<T>(0.0f));
     if (has_key && (DK % 16 == 0 || pair * 16 + matrix_column * 2 < DK)) {
+#ifdef QUANTIZED
+      const float4 exact = dequantized<KEY_BITS, KEY_GROUP, DK, 4, 16>(
+          keys, scales + at / DK * SCALES, at / DK, pair * 16, matrix_column * 2);
+      for (int e = 0; e < 4; e++) {
+        part[e] = static_cast<T>(exact[e]);
+      }
+#else
       part = *(const device vec<T, 4>*)(keys + at + pair * 16);
+#endif
     }
 #pragma clang loop unroll(full)
     for (int f = 0; f < 2; f++) {
@@ -199,10 +208,18 @@ for (int start = first_key / KEYS * KEYS; start < key_end; start += KEYS) {
       const int pair = p * SIMDGROUPS + simdgroup;
       if (VALUE_PAIRS % SIMDGROUPS == 0 || pair < VALUE_PAIRS) {
         const int column = pair * 16 + matrix_column * 2;
+#ifdef QUANTIZED
+        float4 part = float4(0.0f);
+        if (has_value && (DV % 16 == 0 || column < DV)) {
+          part = dequantized<VALUE_BITS, VALUE_GROUP, DV, 4, 16>(
+              values, scales + its_row / DV * SCALES + KEY_SCALES, its_row / DV, pair * 16, matrix_column * 2);
+        }
+#else
         vec<T, 4> part = vec<T, 4>(static_cast<T>(0.0f));
         if (has_value && (DV % 16 == 0 || column < DV)) {
           part = *(const device vec<T, 4>*)(values + its_row + column);
         }
+#endif
 #pragma clang loop unroll(full)
         for (int f = 0; f < 2; f++) {
           simdgroup_float8x8 of_values;

@@ -17,6 +17,7 @@
 // sinks [KV_HEADS * GROUP] if SINKS; after: token of the last write to the pools
 // out [rows, KV_HEADS * GROUP, DV] of T, or if PARTIAL of float [rows, KV_HEADS * GROUP, DV + 4]: the weighted sum of
 //   values before division, the maximum of the scores, the denominator, 0, 0. done [1]: the token
+// If QUANTIZED, the pools are packed, and scales are as in kv_quantize.metal.
 //
 // grid (THREADS, KV_HEADS * HEAD_TILES, N), threadgroup (THREADS, 1, 1)
 constexpr int HEAD_TILES = (GROUP + HEADS - 1) / HEADS;
@@ -97,7 +98,12 @@ for (int start = item[4]; start < key_end; start += TILE) {
 #pragma clang loop unroll(full)
       for (int c = 0; c < CHUNKS; c++) {
         if (WHOLE_CHUNKS || (c * LANES + lane % LANES) * 4 < DK) {
+#ifdef QUANTIZED
+          const float4 part = dequantized<KEY_BITS, KEY_GROUP, DK, 4, LANES * 4>(
+              keys, scales + at / DK * SCALES, at / DK, c * LANES * 4, lane % LANES * 4);
+#else
           const vec<T, 4> part = *(const device vec<T, 4>*)(keys + at + c * LANES * 4);
+#endif
           for (int e = 0; e < 4; e++) {
             k[c * 4 + e] = static_cast<float>(part[e]);
           }
@@ -183,6 +189,13 @@ for (int start = item[4]; start < key_end; start += TILE) {
       const size_t at =
           ((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * VALUE_STRIDE;
       float v[VEC];
+#ifdef QUANTIZED
+      const float4 part = dequantized<VALUE_BITS, VALUE_GROUP, DV, VEC, DV>(
+          values, scales + at / DV * SCALES + KEY_SCALES, at / DV, 0, column);
+      for (int e = 0; e < VEC; e++) {
+        v[e] = part[e];
+      }
+#else
       if (VEC == 1) {
         v[0] = static_cast<float>(values[at + column]);
       } else {
@@ -191,6 +204,7 @@ for (int start = item[4]; start < key_end; start += TILE) {
           v[e] = static_cast<float>(part[e]);
         }
       }
+#endif
 #pragma clang loop unroll(full)
       for (int row = 0; row < ROWS; row++) {
         if (row < rows) {

@@ -17,6 +17,7 @@
 // sinks [KV_HEADS * GROUP] if SINKS; after: token of the last write to the pools
 // out [rows, KV_HEADS * GROUP, DV] of T, or if PARTIAL of float [rows, KV_HEADS * GROUP, DV + 4]: the weighted sum of
 //   values before division, the maximum of the scores, the denominator, 0, 0. done [1]: the token
+// If QUANTIZED, the pools are packed, and scales are as in kv_quantize.metal.
 //
 // grid (THREADS, KV_HEADS * HEAD_TILES, N), threadgroup (THREADS, 1, 1)
 constexpr int HEAD_TILES = GROUP / HEADS;
@@ -83,7 +84,12 @@ for (; start < key_end; start += SIMDGROUPS * TILE) {
       for (int c = 0; c < CHUNKS; c++) {
         k[i * CHUNKS + c] = float4(0.0f);
         if (position >= key_begin && position < key_end && (WHOLE_CHUNKS || (c * LANES + key_lane) * 4 < DK)) {
+#ifdef QUANTIZED
+          const float4 part = dequantized<KEY_BITS, KEY_GROUP, DK, 4, LANES * 4>(
+              keys, scales + at / DK * SCALES, at / DK, c * LANES * 4, key_lane * 4);
+#else
           const vec<T, 4> part = *(const device vec<T, 4>*)(keys + at + c * LANES * 4);
+#endif
           for (int e = 0; e < 4; e++) {
             k[i * CHUNKS + c][e] = static_cast<float>(part[e]);
           }
@@ -167,7 +173,12 @@ for (; start < key_end; start += SIMDGROUPS * TILE) {
       for (int c = 0; c < VALUE_CHUNKS; c++) {
         v[i * VALUE_CHUNKS + c] = float4(0.0f);
         if (position >= key_begin && position < key_end && (c * COLUMN_LANES + column_lane) * 4 < DV) {
+#ifdef QUANTIZED
+          const float4 part = dequantized<VALUE_BITS, VALUE_GROUP, DV, 4, COLUMN_LANES * 4>(
+              values, scales + at / DV * SCALES + KEY_SCALES, at / DV, c * COLUMN_LANES * 4, column_lane * 4);
+#else
           const vec<T, 4> part = *(const device vec<T, 4>*)(values + at + c * COLUMN_LANES * 4);
+#endif
           for (int e = 0; e < 4; e++) {
             v[i * VALUE_CHUNKS + c][e] = static_cast<float>(part[e]);
           }

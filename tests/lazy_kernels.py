@@ -8,7 +8,7 @@ on the token that it got: the sum of the tokens of several readers of a layer is
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.qkv import Norm, Qkv, Rope
+from mlxpaged.attention.quantization import Quantization
 
 ENABLED, NO_FUSION = 3, 2
 """Values of mlx::core::CompileMode (mlx/compile.h)."""
@@ -39,7 +40,7 @@ LEAST = -3.402823466e38
 
 
 class LazyKernels:
-    """calls: of kernels so far. Softcap, sinks and latents are missing."""
+    """calls: of kernels so far. Softcap, sinks, latents and moves of quantized blocks are missing."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -140,6 +141,40 @@ def merge_partials(inputs: Sequence[Any], t: dict[str, Any], shape: Any) -> list
     return [merged.astype(t["T"])]
 
 
+def kv_quantize(inputs: Sequence[Any], t: dict[str, Any], _shape: Any) -> list[mx.array]:
+    new_keys, new_values, slots, *pools, token, scales = inputs
+    planes = quantized_planes(token, [*pools, scales], t)
+    slots = slots[: len(new_keys)]
+    for plane, new in zip(planes, quantization(t).quantize(new_keys, new_values), strict=True):
+        plane[slots // t["BLOCK"], :, slots % t["BLOCK"]] = new
+    return [mx.concatenate([plane.flatten() for plane in planes])]
+
+
+def quantized_planes(token: mx.array, pools: Sequence[mx.array], t: dict[str, Any]) -> list[mx.array]:
+    """Packed keys, packed values and scales, [blocks, heads, slots, ..]; the pools before the first write."""
+    ends = [pools[0].size, pools[0].size + pools[1].size]
+    parts = list(pools) if token.size == 1 else mx.split(token, ends)
+    blocks = pools[2].size // (t["KV_HEADS"] * t["BLOCK"] * t["SCALES"])
+    return [part.reshape(blocks, t["KV_HEADS"], t["BLOCK"], -1) for part in parts]
+
+
+def quantization(t: dict[str, Any]) -> Quantization:
+    return Quantization(t["KEY_BITS"], t["KEY_GROUP"], t["VALUE_BITS"], t["VALUE_GROUP"])
+
+
+def of_quantized(kernel: Callable[..., list[mx.array]]) -> Callable[..., list[mx.array]]:
+    """The kernel over dequantized pools."""
+
+    def attend(inputs: Sequence[Any], t: dict[str, Any], shape: Any) -> list[mx.array]:
+        queries, *pools = inputs[:3]
+        *others, token, scales = inputs[3:]
+        exact = quantization(t).dequantize(quantized_planes(token, [*pools, scales], t))
+        out, _ = kernel([queries, *exact, *others, mx.zeros(1)], t, shape)
+        return [out, token]
+
+    return attend
+
+
 def block_move(inputs: Sequence[Any], t: dict[str, Any], _shape: Any) -> list[mx.array]:
     *sources, key_pool, value_pool, moves, token = inputs
     both = contents(token, key_pool, value_pool)
@@ -169,5 +204,8 @@ KERNELS = {
     "qkv_write": qkv_write,
     "paged_attention": paged_attention,
     "paged_decode": paged_decode,
+    "kv_quantize": kv_quantize,
+    "paged_attention_quantized": of_quantized(paged_attention),
+    "paged_decode_quantized": of_quantized(paged_decode),
     "merge_partials": merge_partials,
 }

@@ -35,6 +35,10 @@ INPUTS_AND_OUTPUTS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "merge_partials": (["partials", "ranges", "sinks"], ["out"]),
     "add_rms_norm": (["x", "y", "weight", "eps"], ["sum", "normed"]),
+    "kv_quantize": (
+        ["new_keys", "new_values", "slot_mapping", "key_pool", "value_pool", "after", "scales"],
+        ["done"],
+    ),
     "kv_write": (["new_keys", "new_values", "slot_mapping", "key_pool", "value_pool", "after"], ["done"]),
     "qkv_write": (
         [
@@ -49,6 +53,9 @@ INPUTS_AND_OUTPUTS: dict[str, tuple[list[str], list[str]]] = {
         ["copy_a", "copy_b", "done"],
     ),
 }
+
+FOR_QUANTIZED = re.compile(r"^#ifdef QUANTIZED\n(.*?)(?:^#else\n(.*?))?^#endif\n", re.DOTALL | re.MULTILINE)
+"""Parts of a source for quantized pools, and what other pools have in their place."""
 
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
@@ -80,8 +87,10 @@ def launch(
     threadgroup: Size3,
     outputs: Sequence[tuple[Sequence[int], mx.Dtype]],
     threadgroup_memory: int = 0,
+    quantized: bool = False,
 ) -> list[mx.array]:
-    """Run the kernel of that name over `grid` threads. Raises ValueError for a launch that Metal would refuse."""
+    """Run the kernel of that name over `grid` threads. quantized: the variant for quantized pools, whose last input are
+    their scales. Raises ValueError for a launch that Metal would refuse."""
     threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
     if threads > MAX_THREADS:
         raise ValueError(f"{name}: {threads} threads in a threadgroup, but Metal allows {MAX_THREADS}")
@@ -89,7 +98,7 @@ def launch(
         raise ValueError(
             f"{name}: {threadgroup_memory} bytes of threadgroup memory, but Metal allows {MAX_THREADGROUP_MEMORY}"
         )
-    results: list[mx.array] = build(mx.fast.metal_kernel, name)(
+    results: list[mx.array] = build(mx.fast.metal_kernel, name, quantized)(
         inputs=inputs,
         template=template,
         grid=grid,
@@ -101,13 +110,18 @@ def launch(
 
 
 @functools.cache
-def build(metal_kernel: Callable[..., Any], name: str) -> Any:
+def build(metal_kernel: Callable[..., Any], name: str, quantized: bool = False) -> Any:
     """Build a kernel once. MLX compiles it once per set of template arguments. The factory is part of the cache key, so
     that a stand-in for `mx.fast.metal_kernel` gets kernels of its own."""
     inputs, outputs = INPUTS_AND_OUTPUTS[name]
-    source = without_comments((kernel_directory() / f"{name}.metal").read_text())
-    header = HEADERS.get(name, "")
-    return metal_kernel(name=name, input_names=inputs, output_names=outputs, source=source, header=header)
+    directory, header, full_name = kernel_directory(), HEADERS.get(name, ""), name
+    if quantized:
+        header += without_comments((directory / "quantization.h").read_text()) + "\n"
+        if "scales" not in inputs:
+            inputs, full_name = [*inputs, "scales"], f"{name}_quantized"
+    part = r"\1" if quantized else r"\2"
+    source = without_comments(FOR_QUANTIZED.sub(part, (directory / f"{name}.metal").read_text()))
+    return metal_kernel(name=full_name, input_names=inputs, output_names=outputs, source=source, header=header)
 
 
 def without_comments(source: str) -> str:
@@ -119,6 +133,6 @@ def without_comments(source: str) -> str:
 def source_hash() -> str:
     """A hash that changes if any kernel source changes, so that times measured with other sources are ignored."""
     digest = hashlib.sha256()
-    for path in sorted(kernel_directory().glob("*.metal")):
+    for path in sorted(path for path in kernel_directory().iterdir() if path.suffix in (".metal", ".h")):
         digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

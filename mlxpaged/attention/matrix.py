@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlxpaged.attention import kernels
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.tuning import CHUNK_PARTITION, Choice
+from mlxpaged.attention.variants import quantization_template
 
 THREADS = 128
 """Four simdgroups: each multiplies 8 of 32 keys, and a quarter of the columns of 32 values."""
@@ -87,7 +88,8 @@ class MatrixVariant:
         types = [("T", layout.dtype), ("O", mx.float32 if self.partial else layout.dtype)]
         sizes = [("DK", layout.key_size), ("DV", layout.value_size), ("LATENT", layout.latent)]
         counts = [("KV_HEADS", layout.num_kv_heads), ("BLOCK", layout.block_size), ("THREADS", THREADS)]
-        return [*types, *sizes, *counts, *((name.upper(), getattr(self, name)) for name in names)]
+        own = ((name.upper(), getattr(self, name)) for name in names)
+        return [*types, *sizes, *counts, *quantization_template(layout), *own]
 
 
 def choose_variant(layout: KVLayout, group: int, *flags: bool) -> MatrixVariant | None:

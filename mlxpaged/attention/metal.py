@@ -37,6 +37,7 @@ from mlxpaged.attention.variants import (
     DecodeVariant,
     choose_decode,
     choose_tile,
+    quantization_template,
 )
 
 MERGE_THREADS = 256
@@ -126,6 +127,8 @@ class MetalPool:
         self._ranges = functools.cache(functools.partial(decode_ranges, layout))
         self.planner = functools.cache(self._planner)
         self._sinks: tuple[mx.array, mx.array] | None = None
+        self._quantized = layout.quantization is not None
+        self._values = 0 if layout.latent else 1  # the plane
         self._vectors = max(layout.key_size, layout.stored_value_size) // VECTOR
         self._row_template: kernels.Template = [
             ("T", layout.dtype),
@@ -133,6 +136,7 @@ class MetalPool:
             ("DV", layout.stored_value_size),
             ("KV_HEADS", layout.num_kv_heads),
             ("BLOCK", layout.block_size),
+            *quantization_template(layout),
         ]
 
     @property
@@ -140,9 +144,17 @@ class MetalPool:
         """What kernels get for keys and values, and the token."""
         memory = self._memory
         assert memory.token is not None
-        return memory.bound[0], memory.bound[-1], memory.token
+        return memory.bound[0], memory.bound[self._values], memory.token
+
+    @property
+    def _scales(self) -> list[mx.array]:
+        """The last input of kernels for quantized pools; nothing for others."""
+        return [self._memory.bound[2]] if self._quantized else []
 
     def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
+        if self._quantized:
+            self._quantize(keys, values, meta)
+            return
         (self._memory.token,) = kernels.launch(
             "kv_write",
             [keys, keys if values is None else values, meta.padded_slots, *self._arrays],
@@ -150,6 +162,18 @@ class MetalPool:
             grid=(self._vectors, self.num_kv_heads, meta.num_written),
             threadgroup=(self._vectors, 1, 1),
             outputs=[((1,), mx.int32)],
+        )
+
+    def _quantize(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
+        assert values is not None
+        (self._memory.token,) = kernels.launch(
+            "kv_quantize",
+            [keys, values, meta.padded_slots, *self._arrays, *self._scales],
+            self._row_template,
+            grid=(32, self.num_kv_heads, meta.num_written),
+            threadgroup=(32, 1, 1),
+            outputs=[((1,), mx.int32)],
+            quantized=True,
         )
 
     def write_rows(self, rows: mx.array, qkv: Qkv, meta: AttentionMetadata) -> mx.array:
@@ -307,12 +331,14 @@ class MetalPool:
                 *([] if isinstance(variant, DecodeVariant) else [window]),
                 float(options.softcap or 1.0),
                 last,
+                *self._scales,
             ],
             variant.template,
             grid=(variant.threads, self.num_kv_heads * variant.head_tiles, schedule.num_items),
             threadgroup=(variant.threads, 1, 1),
             outputs=[((schedule.num_partials, heads, width), mx.float32 if partial else dtype), ((1,), mx.int32)],
             threadgroup_memory=variant.threadgroup_memory,
+            quantized=self._quantized,
         )
         if schedule.ranges is None:
             return out, token
@@ -357,11 +383,12 @@ class MetalPool:
         pool_keys, pool_values, last = self._arrays
         return kernels.launch(
             "kv_gather",
-            [pool_keys, pool_values, blocks, last],
+            [pool_keys, pool_values, blocks, last, *self._scales],
             self._row_template,
             grid=(self._vectors, num_keys, heads),
             threadgroup=(self._vectors, min(8, kernels.MAX_THREADS // self._vectors, num_keys), 1),
             outputs=[((heads, num_keys, layout.key_size), layout.dtype), (of_values, layout.dtype), ((1,), mx.int32)],
+            quantized=self._quantized,
         )
 
 
@@ -377,8 +404,6 @@ def contiguous_part(meta: HostMetadata, sequence: int, first_row: int, locality:
 
 def check_supported(layout: KVLayout) -> None:
     """Raises ValueError if the kernels do not support the layout. The message names what they do not support."""
-    if layout.quantization is not None:
-        raise ValueError("the Metal kernels take no quantized keys and values yet")
     for name, size, most, reason in (
         ("keys", layout.key_size, MAX_KEY_SIZE, f"32 lanes hold a key, {MAX_KEY_FLOATS} elements each"),
         ("values", layout.value_size, MAX_VALUE_SIZE, f"{THREADS} threads sum {VECTOR} columns each"),

@@ -82,6 +82,9 @@ class CaseRun:
         meta = AttentionMetadata.build(query_lens, context_lens, tables, layout.block_size)
         keys = self._random(tokens, layout.num_kv_heads, layout.key_size)
         values = None if layout.latent else self._random(tokens, layout.num_kv_heads, layout.value_size)
+        if (kind := layout.quantization) is not None and values is not None:
+            # Elements in the middle between two steps might be rounded to either of them.
+            keys, values = kind.dequantize(kind.quantize(keys, values))
         self.kv.write(keys, values, meta)
         queries = self._random(tokens, shape.num_query_heads, layout.key_size)
         options: dict[str, Any] = {

@@ -77,8 +77,10 @@ class TileVariant:
 
     @property
     def vec(self) -> int:
-        """Output columns per thread, a power of two, so that a thread keeps 32 to 64 sums in its registers."""
-        fewest = -(-self.layout.value_size // THREADS)
+        """Output columns per thread, a power of two, so that a thread keeps 32 to 64 sums in its registers; with 4-bit
+        values at least two, which are a byte."""
+        kind = self.layout.quantization
+        fewest = max(-(-self.layout.value_size // THREADS), 1 if kind is None else 8 // kind.value_bits)
         return max(4 if self.rows <= 8 else 2 if self.rows <= 16 else 1, power_of_two(fewest))
 
     @property
@@ -200,7 +202,17 @@ def common_template(variant: Variant) -> kernels.Template:
     types = [("T", layout.dtype), ("O", mx.float32 if variant.partial else layout.dtype)]
     sizes = [("DK", layout.key_size), ("DV", layout.value_size), ("LATENT", layout.latent), ("GROUP", variant.group)]
     counts = [("KV_HEADS", layout.num_kv_heads), ("BLOCK", layout.block_size), ("THREADS", variant.threads)]
-    return [*types, *sizes, *counts, ("PARTIAL", variant.partial)]
+    return [*types, *sizes, *counts, *quantization_template(layout), ("PARTIAL", variant.partial)]
+
+
+def quantization_template(layout: KVLayout) -> kernels.Template:
+    """Arguments of the kernels for quantized pools. SCALES: elements of a row of scales; KEY_SCALES: those of a key."""
+    if (kind := layout.quantization) is None:
+        return []
+    groups = [("KEY_BITS", kind.key_bits), ("KEY_GROUP", kind.key_group)]
+    groups += [("VALUE_BITS", kind.value_bits), ("VALUE_GROUP", kind.value_group)]
+    scales = kind.num_scales(layout.key_size, layout.value_size)
+    return [*groups, ("SCALES", scales), ("KEY_SCALES", 2 * (layout.key_size // kind.key_group))]
 
 
 def choose_tile(layout: KVLayout, group: int, *flags: bool, single_queries: bool = False) -> TileVariant:

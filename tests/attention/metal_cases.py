@@ -13,6 +13,7 @@ import numpy.typing as npt
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.quantization import Quantization
 from mlxpaged.attention.tuning import Choice, Tuning
 
 Array = npt.NDArray[np.float64]
@@ -57,6 +58,7 @@ class Case:
     latent: bool = False
     chunk: int | None = None
     spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    quantization: Quantization | None = None
     kv: LayerKVCache = field(init=False)
     meta: AttentionMetadata = field(init=False)
 
@@ -71,7 +73,8 @@ class Case:
         lens = [query for query, _ in self.lens], [context for _, context in self.lens]
         self.meta = AttentionMetadata.build(*lens, self.tables, self.block_size, self.spans)
         size = self.value_size or self.head_dim
-        self.layout = KVLayout(self.kv_heads, self.head_dim, size, self.dtype, self.block_size, self.latent)
+        sizes = self.kv_heads, self.head_dim, size
+        self.layout = KVLayout(*sizes, self.dtype, self.block_size, self.latent, self.quantization)
         self.queries, self.keys, self.values = [], [], []
         for query, context in self.lens:
             heads = self.kv_heads * self.group
@@ -91,6 +94,9 @@ class Case:
 
     def fill(self, blocks: int) -> None:
         """Earlier tokens go in block by block, the step's own through `write`."""
+        if self.quantization is not None:
+            self.fill_quantized(blocks)
+            return
         pools = [np.full((blocks, *plane.shape), np.nan) for plane in self.layout.planes]
         for i, (query, context) in enumerate(self.lens):
             for pool, rows in zip(pools, (self.keys[i], self.values[i]), strict=False):
@@ -100,6 +106,29 @@ class Case:
         self.kv.write_blocks(range(blocks), *(self.array(pool) for pool in pools))
         self.write()
         mx.eval(self.kv.arrays)
+
+    def fill_quantized(self, blocks: int) -> None:
+        """Earlier tokens go in through `write`. The bits of all other slots are ones: their scales are NaN."""
+        ones = [mx.full((blocks, plane.nbytes), 255, mx.uint8) for plane in self.layout.planes]
+        shapes = [(blocks, *plane.shape) for plane in self.layout.planes]
+        planes = [bits.view(self.dtype).reshape(shape) for bits, shape in zip(ones, shapes, strict=True)]
+        self.kv.write_blocks(range(blocks), *planes)
+        rows = zip(self.tables, self.keys, self.values, self.lens, strict=True)
+        for table, keys, values, (query, context) in rows:
+            if earlier := context - query:
+                meta = AttentionMetadata.build([earlier], [earlier], [table], self.block_size)
+                self.kv.write(self.array(keys[:earlier]), self.array(values[:earlier]), meta)
+        self.write()
+        mx.eval(self.kv.arrays)
+
+    def stored(self, i: int) -> tuple[Array, Array]:
+        """The keys and values of a sequence that the cache stands for."""
+        if (kind := self.quantization) is None:
+            return self.keys[i], self.values[i]
+        *packed, scales = kind.quantize(self.array(self.keys[i]), self.array(self.values[i]))
+        bits = [part.view(mx.uint32).view(mx.float32) for part in packed]
+        keys, values = kind.dequantize([*bits, scales.astype(mx.float32)])
+        return np.array(keys).astype(np.float64), np.array(values).astype(np.float64)
 
     def write(self) -> None:
         """The step's own keys and values."""
@@ -133,7 +162,8 @@ class Case:
         at = np.arange(context - query_len, context)[:, None, None, None]
         key_at = np.arange(context)
         queries = self.queries[i].reshape(query_len, self.kv_heads, self.group, self.head_dim)
-        scores = np.einsum("qhgd,khd->qhgk", queries, self.keys[i]) * self.scale
+        keys, values = self.stored(i)
+        scores = np.einsum("qhgd,khd->qhgk", queries, keys) * self.scale
         if self.softcap is not None:
             scores = self.softcap * np.tanh(scores / self.softcap)
         visible = key_at <= at
@@ -149,7 +179,7 @@ class Case:
         maximum = np.maximum(scores.max(axis=-1, keepdims=True), sinks)
         weights = np.exp(scores - maximum)
         weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sinks - maximum)
-        out = np.einsum("qhgk,khd->qhgd", weights, self.values[i])
+        out = np.einsum("qhgk,khd->qhgd", weights, values)
         return out.reshape(query_len, self.kv_heads * self.group, -1)
 
     def error(self) -> float:

@@ -22,6 +22,7 @@ from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.qkv import Qkv, Rope
+from mlxpaged.attention.quantization import quantization_of
 from mlxpaged.attention.tuning import CONTIGUOUS, MATRIX, Tuning
 from mlxpaged.mlx_settings import LONG_BUFFERS
 from mlxpaged.models.loader import load_model
@@ -98,6 +99,9 @@ def test_no_kernel_binds_a_whole_pool(metal: None, monkeypatch: pytest.MonkeyPat
     )
     meta = AttentionMetadata.build([1, 5, 128], [700, 5, 128], [list(range(22)), [30], [31, 32, 33, 34]])
     rows, qkv = mx.zeros((meta.num_tokens, 2, 32), mx.float16), Qkv(2, None, Rope(32, base=1e4))
+    long_rows = mx.zeros((meta.num_tokens, 2, 64), mx.float16)
+    quantized = KVLayout(2, 64, 64, mx.float16, 32, quantization=quantization_of("int8", 64, 64))
+    packed = LayerKVCache.from_layout(1000, quantized, "metal")
     for _ in range(2):
         kv.write(rows, rows, meta)
         kv.write_rows(mx.zeros((meta.num_tokens, 3 * 64), mx.float16), qkv, meta)
@@ -106,6 +110,8 @@ def test_no_kernel_binds_a_whole_pool(metal: None, monkeypatch: pytest.MonkeyPat
         kv.copy_blocks([(0, 1)])
         kv.write_blocks([2], *kv.read_blocks([3]))
         kv.clear()
+        packed.write(long_rows, long_rows, meta)
+        packed.attend(long_rows, meta, scale=1.0)
     assert {name for name, _ in bound} == kernels.INPUTS_AND_OUTPUTS.keys() - {"add_rms_norm"}  # it gets no pool
     assert max(size for _, size in bound) <= 3 * rows.size < kv.arrays[0].size / 50
 

@@ -17,6 +17,7 @@ from mlxpaged.attention.layout import KV_DTYPES, KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata, Upload, split
 from mlxpaged.attention.pool import Locality, bind
 from mlxpaged.attention.qkv import Qkv, Rope
+from mlxpaged.attention.quantization import quantization_of
 from mlxpaged.attention.tile_schedule import make_schedule
 from mlxpaged.attention.tuning import MATRIX, Tuning
 from mlxpaged.attention.variants import (
@@ -217,7 +218,12 @@ def test_mlx_takes_our_launches_and_generates_the_source_that_was_tested(
         long = AttentionMetadata.build([1], [1000], [[0] * 32])
         softcapped = kv.attend(queries[:1], long, scale=0.1, softcap=5.0, sinks=sinks)
         matrix = kv.view(kv.layout, Tuning(chunks=MATRIX)).attend(queries, mixed, scale=0.1)
-        return kv.attend(queries, mixed, scale=0.1, window=20, sinks=sinks) + softcapped + matrix
+        layout = KVLayout(2, 64, 64, mx.bfloat16, quantization=quantization_of("int4", 64, 64), block_size=32)
+        packed = LayerKVCache.from_layout(8, layout, "metal")
+        packed.write(rows, rows, mixed)
+        quantized = packed.attend(queries, mixed, scale=0.1)
+        quantized += packed.view(layout, Tuning(chunks=MATRIX)).attend(queries, mixed, scale=0.1)
+        return kv.attend(queries, mixed, scale=0.1, window=20, sinks=sinks) + softcapped + matrix + quantized
 
     norm = nn.RMSNorm(256)
     norm.set_dtype(mx.bfloat16)
@@ -230,6 +236,8 @@ def test_mlx_takes_our_launches_and_generates_the_source_that_was_tested(
     assert [source.rstrip("\n") for source in printed] == [source.rstrip("\n") for source in ours]
     launched = {name for name in kernels.INPUTS_AND_OUTPUTS for source in ours if f"custom_kernel_{name}" in source}
     assert launched == kernels.INPUTS_AND_OUTPUTS.keys()
+    for name in ("paged_decode", "paged_attention", "matrix_attention", "kv_gather"):
+        assert any(f"custom_kernel_{name}_quantized" in source for source in ours), name
 
 
 def test_steps_and_moves_of_any_size_are_the_same_kernels_to_metal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,3 +252,31 @@ def test_a_long_prompt_takes_the_path_of_long_chunks(served: ServedModel, interp
     assert outputs[0] == outputs[1]
     if interpreter is not None:
         assert "kv_gather" in {launch.kernel for launch in interpreter.launches}
+
+
+QUANTIZED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "int8": ("qwen3", "int8", {"head_dim": 64}),
+    "int4": ("qwen3", "int4", {"head_dim": 128}),
+    "windows": ("gemma3_text", "int8", {"head_dim": 64, "sliding_window": 16, "sliding_window_pattern": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_kv_gives_the_same_tokens_on_either_backend(
+    kind: str, interpreter: Interpreter | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As above: prefix hits, preemption to the swap space, chunks beside decoding sequences, poisoned blocks."""
+    monkeypatch.setattr("mlxpaged.models.quantized_kv.LEAST_DIFFERENCE", 0.5)
+    model_type, dtype, config = QUANTIZED[kind]
+    served = load_model(str(make_tiny_model(tmp_path / kind, model_type, **config)), kv_cache_dtype=dtype)
+    assert served.kv_cache_dtype == dtype
+    swap = 20 * 32 * bytes_per_token(served.layers)
+    metal, gather = (make_core(served, backend, swap_space_bytes=swap) for backend in ("metal", "gather"))
+    assert metal.runner.backend == "metal"
+    expected = run_requests(gather, PROMPTS, max_tokens=12)
+    assert run_requests(metal, PROMPTS, max_tokens=12) == expected
+    assert metal.stats().scheduler.preemptions_total > 0
+    if interpreter is not None:
+        kernels = {launch.kernel for launch in interpreter.launches}
+        quantized = {f"{name}_quantized" for name in ("paged_attention", "paged_decode", "kv_gather")}
+        assert {*quantized, "kv_quantize", "block_move"} <= kernels

@@ -109,6 +109,16 @@ def test_layers_that_share_memory_or_keys_are_replayed(kind: str, lazy: LazyKern
     assert lazy.calls < core.stats().attention_calls_total
 
 
+def test_steps_over_quantized_pools_are_replayed(lazy: LazyKernels, tmp_path: Path) -> None:
+    path = make_architecture(tmp_path / "qwen3", "qwen3", head_dim=64)
+    served = load_model(str(path), kv_cache_dtype="int8")
+    assert served.kv_cache_dtype == "int8"
+    expected = run_requests(make_core(served, "gather"), PROMPTS, max_tokens=40)
+    core, before = make_core(served, "metal"), lazy.calls
+    assert run_requests(core, PROMPTS, max_tokens=40) == expected
+    assert lazy.calls - before < core.stats().attention_calls_total
+
+
 HYBRIDS = [
     "qwen3_5",
     "qwen3_next",
