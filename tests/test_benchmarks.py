@@ -137,6 +137,16 @@ def test_the_benchmark_of_grammars_measures_on_a_stand_in_device(run: Callable[.
     assert ratio.startswith("ratio of tok/s ")
 
 
+def test_the_benchmark_of_quantized_kv_measures(run: Callable[..., str]) -> None:
+    _, *rows = run("quantized_kv.py", "--model", "demo", "--tokens", "40").splitlines()
+    assert [row.split()[:2] for row in rows] == [["demo", dtype] for dtype in ("auto", "int8", "int4")]
+    sizes, tokens, perplexities = zip(*(row.split()[2:5] for row in rows), strict=True)
+    assert sorted(map(int, sizes), reverse=True) == list(map(int, sizes))
+    assert len(set(tokens)) == 1
+    assert float(perplexities[1]) == pytest.approx(float(perplexities[0]), rel=0.02)
+    assert rows[0].split()[5] == "100.00%"
+
+
 def test_the_counts_of_a_decode_step_are_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

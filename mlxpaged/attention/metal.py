@@ -47,6 +47,9 @@ HEADS_AT_ONCE = 8
 
 NO_WINDOW = 2**30
 
+SCALES = 2
+"""The plane of scales, the last input of kernels for quantized pools."""
+
 
 @dataclass(frozen=True)
 class PagedPart:
@@ -146,11 +149,6 @@ class MetalPool:
         assert memory.token is not None
         return memory.bound[0], memory.bound[self._values], memory.token
 
-    @property
-    def _scales(self) -> list[mx.array]:
-        """The last input of kernels for quantized pools; nothing for others."""
-        return [self._memory.bound[2]] if self._quantized else []
-
     def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
         if self._quantized:
             self._quantize(keys, values, meta)
@@ -168,7 +166,7 @@ class MetalPool:
         assert values is not None
         (self._memory.token,) = kernels.launch(
             "kv_quantize",
-            [keys, values, meta.padded_slots, *self._arrays, *self._scales],
+            [keys, values, meta.padded_slots, *self._arrays, self._memory.bound[SCALES]],
             self._row_template,
             grid=(32, self.num_kv_heads, meta.num_written),
             threadgroup=(32, 1, 1),
@@ -331,7 +329,7 @@ class MetalPool:
                 *([] if isinstance(variant, DecodeVariant) else [window]),
                 float(options.softcap or 1.0),
                 last,
-                *self._scales,
+                *(self._memory.bound[SCALES:] if self._quantized else ()),
             ],
             variant.template,
             grid=(variant.threads, self.num_kv_heads * variant.head_tiles, schedule.num_items),
@@ -383,7 +381,7 @@ class MetalPool:
         pool_keys, pool_values, last = self._arrays
         return kernels.launch(
             "kv_gather",
-            [pool_keys, pool_values, blocks, last, *self._scales],
+            [pool_keys, pool_values, blocks, last, *(self._memory.bound[SCALES:] if self._quantized else ())],
             self._row_template,
             grid=(self._vectors, num_keys, heads),
             threadgroup=(self._vectors, min(8, kernels.MAX_THREADS // self._vectors, num_keys), 1),

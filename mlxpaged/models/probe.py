@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -157,7 +157,12 @@ def probe(
     return [completed(spec, layers) for spec in specs]
 
 
-def differences_of(step: Sequence[Row], logits: mx.array, reference: Reference) -> Iterator[tuple[str, list[float]]]:
+def differences_of(
+    step: Sequence[Row],
+    logits: mx.array,
+    reference: Reference,
+    distance: Callable[[mx.array, mx.array], mx.array] = differences,
+) -> Iterator[tuple[str, list[float]]]:
     """What the sequences of a step compute, and how far each row of logits is from the reference."""
     first = 0
     for row in step:
@@ -166,7 +171,7 @@ def differences_of(step: Sequence[Row], logits: mx.array, reference: Reference) 
         first += row.num_tokens
         if row.sequence_id == OTHER:
             continue
-        values: Any = differences(logits[mx.array(rows)], reference.at(positions)).tolist()
+        values: Any = distance(logits[mx.array(rows)], reference.at(positions)).tolist()
         if row.num_tokens == 1:
             yield "decoding in a batch", values
         elif row.start == 0:

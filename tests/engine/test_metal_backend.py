@@ -263,10 +263,9 @@ QUANTIZED: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_quantized_kv_gives_the_same_tokens_on_either_backend(
-    kind: str, interpreter: Interpreter | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    kind: str, interpreter: Interpreter | None, tmp_path: Path
 ) -> None:
     """As above: prefix hits, preemption to the swap space, chunks beside decoding sequences, poisoned blocks."""
-    monkeypatch.setattr("mlxpaged.models.quantized_kv.LEAST_DIFFERENCE", 0.5)
     model_type, dtype, config = QUANTIZED[kind]
     served = load_model(str(make_tiny_model(tmp_path / kind, model_type, **config)), kv_cache_dtype=dtype)
     assert served.kv_cache_dtype == dtype

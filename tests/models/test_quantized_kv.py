@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,43 +115,57 @@ def test_a_batch_invariant_engine_gets_the_tokens_of_mlx_lm_with_kv_bits(case: C
     assert case.generate(core) == case.expected
 
 
-def keys_with_an_outlier(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Biases that make one element of all keys by far the largest. All keys have it, so no score depends on it."""
-    changed = {}
-    for name, array in weights.items():
-        changed[name] = array * 3 if array.ndim > 1 else array
-        if name.endswith("k_proj.bias"):
-            changed[name] = array.at[::32].add(1000.0)
-    return changed
+def with_outliers(projection: str, size: float) -> Callable[[dict[str, mx.array]], dict[str, mx.array]]:
+    """Biases that make one element of all keys or values by far the largest. Outputs do not depend on it: all keys have
+    it, and the output projection leaves it out."""
+
+    def weights(default: dict[str, mx.array]) -> dict[str, mx.array]:
+        changed = {}
+        for name, array in default.items():
+            changed[name] = array * 3 if array.ndim > 1 else array
+            if name.endswith(f"{projection}.bias"):
+                changed[name] = array.at[::64].add(size)
+            if name.endswith("o_proj.weight"):
+                changed[name] = changed[name].at[:, ::64].multiply(0)
+        return changed
+
+    return weights
 
 
 def load(tmp_path: Path, model_type: str, wanted: str, **config: Any) -> ServedModel:
     return load_model(str(make_tiny_model(tmp_path / model_type, model_type, **config)), kv_cache_dtype=wanted)
 
 
-def test_values_of_four_bits_are_refused_if_rounding_does_not_explain_the_logits(
+def test_values_of_four_bits_are_refused_if_they_move_the_logits_too_far(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    served = load(tmp_path, "qwen3", "int4", head_dim=64)
+    served = load(tmp_path, "qwen2", "int4", head_dim=64, hidden_size=256, weights=with_outliers("v_proj", 20.0))
     assert served.kv_cache_dtype == "int8"
-    assert "the logits of the probe differ by" in served.kv_cache_dtype_because
+    assert "the predictions of the probe change by" in served.kv_cache_dtype_because
     assert "the KV cache is not int4 but int8" in caplog.text
     assert {spec.quantization.value_bits for spec in served.kv_layers if spec.quantization} == {8}
 
 
-def test_values_of_four_bits_are_served_if_rounding_explains_the_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mlxpaged.models.quantized_kv.LEAST_DIFFERENCE", 0.5)
+def test_values_of_four_bits_are_served_if_the_logits_stay_close(tmp_path: Path) -> None:
     served = load(tmp_path, "qwen3", "int4", head_dim=128)
     assert (served.kv_cache_dtype, served.kv_cache_dtype_because) == ("int4", "")
     assert str(served.kv_layers[0].quantization) == "int8 keys in groups of 128, int4 values in groups of 64"
 
 
+def test_a_model_whose_rounding_moves_the_logits_as_far_gets_four_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxpaged.models.quantized_kv.MOST_DIVERGENCE", 0.0)
+    path = make_tiny_model(tmp_path / "qwen3", "qwen3", head_dim=128)
+    assert load_model(str(path), kv_cache_dtype="int4").kv_cache_dtype == "auto"
+    monkeypatch.setattr("mlxpaged.models.reference.measure_rounding", lambda *_: 0.1)
+    assert load_model(str(path), kv_cache_dtype="int4").kv_cache_dtype == "int4"
+
+
 def test_keys_with_an_outlier_keep_the_type_of_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    served = load(tmp_path, "qwen2", "int4", head_dim=32, hidden_size=128, weights=keys_with_an_outlier)
+    served = load(tmp_path, "qwen2", "int4", head_dim=64, hidden_size=256, weights=with_outliers("k_proj", 1000.0))
     assert served.kv_cache_dtype == "auto"
-    assert caplog.text.count("the logits of the probe differ by") == 2
+    assert caplog.text.count("the predictions of the probe change by") == 2
     assert not any(spec.quantization for spec in served.kv_layers)
 
 
