@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mlxpaged.attention.kv_cache import resolve_backend
+from mlxpaged.cli.banner import banner
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.scheduler.sequence import Priority
 from tests.api.helpers import (
@@ -322,3 +323,23 @@ def test_a_question_is_cancelled_although_its_reply_comes_at_that_moment(server:
 
     assert server.run(cancelled()).result(DEADLINE)
     assert ask_idle(server, "POST", CLEAR) == {"dropped_blocks": 0}
+
+
+@pytest.mark.parametrize(("allowed", "dtype"), [(0.05, "int4"), (0.01, "int8"), (0.0, "auto")])
+def test_the_type_of_the_kv_cache_and_the_reason_are_shown(
+    allowed: float, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo model with 4-bit values. allowed: nats by which its predictions may change."""
+    monkeypatch.setattr("mlxpaged.models.quantized_kv.MOST_DIVERGENCE", allowed)
+    with running_server(EngineConfig(kv_cache_dtype="int4", kv_cache_bytes=10_000_000)) as server:
+        found = ask_idle(server, "GET", STATUS)["kv_cache"]
+        text = banner(server.registry, server.url, needs_key=False)
+        post(server, {"model": "demo", "prompt": "1 2", "max_tokens": 3})
+    assert found["dtype"] == dtype
+    assert (f", {dtype}:" in text) == (dtype != "auto")
+    if dtype == "int4":
+        assert found["dtype_because"] is None
+        assert "the KV cache is not" not in text
+    else:
+        assert "the predictions of the probe change by" in found["dtype_because"]
+        assert f"  larger    the KV cache is not int4: {found['dtype_because']}" in text
