@@ -26,8 +26,8 @@ from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.loader import load_model
+from mlxpaged.vision.image import PromptImage
 from mlxpaged.vision.install import install
-from mlxpaged.vision.picture import Picture
 from mlxpaged.vision.pixtral import PixtralSizes, PixtralTower
 from mlxpaged.vision.pixtral_format import PixtralFormat
 from mlxpaged.vision.tower import Vision
@@ -55,16 +55,16 @@ def seeing_engine(model: Path, blocks: int, streams: int) -> EngineCore:
     return build_engine(config, dataclasses.replace(served, vision=vision))
 
 
-def prompt_with(images: int, side: int, form: PixtralFormat) -> tuple[list[int], tuple[Picture, ...]]:
+def prompt_with(images: int, side: int, form: PixtralFormat) -> tuple[list[int], tuple[PromptImage, ...]]:
     tokens: list[int] = [20]
-    pictures = []
+    made = []
     for number in range(images):
         pixels = np.random.default_rng(number).integers(0, 256, (side, side, 3), dtype=np.uint8)
         own = form.tokens(side, side)
         positions = tuple(len(tokens) + i for i, token in enumerate(own) if token == form.placeholder)
-        pictures.append(Picture(number.to_bytes(16, "little"), pixels, positions))
+        made.append(PromptImage(number.to_bytes(16, "little"), pixels, positions))
         tokens += own
-    return tokens, tuple(pictures)
+    return tokens, tuple(made)
 
 
 def run(core: EngineCore, streams: int, seconds: float, images: Request | None) -> list[float]:
@@ -102,10 +102,10 @@ def main() -> None:
     assert isinstance(form, PixtralFormat)
     print(f"{mx.default_device()}, BLAS: {blas.describe()}")
     alone = run(core, args.streams, args.seconds, None)
-    tokens, pictures = prompt_with(args.images, args.side, form)
+    tokens, images = prompt_with(args.images, args.side, form)
     params = SamplingParams(max_tokens=1, temperature=0.0)
     started = time.monotonic()
-    beside = run(core, args.streams, 0.0, Request("images", tokens, params, core.clock(), pictures=pictures))
+    beside = run(core, args.streams, 0.0, Request("images", tokens, params, core.clock(), images=images))
     seconds = time.monotonic() - started
     print(f"{args.streams} streams; {args.images} images of {args.side} x {args.side} pixels in {seconds:.1f} s")
     print(f"{'inter-token ms':24} {'p50':>8} {'p99':>8}")

@@ -18,8 +18,8 @@ PENDING = -1
 """Stands for a token that a step in flight samples. The next step is scheduled before the host has read that token."""
 
 FIRST_CONTENT_ID = 2**32
-"""From here on, a token id stands for a row of a picture's features. Such ids are equal only for the same row of the
-same picture, so that the prefix cache compares pictures as it compares text. The model gets token 0 there."""
+"""From here on, a token id stands for a row of an image's features. Such ids are equal only for the same row of the
+same image, so that the prefix cache compares images as it compares text. The model gets token 0 there."""
 
 
 class Row(NamedTuple):
@@ -35,8 +35,8 @@ class Row(NamedTuple):
     tables: [G, b], the block ids for each cache group, then UNUSED. All rows of a step have the same b.
     shifts: (position, shift) in order: from this position on, the rotary embedding gets position + shift for a token of
     text. Empty for most models.
-    spans: (start, end) of the pictures whose tokens see one another and that the row has several tokens of. It has all
-    tokens from its first one of such a picture to the end of the picture. Empty for most models.
+    spans: (start, end) of the images whose tokens see one another and that the row has several tokens of. It has all
+    tokens from its first one of such an image to the end of the image. Empty for most models.
     """
 
     sequence_id: int
@@ -180,8 +180,8 @@ class Step:
         return any(row.shifts for row in self.rows)
 
     @functools.cached_property
-    def shows_pictures(self) -> bool:
-        """Whether it has rows of pictures."""
+    def shows_images(self) -> bool:
+        """Whether it has rows of images."""
         return max(self.token_ids) >= FIRST_CONTENT_ID
 
     @property

@@ -56,12 +56,12 @@ def test_held_out_numbers_are_read_right(reader: Reader) -> None:
     assert len(wrong) <= 1, wrong
 
 
-def test_without_a_picture_it_says_what_it_can_do(reader: Reader) -> None:
+def test_without_an_image_it_says_what_it_can_do(reader: Reader) -> None:
     assert reader.answer([user("Hello!")], []) == tasks.FALLBACK_ANSWER
     assert reader.answer([user("Who are you?")], []) == tasks.IDENTITY_ANSWER
 
 
-def test_the_template_shows_pictures_of_users_and_tools() -> None:
+def test_the_template_shows_images_of_users_and_tools() -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(str(PATH))
     shown = tokenizer.apply_chat_template(
         [
@@ -108,7 +108,7 @@ def test_the_server_reads_the_number_in_a_file(server: RunningServer, kind: str)
     assert ask(server, [{"role": "user", "content": content}]) == "407"
 
 
-def test_the_server_reads_several_pictures_of_a_conversation(server: RunningServer) -> None:
+def test_the_server_reads_several_images_of_a_conversation(server: RunningServer) -> None:
     first, second = image_part(plain(53, 96, 64)), image_part(plain(908, 500, 300))
     messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": QUESTION}, first]}]
     answers = [ask(server, messages)]

@@ -1,4 +1,4 @@
-"""The comparison as a picture: a bar for each server and load."""
+"""The comparison as an image: a bar for each server and load."""
 
 from __future__ import annotations
 

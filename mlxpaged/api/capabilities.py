@@ -15,6 +15,6 @@ def capabilities(info: EngineInfo | EmbeddingInfo) -> dict[str, bool]:
         "rerank": isinstance(info, EngineInfo) and info.reranker is not None,
         "embeddings": info.embedding_model is not None,
         "tools": chats,
-        "vision": chats and isinstance(info, EngineInfo) and info.pictures is not None,
+        "vision": chats and isinstance(info, EngineInfo) and info.images is not None,
         "thinking": chats and info.tokenizer.tags.thinks,
     }

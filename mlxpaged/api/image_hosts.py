@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from mlxpaged import __version__
-from mlxpaged.vision.headers import PictureError
+from mlxpaged.vision.headers import ImageError
 from mlxpaged.vision.reading import MAX_BYTES
 
 SECONDS = 10.0
@@ -48,23 +48,23 @@ class ImageHosts:
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="mlxpaged-fetch")
 
     async def fetch(self, url: str) -> bytes:
-        """Raises PictureError."""
+        """Raises ImageError."""
         try:
             parts = urlsplit(url)
             name, port = (parts.hostname or "").lower(), parts.port or PORTS[parts.scheme]
         except (ValueError, KeyError):
-            raise PictureError("has a URL that is neither http nor https") from None
+            raise ImageError("has a URL that is neither http nor https") from None
         if not {(name, port), (name, None if port == PORTS[parts.scheme] else port)} & self._allowed:
-            raise PictureError("is on a host that this server does not fetch images from (--allow-image-hosts)")
+            raise ImageError("is on a host that this server does not fetch images from (--allow-image-hosts)")
         fetch = Fetch(parts, name, port, self._resolve, time.monotonic() + self._seconds)
         try:
             return await asyncio.wait_for(
                 asyncio.get_running_loop().run_in_executor(self._threads, fetch.run), self._seconds
             )
         except (asyncio.TimeoutError, TimeoutError):  # of the wait, or of the socket
-            raise PictureError(f"did not come from its host within {self._seconds:g} s") from None
+            raise ImageError(f"did not come from its host within {self._seconds:g} s") from None
         except (OSError, http.client.HTTPException, UnicodeError) as error:
-            raise PictureError(f"could not be fetched: {type(error).__name__}") from None
+            raise ImageError(f"could not be fetched: {type(error).__name__}") from None
         finally:
             fetch.stop()
 
@@ -91,7 +91,7 @@ class Fetch:
         self._socket: socket.socket | None = None
 
     def run(self) -> bytes:
-        """Raises PictureError, OSError or HTTPException."""
+        """Raises ImageError, OSError or HTTPException."""
         family, address = self._address()
         with socket.socket(family, socket.SOCK_STREAM) as plain:
             self._socket = plain
@@ -110,12 +110,12 @@ class Fetch:
         connection.request("GET", path, headers={"User-Agent": f"mlxpaged/{__version__}", "Accept": "image/*"})
         with connection.getresponse() as response:
             if response.status != http.client.OK:
-                raise PictureError(f"could not be fetched: its host answers with {response.status}")
+                raise ImageError(f"could not be fetched: its host answers with {response.status}")
             data = bytearray()
             while piece := response.read1(READ_BYTES):
                 data += piece
                 if len(data) > MAX_BYTES:
-                    raise PictureError(f"has more than {MAX_BYTES >> 20} MiB")
+                    raise ImageError(f"has more than {MAX_BYTES >> 20} MiB")
                 connected.settimeout(self._left())
             return bytes(data)
 
@@ -129,12 +129,12 @@ class Fetch:
         return max(0.001, self._deadline - time.monotonic())
 
     def _address(self) -> tuple[int, Any]:
-        """The family and the address to connect to. Raises PictureError if one of the name's is not public."""
+        """The family and the address to connect to. Raises ImageError if one of the name's is not public."""
         found = self._resolve(self._name, self._port, type=socket.SOCK_STREAM)
         if not is_address(self._name):
             for _, _, _, _, address in found:
                 if not ipaddress.ip_address(address[0].partition("%")[0]).is_global:
-                    raise PictureError("is on a host whose address is not public")
+                    raise ImageError("is on a host whose address is not public")
         family, _, _, _, address = found[0]
         return family, address
 

@@ -1,7 +1,7 @@
 """Defines images, audio and files in the conversations of all APIs.
 
 A part that is no text stands in its message as a sentinel: a text that no client can know, so that all that handles
-messages handles strings. `generation/pictures.py` decides what becomes of it when the model is known.
+messages handles strings. `generation/images.py` decides what becomes of it when the model is known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, PrivateAttr, ValidationInfo, mo
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.schema import Body
-from mlxpaged.vision.reading import ClientPicture, Detail
+from mlxpaged.vision.reading import ClientImage, Detail
 
 IMAGES = ("image", "image_url", "input_image")
 OTHERS = {
@@ -50,7 +50,7 @@ class MediaPart(Body):
         return self._sentinel
 
     @property
-    def picture(self) -> ClientPicture | None:
+    def image(self) -> ClientImage | None:
         return None
 
 
@@ -70,8 +70,8 @@ class ImageUrlPart(MediaPart):
     image_url: Annotated[ImageUrl, BeforeValidator(as_object, json_schema_input_type=str | ImageUrl)]
 
     @property
-    def picture(self) -> ClientPicture:
-        return ClientPicture(self.image_url.url, True, self.image_url.detail or "auto")
+    def image(self) -> ClientImage:
+        return ClientImage(self.image_url.url, True, self.image_url.detail or "auto")
 
 
 class InputImagePart(MediaPart):
@@ -83,8 +83,8 @@ class InputImagePart(MediaPart):
     detail: Detail | None = None
 
     @property
-    def picture(self) -> ClientPicture:
-        return ClientPicture(self.image_url or "", True, self.detail or "auto")
+    def image(self) -> ClientImage:
+        return ClientImage(self.image_url or "", True, self.detail or "auto")
 
 
 class ImageSource(Body):
@@ -104,10 +104,10 @@ class ImageBlock(MediaPart):
     source: ImageSource
 
     @property
-    def picture(self) -> ClientPicture:
+    def image(self) -> ClientImage:
         if self.source.data is None:
-            return ClientPicture(self.source.url or "", True)
-        return ClientPicture(self.source.data, False)
+            return ClientImage(self.source.url or "", True)
+        return ClientImage(self.source.data, False)
 
 
 class OtherPart(MediaPart):
@@ -171,7 +171,7 @@ def media_of(conversation: Sequence[BaseModel], name: str, num_earlier: int = 0)
             is_newest = may_be_refused and not in_result
             at = (name, i - num_earlier, *path) if i >= num_earlier else ("previous_response_id",)
             param = ".".join(map(str, at))
-            if is_newest and part.picture is None:
+            if is_newest and part.image is None:
                 raise bad_parameter(param, f"{NAMES[part.type][1]} not supported by this server")
             own = () if path[0] == "images" else (part.type,)
             field = ".".join((name, *(step for step in path if isinstance(step, str)), *own))
@@ -196,7 +196,7 @@ def parts_of(item: BaseModel) -> Iterator[tuple[MediaPart, tuple[str | int, ...]
                 yield part, (name, j), False
             elif getattr(part, "type", None) == "tool_result":
                 yield from ((inner, (name, j, *path), True) for inner, path, _ in parts_of(part))
-    for j, part in enumerate(getattr(item, "pictures", ())):  # Ollama's
+    for j, part in enumerate(getattr(item, "shown_images", ())):  # Ollama's
         yield part, ("images", j), False
 
 

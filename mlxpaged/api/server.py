@@ -36,7 +36,7 @@ from mlxpaged.process_memory import require_memory
 from mlxpaged.registry.errors import LoadFailedError, ModelUnknownError, NoRoomError
 from mlxpaged.registry.model import Model
 from mlxpaged.registry.registry import Registry
-from mlxpaged.vision.reading import PictureReader
+from mlxpaged.vision.reading import ImageReader
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +80,10 @@ class Server:
         self._body_threads = ThreadPoolExecutor(2, thread_name_prefix="mlxpaged-body")
         self._huge_body_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-body-huge")
         self._rests_until = 0.0
-        self.pictures = PictureReader()
+        self.images = ImageReader()
         self.image_hosts = ImageHosts(http.image_hosts)
-        # Two, so that a large picture does not block the next one. Each takes up to 0.5 GB while it is decoded.
-        self._picture_threads = ThreadPoolExecutor(2, thread_name_prefix="mlxpaged-picture")
+        # Two, so that a large image does not block the next one. Each takes up to 0.5 GB while it is decoded.
+        self._image_threads = ThreadPoolExecutor(2, thread_name_prefix="mlxpaged-image")
         # Two, so that a slow grammar does not block the next one. The compiler releases the interpreter lock.
         self._compiling = asyncio.Semaphore(2)
 
@@ -203,12 +203,12 @@ class Server:
             now = time.monotonic()
             self._rests_until = now + min(now - begun, LONGEST_REST)
 
-    async def check_picture(self, function: Callable[[], Result]) -> Result:
-        """Run a function that reads a picture's header. It does not wait for those that are decoded."""
+    async def check_image(self, function: Callable[[], Result]) -> Result:
+        """Run a function that reads an image's header. It does not wait for those that are decoded."""
         return await asyncio.get_running_loop().run_in_executor(self._body_threads, function)
 
-    async def decode_picture(self, function: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._picture_threads, function)
+    async def decode_image(self, function: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._image_threads, function)
 
     async def tokenize(self, tokenizer: Tokenizer, size: int, function: Callable[[], Result]) -> Result:
         """Run a function that uses a tokenizer, on a thread. size: characters or tokens that it works on."""
@@ -258,7 +258,7 @@ class Server:
         return self._clock() - self._started
 
     async def close(self) -> None:
-        for threads in (self._body_threads, self._huge_body_thread, self._picture_threads):
+        for threads in (self._body_threads, self._huge_body_thread, self._image_threads):
             threads.shutdown(wait=False, cancel_futures=True)
         self.image_hosts.close()
         self._tokenizer_lanes.close()

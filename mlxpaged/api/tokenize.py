@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import others
-from mlxpaged.api.generation.pictures import apart, resolve, together
+from mlxpaged.api.generation.images import apart, resolve, together
 from mlxpaged.api.generation.request import Chat
 from mlxpaged.api.generation.tool_prompt import with_tools
 from mlxpaged.api.media import media_of
@@ -88,14 +88,14 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     server = server_of(request)
     _, info = await server.ready(request, body.model)
     chat = await server.prepare(request, lambda: chat_of(body))
-    chat, pictures = await resolve(request, chat, info)
+    chat, images = await resolve(request, chat, info)
 
     def work() -> list[int]:
         if body.prompt is None:
             marker, shown = info.tokenizer.mark(apart(chat.messages))
-            shown, order = pictures.in_parts(with_tools(together(shown), (), info.tokenizer))
+            shown, order = images.in_parts(with_tools(together(shown), (), info.tokenizer))
             tokens = info.tokenizer.apply_chat_template(shown, True, partial(check_size, "messages"), marker)
-            return pictures.placed(tokens, order).token_ids
+            return images.placed(tokens, order).token_ids
         try:
             return info.tokenizer.encode(
                 body.prompt, body.add_special_tokens is not False, body.split_special_tokens is True

@@ -186,8 +186,8 @@ class LayerKVCache:
 
         window: a query sees only the last `window` keys, its own included. chunk: a query at position p sees only keys
         from position `p // chunk * chunk` on (Llama 4). softcap: scores become `softcap * tanh(scores / softcap)`.
-        sinks[Hq]: one logit per head that is added to the softmax's denominator. mutual: a query of a picture in the
-        step's spans also sees the keys after it up to the picture's end (Gemma 3).
+        sinks[Hq]: one logit per head that is added to the softmax's denominator. mutual: a query of an image in the
+        step's spans also sees the keys after it up to the image's end (Gemma 3).
 
         All keys of the contexts must have been written by `write` or `write_blocks` of the same backend, which may rely
         on how it left the unused slots of a block.

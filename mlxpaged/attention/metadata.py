@@ -249,7 +249,7 @@ class HostStep:
         lengths = HostMetadata(block_size, query_lens, context_lens, num_repeats=step.num_repeats, host_spans=spans)
         for i, of_row in spans.items():
             if of_row[-1][1] > context_lens[i]:
-                raise ValueError(f"a chunk ends at {context_lens[i]}, within a picture that ends at {of_row[-1][1]}")
+                raise ValueError(f"a chunk ends at {context_lens[i]}, within an image that ends at {of_row[-1][1]}")
         owner = np.repeat(np.arange(len(query)), query)
         starts = np.cumsum(query) - query
         positions = (np.arange(len(owner)) - starts[owner] + (context - query)[owner]).astype(np.int32)
@@ -361,7 +361,7 @@ def tables_of(step: Step) -> IntArray:
 
 def shifts_of(step: Step) -> IntArray:
     """[S]: what the rotary embedding gets beside the position of each token of a row. A row that this does not describe
-    shows pictures: then the rotary embedding does not use it."""
+    shows images: then the rotary embedding does not use it."""
     shifts: IntArray = np.array([row.shift for row in step.rows], np.int32)
     return shifts
 

@@ -21,7 +21,7 @@ from mlxpaged.attention.metadata import AttentionMetadata, HostMetadata, IntArra
 
 class Locality(NamedTuple):
     """The keys that a query sees, as `LayerKVCache.attend` says: by default, all up to its own. window or chunk is
-    None. mutual: whether tokens of a picture see one another."""
+    None. mutual: whether tokens of an image see one another."""
 
     window: int | None = None
     chunk: int | None = None

@@ -54,7 +54,7 @@ def hash_block(parent_key: bytes, tokens: Sequence[int]) -> bytes:
 
 def value(chain: Iterable[CachedBlock]) -> None:
     """These blocks are worth storing: their prefix was found again, or took long to compute. chain: from the first
-    block of a prompt to the one after which a sequence goes on. Pictures and what follows them are not stored, because
+    block of a prompt to the one after which a sequence goes on. Images and what follows them are not stored, because
     other processes number them anew."""
     record = None
     for record in chain:

@@ -24,11 +24,11 @@ from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.embedding_core import EmbeddingCore
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.headroom import Headroom
+from mlxpaged.engine.images import FEATURE_BYTES, Images, cannot_see
 from mlxpaged.engine.memory import START_TOKENS, StateMemory, kv_blocks, least_step, state_checkpoints, swap_slots
 from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.ngram import NgramDrafter
-from mlxpaged.engine.pictures import FEATURE_BYTES, Pictures, cannot_see
 from mlxpaged.engine.pool_resizer import PoolResizer
 from mlxpaged.engine.progress import Report, Stage, reporter
 from mlxpaged.engine.prompt_logits import max_prompt_logits
@@ -118,12 +118,12 @@ def build_engine(
     timing = reporter(Stage.TIMING, report)
     tuning = "default" if config.batch_invariant else config.attention_tuning
     tunings = choose_tunings(backend, tuning, shapes, limits, config.retune, timing)
-    pictures = None if served.vision is None else Pictures(served.vision)
+    images = None if served.vision is None else Images(served.vision)
     runner = ModelRunner(
         *(served, start_blocks, config.block_size, backend, tunings, slots, config.swap_dir, layout),
         ranks=ranks,
         batch_invariant=config.batch_invariant,
-        pictures=pictures,
+        images=images,
     )
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     sampler = Sampler(served.vocab_size, compiled=on_gpu, one_by_one=config.batch_invariant)
@@ -155,7 +155,7 @@ def build_engine(
         embedder,
         no_embedder_because,
         choice.kernels_off,
-        pictures,
+        images,
         tier,
         no_tier_because,
         drafter_of(config, served),

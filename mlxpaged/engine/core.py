@@ -12,11 +12,11 @@ from mlxpaged.engine.drafting import Drafter, Drafting
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.headroom import Headroom
+from mlxpaged.engine.image_encoder import ImageEncoder
+from mlxpaged.engine.images import Images
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.memory import StateMemory
 from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.engine.picture_encoder import PictureEncoder
-from mlxpaged.engine.pictures import Pictures
 from mlxpaged.engine.pool_resizer import POLL_SECONDS, REST_SECONDS, PoolResizer
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.request_table import RequestTable
@@ -61,7 +61,7 @@ class EngineCore(Worker):
         embedder: Embedder | None = None,
         no_embedder_because: str = "",
         kernels_off: str | None = None,
-        pictures: Pictures | None = None,
+        images: Images | None = None,
         tier: DiskTier | None = None,
         no_tier_because: str = "",
         drafter: Drafter | None = None,
@@ -76,19 +76,19 @@ class EngineCore(Worker):
         self.clock = clock
         self.no_embedder_because = no_embedder_because
         self.kernels_off = kernels_off
-        self.pictures = pictures
+        self.images = images
         self.tier = tier
         self.no_tier_because = no_tier_because
         if tier is not None:
             resizer.before_shrink, resizer.on_evicted = tier.end_load, tier.take_leaving
         config = scheduler.config
         self.states = StateMemory(state_bytes(served.layers), config.max_num_seqs, config.num_checkpoints)
-        self.requests = RequestTable(served, scheduler, grammars, clock, self._forget, pictures, tier)
+        self.requests = RequestTable(served, scheduler, grammars, clock, self._forget, images, tier)
         self.drafting = None if drafter is None else Drafting(scheduler, self.requests, drafter)
         encoder = None
-        if pictures is not None:
+        if images is not None:
             invariant = runner.tile_size is not None
-            encoder = PictureEncoder(pictures, scheduler, self.requests.end_held, clock, invariant)
+            encoder = ImageEncoder(images, scheduler, self.requests.end_held, clock, invariant)
         parts = scheduler, runner, resizer, sampler, grammars, headroom, self.requests, clock
         self.loop = StepLoop(*parts, encoder, tier, self.drafting)
 
@@ -209,7 +209,7 @@ class EngineCore(Worker):
             self.resizer.bytes_of(self.scheduler.config.num_blocks),
             self.states.nbytes,
             NO_EMBEDDINGS if self.embedder is None else self.embedder.stats(),
-            NO_IMAGES if self.pictures is None else ImageStats(self.pictures.num_encoded, self.pictures.nbytes),
+            NO_IMAGES if self.images is None else ImageStats(self.images.num_encoded, self.images.nbytes),
             self.loop.prompt_chunks,
             NO_TIER._replace(off_because=self.no_tier_because) if self.tier is None else self.tier.stats(),
             NO_DRAFTS if self.drafting is None else self.drafting.stats,

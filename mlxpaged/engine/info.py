@@ -72,16 +72,16 @@ class EngineInfo:
         self.no_embeddings_because = core.no_embedder_because
         self.adapters = served.adapters.names
         self.drafts = core.drafting is not None  # whether steps verify draft tokens
-        # How prompts show pictures; None if it takes none.
-        self.pictures = None if served.vision is None else served.vision.format
-        self.no_pictures_because = served.no_vision_because
+        # How prompts show images; None if it takes none.
+        self.images = None if served.vision is None else served.vision.format
+        self.no_images_because = served.no_vision_because
         self.cluster: Cluster | None = None  # None if the model runs on one machine
 
     def __getstate__(self) -> dict[str, object]:
         """The state without what belongs to a process. The one that gets it sets its own tokenizer and grammars."""
-        own = {"tokenizer", "grammars", "reranker", "pictures"}
+        own = {"tokenizer", "grammars", "reranker", "images"}
         others = {name: value for name, value in vars(self).items() if name not in own}
-        return others | {"reranker": None, "pictures": None}
+        return others | {"reranker": None, "images": None}
 
     @property
     def max_tokens_in_pool(self) -> int:

@@ -18,7 +18,7 @@ from mlxpaged.attention.layout import KV_DTYPES, AttentionShape
 from mlxpaged.attention.metadata import HostStep, IntArray
 from mlxpaged.attention.tuning import Tuning
 from mlxpaged.cpu.streams import synchronize
-from mlxpaged.engine.pictures import Pictures
+from mlxpaged.engine.images import Images
 from mlxpaged.engine.rank_messages import MessageWriter
 from mlxpaged.engine.ranks import RankLostError, Ranks, least
 from mlxpaged.engine.row_tiles import largest_tile, row_tiles
@@ -56,7 +56,7 @@ class ModelRunner:
     tunings: by the shape of a layer; shapes that are missing have the default tuning. layout: the cache groups of the
     model's layers; by default one. ranks: None if this process computes the whole model. After `lead`, each call that
     changes the state of the device is made on all ranks. batch_invariant: steps are cut into tiles, and every tile has
-    the same shapes. pictures: of the requests; None if the model sees none.
+    the same shapes. images: of the requests; None if the model sees none.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ModelRunner:
         layout: CacheLayout | None = None,
         ranks: Ranks | None = None,
         batch_invariant: bool = False,
-        pictures: Pictures | None = None,
+        images: Images | None = None,
     ) -> None:
         self.ranks = ranks
         self._broadcast: Callable[[bytes], object] | None = None
@@ -79,7 +79,7 @@ class ModelRunner:
         self._model = served.model
         self._rows = None if batch_invariant else served.rows
         self._adapters = served.adapters.step
-        self._pictures = pictures
+        self._images = images
         self._block_size = block_size
         self._caches = ModelCaches(served.layers, num_blocks, block_size, backend, tunings, layout=layout)
         self.layers = self._caches.layers
@@ -135,8 +135,8 @@ class ModelRunner:
         """From now on, the other ranks make no call that rank 0 has not sent."""
         if self.ranks is not None and self.ranks.leads:
             self._broadcast = self.ranks.broadcast
-            if self._pictures is not None:
-                self._pictures.on_put, self._pictures.on_drop = self._share_features, self._drop_features
+            if self._images is not None:
+                self._images.on_put, self._images.on_drop = self._share_features, self._drop_features
 
     def _tell(self, call: str, *arguments: Any) -> None:
         """Let the other ranks make the same call. Raises RankLostError."""
@@ -165,8 +165,8 @@ class ModelRunner:
         """
         if threading.get_ident() != self.thread_id:
             raise RuntimeError("the model runs on the engine thread only")
-        if self._pictures is not None and step.shows_pictures:
-            self._pictures.prepare(step)
+        if self._images is not None and step.shows_images:
+            self._images.prepare(step)
         if self.tile_size is not None:
             return self._forward_tiles(step, sampled)
         if self._broadcast is None:
@@ -209,14 +209,14 @@ class ModelRunner:
             more.append(index)
         caches = self._caches
         caches.begin(step.rows)
-        pictures = self._pictures if step.shows_pictures else None
+        images = self._images if step.shows_images else None
         try:
-            if pictures is not None:
-                pictures.begin(step)
+            if images is not None:
+                images.begin(step)
             host = self._host_step(step, more)
             vector = host.upload()
             # A replayed step has other kernels than one that is not, so the bits of a row would depend on which it is.
-            if not self.overlaps or step.num_repeats is not None or pictures is not None:
+            if not self.overlaps or step.num_repeats is not None or images is not None:
                 logits = self._logits(host, vector, in_flight)
             else:
                 logits = self._graphs.run(host, vector, in_flight, self._adapters.active)
@@ -224,8 +224,8 @@ class ModelRunner:
         finally:
             caches.end()
             self._adapters.end()
-            if pictures is not None:
-                pictures.end()
+            if images is not None:
+                images.end()
         self.model_calls += 1
         return logits
 
@@ -379,7 +379,7 @@ class ModelRunner:
         mx.clear_cache()
 
     def _share_features(self, number: int, grid: tuple[int, int], features: mx.array) -> None:
-        """Give a picture's features to all ranks."""
+        """Give an image's features to all ranks."""
         assert self.ranks is not None
         sizes = (*features.shape, *grid)
         self._tell("receive_features", number, KV_DTYPES.index(features.dtype), *sizes)
@@ -388,11 +388,11 @@ class ModelRunner:
     def receive_features(self, number: int, dtype: int, *sizes: int) -> None:
         """Does the part of another rank in `_share_features`. sizes: of the features, then rows and columns."""
         assert self.ranks is not None
-        assert self._pictures is not None
+        assert self._images is not None
         *shape, rows, columns = sizes
         features = self.ranks.from_first(mx.zeros(shape, KV_DTYPES[dtype]))
         mx.eval(features)
-        self._pictures.receive(number, (rows, columns), features)
+        self._images.receive(number, (rows, columns), features)
 
     def _drop_features(self, number: int) -> None:
         """Let the other ranks drop them too. If those are lost the next step says so: features are also dropped while
@@ -401,8 +401,8 @@ class ModelRunner:
             self._tell("forget_features", number)
 
     def forget_features(self, number: int) -> None:
-        assert self._pictures is not None
-        self._pictures.forget(number)
+        assert self._images is not None
+        self._images.forget(number)
 
     def wire_memory(self) -> None:
         """Keep the pools resident after a resize. No step may be in flight."""

@@ -9,7 +9,7 @@ from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.timeline import Timeline
 from mlxpaged.scheduler.sequence import FinishReason, Priority, SequenceStatus
-from mlxpaged.vision.picture import Picture
+from mlxpaged.vision.image import PromptImage
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Request:
     timeline: bool = False  # whether to record one
     cache_salt: tuple[str, ...] = ()  # only requests with the same one share blocks of the prefix cache
     adapter: str | None = None  # name of the LoRA adapter that answers; None: the model without one
-    pictures: tuple[Picture, ...] = ()  # that the prompt shows
+    images: tuple[PromptImage, ...] = ()  # that the prompt shows
     resumed: tuple[int, ...] = ()  # the tokens of its answer that another engine has already given
 
 

@@ -11,7 +11,7 @@ from mlxpaged.cache.prefix_cache import salted
 from mlxpaged.engine.deadlines import Deadlines, set_deadlines
 from mlxpaged.engine.disk_tier import DiskTier
 from mlxpaged.engine.grammar import GrammarError, Grammars
-from mlxpaged.engine.pictures import Pictures
+from mlxpaged.engine.images import Images
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken
@@ -40,7 +40,7 @@ class RequestTable:
         grammars: Grammars,
         clock: Callable[[], float],
         forget: Callable[[int], None],
-        pictures: Pictures | None = None,
+        images: Images | None = None,
         tier: DiskTier | None = None,
     ) -> None:
         self._tier = tier
@@ -49,7 +49,7 @@ class RequestTable:
         self._grammars = grammars
         self._clock = clock
         self._forget = forget
-        self._pictures = pictures
+        self._images = images
         self.by_sequence: dict[int, RunningRequest] = {}
         self.outputs: list[RequestOutput] = []
         self.num_generated_tokens = 0
@@ -87,16 +87,16 @@ class RequestTable:
             matcher = self._grammars.start(params.constraint, params.ignore_eos)
         runs_past_eos = params.ignore_eos and matcher is None  # a grammar allows the end token only at its end
         stop_ids = params.stop_token_ids | (frozenset() if runs_past_eos else self._served.tokenizer.eos_token_ids)
-        pictures = self._pictures if request.pictures else None
-        if request.pictures and pictures is None:
+        images = self._images if request.images else None
+        if request.images and images is None:
             raise ValueError("this model takes no images")
-        prompt = request.prompt_token_ids if pictures is None else pictures.content_ids(request)
+        prompt = request.prompt_token_ids if images is None else images.content_ids(request)
         arrival_time = request.arrival_time
         sequence = Sequence(next(self._ids), prompt, params.max_tokens, stop_ids, request.priority, arrival_time)
         sequence.request_id = request.request_id
         sequence.adapter = request.adapter
-        if pictures is not None:
-            sequence.shifts, sequence.spans = pictures.shifts(request), pictures.spans(request)
+        if images is not None:
+            sequence.shifts, sequence.spans = images.shifts(request), images.spans(request)
         sequence.cache_seed = salted(self._served.adapters.cache_seed(request.adapter), request.cache_salt)
         parent_id = self._sequence_of.get(request.fork_of) if request.fork_of is not None else None
         parent = None if parent_id is None else self.by_sequence[parent_id]
@@ -104,10 +104,10 @@ class RequestTable:
         set_deadlines(sequence, request)
         running = RunningRequest(request, sequence, self._served.tokenizer, matcher, parent)
         running.resume(request.resumed, self._clock())
-        is_loading = pictures is None and self._tier is not None and self._tier.wants(sequence)
-        self._scheduler.add(sequence, is_held=pictures is not None, is_loading=is_loading)
-        if pictures is not None:
-            pictures.add(sequence, request)
+        is_loading = images is None and self._tier is not None and self._tier.wants(sequence)
+        self._scheduler.add(sequence, is_held=images is not None, is_loading=is_loading)
+        if images is not None:
+            images.add(sequence, request)
         self.by_sequence[sequence.sequence_id] = running
         self._num_by_priority[request.priority] += 1
         self._deadlines.watch(sequence)
@@ -211,8 +211,8 @@ class RequestTable:
         del self._sequence_of[running.request.request_id]
         self._deadlines.forget(sequence_id)
         self._forget(sequence_id)
-        if self._pictures is not None:
-            self._pictures.remove(sequence_id)
+        if self._images is not None:
+            self._images.remove(sequence_id)
 
 
 def reason_of(error: Exception) -> FinishReason:

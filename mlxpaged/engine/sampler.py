@@ -239,7 +239,7 @@ class TokenCounts:
 
     def _occurrences(self, token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
         tokens = np.asarray(token_ids, dtype=np.int64)
-        of_text = tokens[tokens < self._vocab_size]  # the others are of pictures
+        of_text = tokens[tokens < self._vocab_size]  # the others are of images
         return np.bincount(of_text, minlength=self._vocab_size).astype(np.int32)
 
 

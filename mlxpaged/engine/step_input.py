@@ -28,7 +28,7 @@ def token_vectors(step: Step, sampled_ids: ListOf[int] = ()) -> list[IntArray]:
     one among those of the step in flight. sampled_ids: the sequences of these."""
     rows = step.rows
     tokens = step.token_ids
-    if step.shows_pictures:
+    if step.shows_images:
         tokens = [0 if token >= FIRST_CONTENT_ID else token for token in tokens]
     token_ids: IntArray = np.array(tokens, np.int32)
     wanted: IntArray = np.arange(len(tokens), dtype=np.int32)

@@ -12,8 +12,8 @@ from mlxpaged.engine.disk_tier import DiskTier
 from mlxpaged.engine.drafting import Drafting
 from mlxpaged.engine.grammar import GrammarMatcher, Grammars, Mask
 from mlxpaged.engine.headroom import Headroom
+from mlxpaged.engine.image_encoder import ImageEncoder
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
-from mlxpaged.engine.picture_encoder import PictureEncoder
 from mlxpaged.engine.pool_resizer import PoolResizer
 from mlxpaged.engine.prompt_logits import INVARIANT_TOP
 from mlxpaged.engine.prompt_progress import PromptChunk, prompt_chunks
@@ -51,7 +51,7 @@ class StepLoop:
         headroom: Headroom,
         requests: RequestTable,
         clock: Callable[[], float],
-        encoder: PictureEncoder | None = None,
+        encoder: ImageEncoder | None = None,
         tier: DiskTier | None = None,
         drafting: Drafting | None = None,
     ) -> None:

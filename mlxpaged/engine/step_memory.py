@@ -20,7 +20,7 @@ from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.layers import KV, is_per_sequence
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.step import Row, Step
-from mlxpaged.vision.picture import LARGEST
+from mlxpaged.vision.image import LARGEST
 from mlxpaged.vision.tower import Vision
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ CPU_TOKENS = 64
 
 
 CPU_SIDE = 224
-"""Most pixels of a side of the measured picture on a CPU."""
+"""Most pixels of a side of the measured image on a CPU."""
 
 MEASURED_PARTS = 2
 
@@ -81,9 +81,9 @@ def copied_bytes(spec: KV) -> int:
 
 
 def measure_encoding(vision: Vision) -> int:
-    """Bytes that the encoding of the largest picture takes at once.
+    """Bytes that the encoding of the largest image takes at once.
 
-    The first parts of a picture are computed, which are alike: on a GPU of the largest one, on a CPU of one that is
+    The first parts of an image are computed, which are alike: on a GPU of the largest one, on a CPU of one that is
     no larger than CPU_SIDE, so that a start takes no longer. From there on, the memory grows with the pixels.
     """
     on_gpu = mx.metal.is_available()
@@ -98,7 +98,7 @@ def measure_encoding(vision: Vision) -> int:
     del state, pixels
     mx.clear_cache()
     found = peak * max(1, largest[0] * largest[1] // (width * height))
-    logger.info("a picture of %d x %d takes up to %.1f MB while it is encoded", *largest, found / 1e6)
+    logger.info("an image of %d x %d takes up to %.1f MB while it is encoded", *largest, found / 1e6)
     return found
 
 

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from mlxpaged.models.errors import UnsupportedModelError
 
 MAX_CONTROL_TOKENS = 65_536
-"""Models with a token for each sound or picture have some 30,000. Their expression takes seconds to compile."""
+"""Models with a token for each sound or image have some 30,000. Their expression takes seconds to compile."""
 MARKERS = [chr(code) for code in range(0xA000, 0xA48D)]
 """Syllables of Yi. They are letters without case, so a template that writes values as JSON, as Python does, in
 capitals or without white space leaves them as they are. One that no text of the request has is the marker."""

@@ -58,7 +58,7 @@ class CannotFuseError(ValueError):
 @dataclass(frozen=True)
 class Fusion:
     """arguments: names of the module's input, mask and cache. joint, output: of its linear layers. adapters: of
-    the running step, if some change the projections. pictures: of the running step, if the rotary embedding depends on
+    the running step, if some change the projections. images: of the running step, if the rotary embedding depends on
     them. The rest is what the module passes to its attention."""
 
     arguments: tuple[str, ...]
@@ -69,7 +69,7 @@ class Fusion:
     sinks: mx.array | None
     softcap: float | None
     adapters: StepAdapters | None = None
-    pictures: FeatureRows | None = None
+    images: FeatureRows | None = None
 
     def run(self, module: Any, x: mx.array, cache: PagedLayer) -> mx.array:
         """[T, 1, hidden] -> [T, 1, hidden]"""
@@ -90,7 +90,7 @@ class FusedAttention(Module):
         fusion = self.fusion
         if fusion.adapters is not None and any(fusion.adapters.active):
             return super().__call__(*args, **more)
-        if fusion.pictures is not None and fusion.pictures.positions is not None:
+        if fusion.images is not None and fusion.images.positions is not None:
             return super().__call__(*args, **more)
         x, mask, cache = (*args, *map(more.get, fusion.arguments[len(args) :]))[:3]
         known = len(args) <= 3 and more.keys() <= set(fusion.arguments)
@@ -207,11 +207,11 @@ def fuse(module: Any, dtype: mx.Dtype) -> None:
     precede(module, FusedAttention, "Fused")
 
 
-def unfuse_for_pictures(model: Module, rows: FeatureRows) -> None:
+def unfuse_for_images(model: Module, rows: FeatureRows) -> None:
     """Computes steps with positions in three axes by the modules' own code."""
     for module in model.modules():
         if isinstance(module, FusedAttention):
-            module.fusion = replace(module.fusion, pictures=rows)
+            module.fusion = replace(module.fusion, images=rows)
 
 
 def joint_of(module: Any) -> tuple[str, Any]:

@@ -108,7 +108,7 @@ def unfused(spec: LayerSpec, broken: Container[object], block_size: int) -> Laye
 
 
 def mutual(specs: Iterable[LayerSpec], which: Literal["none", "windows", "all"]) -> list[LayerSpec]:
-    """The specs of a model in whose layers, all or those with a window, tokens of a picture see one another."""
+    """The specs of a model in whose layers, all or those with a window, tokens of an image see one another."""
 
     def changed(spec: LayerSpec) -> LayerSpec:
         if isinstance(spec, tuple):

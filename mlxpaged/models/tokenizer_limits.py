@@ -33,7 +33,7 @@ SPACE = "\u2581"
 MAX_ADDED = 1024
 """Characters that a rule may add to a text, whatever its length."""
 MAX_ADDED_TOKENS = 40_000
-"""Tokens that are added to the vocabulary, in each file. Models with a token for each sound or picture have 30,000.
+"""Tokens that are added to the vocabulary, in each file. Models with a token for each sound or image have 30,000.
 Each takes 4.5 kB, and loading holds the interpreter lock."""
 ADDED_TOKENS = {
     "added_tokens.json": (),

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from mlxpaged.attention import token_groups
 from mlxpaged.attention.self_check import ReportAmount
 from mlxpaged.models.errors import in_one_line
-from mlxpaged.models.fused_attention import unfuse_for_pictures
+from mlxpaged.models.fused_attention import unfuse_for_images
 from mlxpaged.models.json_files import read_object
 from mlxpaged.models.layers import LayerSpec
 from mlxpaged.models.preflight import WEIGHTS
@@ -63,10 +63,10 @@ def load_vision(
     report: ReportAmount,
     most_pixels: int = MOST_PIXELS,
 ) -> tuple[Vision | None, str]:
-    """Returns None and the reason if the model cannot see pictures; the reason is empty if it was never meant to.
+    """Returns None and the reason if the model cannot see images; the reason is empty if it was never meant to.
 
     path: its directory. config: of its config.json. vocabulary: returns the ids of its tokens by their text. report:
-    gets the bytes of weights that are read, and of all. most_pixels: of a picture; a larger one is reduced. 0 for no
+    gets the bytes of weights that are read, and of all. most_pixels: of an image; a larger one is reduced. 0 for no
     tower.
     """
     if not isinstance(config.get("vision_config"), Mapping):
@@ -76,7 +76,7 @@ def load_vision(
     kind = config.get("model_type")
     family = FAMILIES.get(str(kind))
     if family is None or config["vision_config"].get("model_type", kind) not in family.kinds:
-        return None, f"pictures are not supported yet for {kind} models"
+        return None, f"images are not supported yet for {kind} models"
     try:
         stored = stored_weights(path, family)
         if not stored:
@@ -106,7 +106,7 @@ def let_see(
         try:
             vision.rows.part = part_of_step
             install(model, vision)
-            unfuse_for_pictures(model, vision.rows)
+            unfuse_for_images(model, vision.rows)
             check_vision(model, layers, vision, turns)
         except Exception as error:  # MLX raises any type
             vision, reason = None, in_one_line(error)
@@ -137,7 +137,7 @@ def stored_weights(path: Path, family: Family) -> dict[str, mx.array]:
 
 
 def read_processors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the settings of the pictures and those of the prompts. transformers 5 writes them into one file."""
+    """Returns the settings of the images and those of the prompts. transformers 5 writes them into one file."""
     processor = read_object(path / "processor_config.json", missing_is_empty=True)
     preprocessor = read_object(path / "preprocessor_config.json", missing_is_empty=True)
     return preprocessor or processor.get("image_processor") or {}, processor

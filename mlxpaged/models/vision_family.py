@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlxpaged.vision import MOST_PIXELS
-from mlxpaged.vision.picture import Resampling
+from mlxpaged.vision.image import Resampling
 from mlxpaged.vision.tower import Vision
 
 MOST = {
@@ -64,11 +64,11 @@ def number(values: Mapping[str, Any], name: str, default: int | None = None) -> 
 
 @dataclass(frozen=True)
 class Settings:
-    """The files of a model's directory. config: config.json. pictures, prompts: how its processor makes these.
-    vocabulary: ids of tokens by their texts. most_pixels: of a picture, whatever the files say."""
+    """The files of a model's directory. config: config.json. images, prompts: how its processor makes these.
+    vocabulary: ids of tokens by their texts. most_pixels: of an image, whatever the files say."""
 
     config: Mapping[str, Any]
-    pictures: Mapping[str, Any]
+    images: Mapping[str, Any]
     prompts: Mapping[str, Any]
     vocabulary: Mapping[str, int]
     most_pixels: int = MOST_PIXELS
@@ -92,16 +92,16 @@ class Family(NamedTuple):
 
 
 def colours_of(
-    pictures: Mapping[str, Any], default_mean: tuple[float, ...], default_std: tuple[float, ...]
+    images: Mapping[str, Any], default_mean: tuple[float, ...], default_std: tuple[float, ...]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Returns the mean and the standard deviation of red, green and blue, from 0 to 1. Raises ValueError."""
-    factor = pictures.get("rescale_factor", PIXEL)
-    if pictures.get("do_rescale", True) is not True or not isinstance(factor, float) or abs(factor - PIXEL) > 1e-6:
+    factor = images.get("rescale_factor", PIXEL)
+    if images.get("do_rescale", True) is not True or not isinstance(factor, float) or abs(factor - PIXEL) > 1e-6:
         raise ValueError("its pixels are not divided by 255")
-    if pictures.get("do_normalize", True) is not True:
+    if images.get("do_normalize", True) is not True:
         return (0.0,) * len(default_mean), (1.0,) * len(default_std)
     mean, std = (
-        tuple(float(each) for each in pictures.get(name) or default)
+        tuple(float(each) for each in images.get(name) or default)
         for name, default in (("image_mean", default_mean), ("image_std", default_std))
     )
     if len(mean) != len(default_mean) or len(std) != len(default_std) or min(std) <= 0:
@@ -113,9 +113,9 @@ RESAMPLINGS: Mapping[int, Resampling] = {2: "BILINEAR", 3: "BICUBIC"}
 """Filters by their numbers in Pillow, which the files have."""
 
 
-def resampling_of(pictures: Mapping[str, Any], default: Resampling) -> Resampling:
+def resampling_of(images: Mapping[str, Any], default: Resampling) -> Resampling:
     """Raises ValueError."""
-    found = pictures.get("resample")
+    found = images.get("resample")
     if found is not None and found not in RESAMPLINGS:
         raise ValueError(f"its resample is {str(found)[:100]}")
     return default if found is None else RESAMPLINGS[found]

@@ -36,8 +36,8 @@ def prepare(stored: dict[str, mx.array]) -> None:
 
 
 def make(settings: Settings) -> tuple[Vision, Gemma3Tower]:
-    """Every token of a picture sees all of its others, in all layers (Gemma3Model of transformers)."""
-    sizes = sizes_of(settings.config, settings.pictures)
+    """Every token of an image sees all of its others, in all layers (Gemma3Model of transformers)."""
+    sizes = sizes_of(settings.config, settings.images)
     tower = Gemma3Tower(sizes)
     return Vision(format_of(settings, sizes), tower, mutual="all"), tower
 
@@ -50,7 +50,7 @@ def sizes_of(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Gemm
     features = number(config, "mm_tokens_per_image", 256)
     patches, rows = side // patch, math.isqrt(features)
     if side % patch or rows**2 != features or patches % rows:
-        raise ValueError(f"its pictures of {side} pixels and patches of {patch} do not make {features} features")
+        raise ValueError(f"its images of {side} pixels and patches of {patch} do not make {features} features")
     mean, std = colours_of(preprocessor, MEAN, STD)
     return Gemma3Sizes(
         width=number(seen, "hidden_size", 768),
@@ -73,13 +73,13 @@ def require_activation(name: str) -> None:
 
 
 def format_of(settings: Settings, sizes: Gemma3Sizes) -> Gemma3Format:
-    """Raises ValueError if a token is missing, or the size of the pictures is not the tower's."""
+    """Raises ValueError if a token is missing, or the size of the images is not the tower's."""
     side = sizes.patches * sizes.patch
-    size = settings.pictures.get("size") or {"height": side, "width": side}
+    size = settings.images.get("size") or {"height": side, "width": side}
     if (size.get("height"), size.get("width")) != (side, side):
-        raise ValueError(f"the size of its pictures is {size}, and its tower takes {side} x {side} pixels")
+        raise ValueError(f"the size of its images is {size}, and its tower takes {side} x {side} pixels")
     if side**2 > settings.most_pixels:
-        raise ValueError(f"its pictures have {side**2:,} pixels, and --max-image-pixels is {settings.most_pixels:,}")
+        raise ValueError(f"its images have {side**2:,} pixels, and --max-image-pixels is {settings.most_pixels:,}")
     vocabulary = settings.vocabulary
     if "\n\n" not in vocabulary:
         raise ValueError(r"its tokenizer has no \n\n")
@@ -91,7 +91,7 @@ def format_of(settings: Settings, sizes: Gemma3Sizes) -> Gemma3Format:
         side=side,
         rows=sizes.patches // sizes.pool,
         joins=joins_of(vocabulary),
-        resampling=resampling_of(settings.pictures, "BILINEAR"),
+        resampling=resampling_of(settings.images, "BILINEAR"),
     )
 
 
@@ -132,11 +132,11 @@ def prepare_4(stored: dict[str, mx.array]) -> None:
 
 
 def make_4(settings: Settings) -> tuple[Vision, Gemma4Tower]:
-    sizes = sizes_of_4(settings.config, settings.pictures)
+    sizes = sizes_of_4(settings.config, settings.images)
     tower = Gemma4Tower(sizes)
-    picture_format = format_of_4(settings, sizes.patch, sizes.pool)
-    require_places(sizes.places, picture_format.most * sizes.pool)
-    return Vision(picture_format, tower, mutual=mutual_of(settings.config["text_config"])), tower
+    image_format = format_of_4(settings, sizes.patch, sizes.pool)
+    require_places(sizes.places, image_format.most * sizes.pool)
+    return Vision(image_format, tower, mutual=mutual_of(settings.config["text_config"])), tower
 
 
 def sizes_of_4(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Gemma4Sizes:
@@ -167,20 +167,20 @@ def sizes_of_4(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Ge
     )
 
 
-def colours_of_4(pictures: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def colours_of_4(images: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The tower brings colours from -1 to 1 itself, after the processor has normalized them if it does so at all."""
-    if not pictures.get("do_normalize", False):
+    if not images.get("do_normalize", False):
         return MEAN, STD
-    mean, std = colours_of(pictures, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    mean, std = colours_of(images, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     return tuple(m + 0.5 * s for m, s in zip(mean, std, strict=True)), tuple(0.5 * s for s in std)
 
 
 def format_of_4(settings: Settings, patch: int, pool: int) -> Gemma4Format:
-    """Raises ValueError if a token is missing, or the pictures' patches are not the tower's."""
-    pictures, side = settings.pictures, patch * pool
-    if (pictures.get("patch_size", patch), pictures.get("pooling_kernel_size", pool)) != (patch, pool):
+    """Raises ValueError if a token is missing, or the images' patches are not the tower's."""
+    images, side = settings.images, patch * pool
+    if (images.get("patch_size", patch), images.get("pooling_kernel_size", pool)) != (patch, pool):
         raise ValueError(f"its tower takes patches of {patch} pixels, in squares of {pool} x {pool}")
-    most = min(number(pictures, "max_soft_tokens", 280), settings.most_pixels // side**2)
+    most = min(number(images, "max_soft_tokens", 280), settings.most_pixels // side**2)
     if most == 0:
         raise ValueError(f"--max-image-pixels {settings.most_pixels:,} is less than a token's {side**2:,}")
     return Gemma4Format(
@@ -189,24 +189,24 @@ def format_of_4(settings: Settings, patch: int, pool: int) -> Gemma4Format:
         end=token_of(settings, "eoi_token", "<image|>"),
         side=side,
         most=most,
-        resampling=resampling_of(pictures, "BICUBIC"),
+        resampling=resampling_of(images, "BICUBIC"),
     )
 
 
 def require_places(places: int, most: int) -> None:
-    """Raises ValueError if a picture may have more patches in a row than there are embeddings of places."""
+    """Raises ValueError if an image may have more patches in a row than there are embeddings of places."""
     if most > places:
-        raise ValueError(f"its pictures have up to {most} patches in a row, and its tower embeds {places}")
+        raise ValueError(f"its images have up to {most} patches in a row, and its tower embeds {places}")
 
 
 def mutual_of(text: Mapping[str, Any], default: str | None = None) -> Literal["none", "windows"]:
-    """Raises ValueError if the text model is not one that sees pictures as Gemma4Model of transformers does."""
+    """Raises ValueError if the text model is not one that sees images as Gemma4Model of transformers does."""
     mutual = text.get("use_bidirectional_attention", default)
     if mutual not in (None, "vision"):
         raise ValueError(f"its use_bidirectional_attention is {mutual}")
     if text.get("hidden_size_per_layer_input", 256) and text.get("pad_token_id", 0) != 0:
-        # A step has token 0 in place of pictures, and layers have inputs by tokens.
-        raise ValueError(f"its pictures have the inputs of token {text['pad_token_id']} in its layers")
+        # A step has token 0 in place of images, and layers have inputs by tokens.
+        raise ValueError(f"its images have the inputs of token {text['pad_token_id']} in its layers")
     return "windows" if mutual == "vision" else "none"
 
 
@@ -226,7 +226,7 @@ def make_unified(settings: Settings) -> tuple[Vision, Gemma4UnifiedTower]:
     config = settings.config
     seen, text = config["vision_config"], config["text_config"]
     patch, pool = number(seen, "patch_size", 16), number(seen, "pooling_kernel_size", 3)
-    normalized = settings.pictures if settings.pictures.get("do_normalize", False) else {}
+    normalized = settings.images if settings.images.get("do_normalize", False) else {}
     mean, std = colours_of(normalized, UNIFIED_MEAN, UNIFIED_STD)
     sizes = Gemma4UnifiedSizes(
         width=number(seen, "mm_embed_dim", 3840),
@@ -237,10 +237,10 @@ def make_unified(settings: Settings) -> tuple[Vision, Gemma4UnifiedTower]:
         mean=mean,
         std=std,
     )
-    picture_format = format_of_4(settings, patch, pool)
-    require_places(sizes.places, picture_format.most)
+    image_format = format_of_4(settings, patch, pool)
+    require_places(sizes.places, image_format.most)
     tower = Gemma4UnifiedTower(sizes)
-    return Vision(picture_format, tower, mutual=mutual_of(text, default="vision")), tower
+    return Vision(image_format, tower, mutual=mutual_of(text, default="vision")), tower
 
 
 GEMMA_4_UNIFIED = Family({"gemma4_unified_vision", "gemma4_unified"}, name_of_unified, prepare_4, make_unified)

@@ -38,7 +38,7 @@ def make(settings: Settings) -> tuple[Vision, KimiTower]:
     files of all models. Raises ValueError, KeyError or TypeError."""
     config = settings.config
     seen, text = config["vision_config"], config["text_config"]
-    mean, std = colours_of(settings.pictures, MEAN, STD)
+    mean, std = colours_of(settings.images, MEAN, STD)
     sizes = KimiSizes(
         width=number(seen, "hidden_size", 1152),
         hidden=number(seen, "intermediate_size", 4304),
@@ -55,14 +55,14 @@ def make(settings: Settings) -> tuple[Vision, KimiTower]:
         raise ValueError(f"its {sizes.heads} heads of {sizes.width} elements cannot turn with rows and columns")
     tower = KimiTower(sizes)
     placeholder = config.get("media_placeholder_token_id", config.get("image_token_index"))
-    most = number(settings.pictures, "in_token_limit", 4096)
-    picture_format = KimiFormat(
+    most = number(settings.images, "in_token_limit", 4096)
+    image_format = KimiFormat(
         placeholder=settings.token("<|media_pad|>") if placeholder is None else int(placeholder),
         side=sizes.patch * sizes.merge,
         merge=sizes.merge,
         most=min(most, max(1, settings.most_pixels // sizes.patch**2)),
     )
-    return Vision(picture_format, tower), tower
+    return Vision(image_format, tower), tower
 
 
 def merge_of(seen: Mapping[str, Any]) -> int:

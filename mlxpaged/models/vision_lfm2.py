@@ -14,7 +14,7 @@ PARTS = ("vision_tower.", "multi_modal_projector.")
 """How the names of a tower's weights begin. transformers wrote `vision_model.` after vision_tower in its versions 4."""
 
 UNUSED = ("vision_tower.head.", "vision_tower.embeddings.position_ids")
-"""A head for whole pictures, and the numbers of the places."""
+"""A head for whole images, and the numbers of the places."""
 
 ACTIVATIONS = {"hidden_act": "gelu_pytorch_tanh", "projector_hidden_act": "gelu"}
 
@@ -37,7 +37,7 @@ def make(settings: Settings) -> tuple[Vision, Lfm2Tower]:
     places = math.isqrt(num_places)
     if places**2 != num_places:
         raise ValueError(f"its {num_places} position embeddings are not those of a square")
-    mean, std = colours_of(settings.pictures, MEAN, STD)
+    mean, std = colours_of(settings.images, MEAN, STD)
     sizes = Lfm2Sizes(
         width=number(seen, "hidden_size", 768),
         hidden=number(seen, "intermediate_size", 3072),
@@ -62,7 +62,7 @@ def format_of(settings: Settings, side: int) -> Lfm2Format:
     """Raises ValueError if a token or a limit is missing, or is none."""
     config, prompts = settings.config, settings.prompts
     limits: dict[str, Any] = {name: config[name] for name in ("min_image_tokens", "max_image_tokens") if name in config}
-    limits |= settings.pictures
+    limits |= settings.images
     most = min(number(limits, "max_image_tokens", 256), max(1, settings.most_pixels // side**2))
     placeholder = config.get("image_token_id", config.get("image_token_index"))
     has_around = prompts.get("use_image_special_tokens", config.get("use_image_special_tokens", True))
@@ -72,7 +72,7 @@ def format_of(settings: Settings, side: int) -> Lfm2Format:
         side=side,
         least=min(number(limits, "min_image_tokens", 64), most),
         most=most,
-        resampling=resampling_of(settings.pictures, "BILINEAR"),
+        resampling=resampling_of(settings.images, "BILINEAR"),
     )
 
 

@@ -1,6 +1,6 @@
 """Takes vision towers of mlx-vlm, if it is installed, for families that have none here.
 
-Only the tower and its projector are mlx-vlm's: sizes, tokens and pixels of a picture are decided here. mlx-vlm's
+Only the tower and its projector are mlx-vlm's: sizes, tokens and pixels of an image are decided here. mlx-vlm's
 processors need a tokenizer of their own, allow code of the model's directory to run, and that of Llama 4 makes fewer
 tiles than its prompt has.
 """
@@ -21,10 +21,10 @@ from mlxpaged.models.errors import in_one_line
 from mlxpaged.models.vision_family import Family, Settings, colours_of, number, resampling_of
 from mlxpaged.models.vision_gemma import joins_of
 from mlxpaged.vision.gemma_format import Gemma3Format
+from mlxpaged.vision.image import ImageFormat
 from mlxpaged.vision.interpolation import bilinear, interpolated
 from mlxpaged.vision.llama4_format import Llama4Format
 from mlxpaged.vision.patches import normalized
-from mlxpaged.vision.picture import PictureFormat
 from mlxpaged.vision.tower import Tower, Vision
 
 CONFIGURATIONS = ("text_config", "vision_config", "audio_config")
@@ -54,13 +54,13 @@ class NoText:
 
 
 class BorrowedTower(Tower):
-    """One of mlx-vlm's models without its language model. It encodes a picture in one part.
+    """One of mlx-vlm's models without its language model. It encodes an image in one part.
 
-    inputs: makes its pixel values of those of pictures. divisor: the text model multiplies embeddings by it.
+    inputs: makes its pixel values of those of images. divisor: the text model multiplies embeddings by it.
     """
 
     def __init__(
-        self, model: Any, form: PictureFormat, inputs: Callable[[mx.array], mx.array], divisor: float = 1.0
+        self, model: Any, form: ImageFormat, inputs: Callable[[mx.array], mx.array], divisor: float = 1.0
     ) -> None:
         super().__init__()
         self.model, self.form, self.inputs, self.divisor = model, form, inputs, divisor
@@ -97,10 +97,10 @@ def model_of(config: Mapping[str, Any]) -> Any:
 
 
 def require_side(settings: Settings, side: int) -> None:
-    """Raises ValueError if the files ask for pictures or tiles of another size."""
-    size = settings.pictures.get("size") or {"height": side, "width": side}
+    """Raises ValueError if the files ask for images or tiles of another size."""
+    size = settings.images.get("size") or {"height": side, "width": side}
     if (size.get("height"), size.get("width")) != (side, side):
-        raise ValueError(f"its pictures have the size {str(size)[:100]}, and its tower takes {side} x {side} pixels")
+        raise ValueError(f"its images have the size {str(size)[:100]}, and its tower takes {side} x {side} pixels")
 
 
 def tokens_of(settings: Settings, *texts: str) -> list[int]:
@@ -108,7 +108,7 @@ def tokens_of(settings: Settings, *texts: str) -> list[int]:
 
 
 def make_gemma3n(settings: Settings) -> tuple[Vision, Module]:
-    """Every picture has the same size. The text model multiplies embeddings by the root of their width."""
+    """Every image has the same size. The text model multiplies embeddings by the root of their width."""
     config = settings.config
     side, count = 768, number(config, "vision_soft_tokens_per_image", 256)
     require_side(settings, side)
@@ -122,10 +122,10 @@ def make_gemma3n(settings: Settings) -> tuple[Vision, Module]:
         side=side,
         rows=round(count**0.5),
         joins=joins_of(settings.vocabulary),
-        resampling=resampling_of(settings.pictures, "BILINEAR"),
+        resampling=resampling_of(settings.images, "BILINEAR"),
         shown_as_placeholder=True,
     )
-    mean, std = colours_of({"do_normalize": False, **settings.pictures}, HALVES, HALVES)
+    mean, std = colours_of({"do_normalize": False, **settings.images}, HALVES, HALVES)
 
     def inputs(pixels: mx.array) -> mx.array:
         return normalized(pixels, mean, std).transpose(0, 3, 1, 2)
@@ -143,7 +143,7 @@ def make_llama4(settings: Settings) -> tuple[Vision, Module]:
     template, start, end, across, down = tokens_of(
         settings, "<|image|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"
     )
-    most = number({"max_patches": settings.pictures.get("max_patches", 16)}, "max_patches")
+    most = number({"max_patches": settings.images.get("max_patches", 16)}, "max_patches")
     form = Llama4Format(
         template_token=template,
         start=start,
@@ -154,9 +154,9 @@ def make_llama4(settings: Settings) -> tuple[Vision, Module]:
         side=side,
         rows=round(side // patch * float(seen.get("pixel_shuffle_ratio", 0.5))),
         most=min(most, max(1, settings.most_pixels // side**2)),
-        resampling=resampling_of(settings.pictures, "BILINEAR"),
+        resampling=resampling_of(settings.images, "BILINEAR"),
     )
-    mean, std = colours_of(settings.pictures, HALVES, HALVES)
+    mean, std = colours_of(settings.images, HALVES, HALVES)
 
     def inputs(pixels: mx.array) -> mx.array:
         return normalized(tiles_of(pixels, form), mean, std).transpose(0, 3, 1, 2)
@@ -165,15 +165,15 @@ def make_llama4(settings: Settings) -> tuple[Vision, Module]:
 
 
 def tiles_of(pixels: mx.array, form: Llama4Format) -> mx.array:
-    """Returns the tiles of pictures, [n * tiles, side, side, 3]. Black fills up the last ones of rows and columns. The
-    last tile of a picture with several is the whole picture. pixels: uint8 [n, H, W, 3]."""
+    """Returns the tiles of images, [n * tiles, side, side, 3]. Black fills up the last ones of rows and columns. The
+    last tile of an image with several is the whole image. pixels: uint8 [n, H, W, 3]."""
     n, height, width, colours = pixels.shape
     rows, columns, side = *form.tiles(width, height), form.side
     filled = mx.pad(pixels, [(0, 0), (0, rows * side - height), (0, columns * side - width), (0, 0)])
     tiles = filled.reshape(n, rows, side, columns, side, colours).swapaxes(2, 3).reshape(n, -1, side, side, colours)
     if rows * columns > 1:
         down, across = bilinear(side, height), bilinear(side, width)
-        whole = mx.stack([interpolated(picture, down, across) for picture in pixels])
+        whole = mx.stack([interpolated(image, down, across) for image in pixels])
         tiles = mx.concatenate([tiles, mx.round(whole).astype(mx.uint8)[:, None]], axis=1)
     return tiles.flatten(0, 1)
 

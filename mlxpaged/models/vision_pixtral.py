@@ -33,7 +33,7 @@ def prepare(stored: dict[str, mx.array]) -> None:
 
 
 def make(settings: Settings) -> tuple[Vision, PixtralTower]:
-    sizes = sizes_of(settings.config, settings.pictures)
+    sizes = sizes_of(settings.config, settings.images)
     tower = PixtralTower(sizes)
     return Vision(format_of(settings, sizes), tower), tower
 
@@ -77,11 +77,11 @@ def format_of(settings: Settings, sizes: PixtralSizes) -> PixtralFormat:
         return settings.token(settings.prompts.get(name, default))
 
     placeholder = config.get("image_token_index", config.get("image_token_id"))
-    size = settings.pictures.get("size") or {"longest_edge": config["vision_config"].get("image_size", 1024)}
+    size = settings.images.get("size") or {"longest_edge": config["vision_config"].get("image_size", 1024)}
     edge = size.get("longest_edge")
     longest: Any = (edge, edge) if edge else (size.get("width"), size.get("height"))
     if not all(type(each) is int and each > 0 for each in longest):
-        raise ValueError(f"the size of its pictures is {size}")
+        raise ValueError(f"the size of its images is {size}")
     edge_of_most = math.isqrt(settings.most_pixels)
     longest = tuple(min(each, edge_of_most) for each in longest)
     return PixtralFormat(

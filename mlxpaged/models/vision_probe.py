@@ -1,7 +1,7 @@
-"""The probe of a model that sees: a made-up picture goes through its tower, and a prompt with it through its layers.
+"""The probe of a model that sees: a made-up image goes through its tower, and a prompt with it through its layers.
 
-A tower must give a picture the same features alone and beside others. The layers must give the same logits in chunks,
-which end within the picture if they may, as in one pass with mlx-lm's own caches. And another picture must change them:
+A tower must give an image the same features alone and beside others. The layers must give the same logits in chunks,
+which end within the image if they may, as in one pass with mlx-lm's own caches. And another image must change them:
 a model may not use the embedding in which the features are put.
 """
 
@@ -25,12 +25,12 @@ from mlxpaged.models.reference import differences
 from mlxpaged.models.turns import Turns
 from mlxpaged.step import Row
 from mlxpaged.vision.embedding import FeatureRows
-from mlxpaged.vision.picture import Picture
+from mlxpaged.vision.image import PromptImage
 from mlxpaged.vision.positions import Positions, positions_of
 from mlxpaged.vision.tower import Vision
 
 SIZE = (96, 64)
-"""Width and height of the picture before the model's format has its way."""
+"""Width and height of the image before the model's format has its way."""
 TEXT = [5, 17, 9, 40, 33]
 CHUNKS = (4, 3, 7, 1, 5)
 BLOCK_SIZE = 8
@@ -40,12 +40,12 @@ FEATURES_ALLOWED = {mx.float32: 1e-3}
 LOGITS_ALLOWED = {mx.float32: 1e-2}
 """Differences that rounding explains, as `differences` measures them, by the type of the numbers."""
 HALF_ALLOWED = 0.1
-OTHER_PICTURE = 1e-4
-"""Another picture changes the logits by more."""
+OTHER_IMAGE = 1e-4
+"""Another image changes the logits by more."""
 
 
 def check_vision(model: Module, specs: Sequence[LayerSpec], vision: Vision, turns: Turns | None = None) -> None:
-    """Raises UnsupportedModelError with the reason for which the model cannot be served with pictures. turns: of other
+    """Raises UnsupportedModelError with the reason for which the model cannot be served with images. turns: of other
     models."""
     turns = turns or Turns()
     width, height = vision.format.size(*SIZE)
@@ -54,11 +54,11 @@ def check_vision(model: Module, specs: Sequence[LayerSpec], vision: Vision, turn
     count = tokens.count(vision.format.placeholder)
     alone, both = encoded(vision, pixels[:1], turns), encoded(vision, pixels, turns)
     if alone.shape[:2] != (1, count) or both.shape[:2] != (2, count):
-        raise UnsupportedModelError(f"its tower makes {alone.shape[1]} rows of a picture, and its prompt has {count}")
+        raise UnsupportedModelError(f"its tower makes {alone.shape[1]} rows of an image, and its prompt has {count}")
     allowed = FEATURES_ALLOWED.get(alone.dtype, HALF_ALLOWED)
     worst = float(differences(both[0], alone[0].astype(mx.float32)).max())
     if not worst <= allowed:
-        raise UnsupportedModelError(f"its tower gives a picture other features beside another one, by {worst:.2%}")
+        raise UnsupportedModelError(f"its tower gives an image other features beside another one, by {worst:.2%}")
     prompt = TEXT + tokens + TEXT
     where = [len(TEXT) + place for place, token in enumerate(tokens) if token == vision.format.placeholder]
     ids = [0 if position in set(where) else token for position, token in enumerate(prompt)]
@@ -66,8 +66,8 @@ def check_vision(model: Module, specs: Sequence[LayerSpec], vision: Vision, turn
     if vision.mutual != "none" and (reason := cannot_be_whole(specs, where)):
         raise UnsupportedModelError(reason)
     if vision.axes is not None:
-        picture = Picture(b"", np.array(pixels[0]), tuple(where))
-        shown = shown._replace(positions=positions_of(len(ids), [(picture, vision.format.grid(width, height))]))
+        image = PromptImage(b"", np.array(pixels[0]), tuple(where))
+        shown = shown._replace(positions=positions_of(len(ids), [(image, vision.format.grid(width, height))]))
     expected = whole(model, vision, shown, turns)
     other = whole(model, vision, shown._replace(features=both[1]), turns)
     paged = mx.concatenate(list(in_chunks(model, specs, vision, shown, turns)))
@@ -75,13 +75,13 @@ def check_vision(model: Module, specs: Sequence[LayerSpec], vision: Vision, turn
     expected = expected.astype(mx.float32)
     worst = float(differences(paged, expected).max())
     if not worst <= allowed:
-        raise UnsupportedModelError(f"the paged batch does not reproduce its logits for a picture, by {worst:.2%}")
-    if not float(differences(other[-1:], expected[-1:]).max()) > OTHER_PICTURE:
-        raise UnsupportedModelError("its logits do not depend on a picture's features")
+        raise UnsupportedModelError(f"the paged batch does not reproduce its logits for an image, by {worst:.2%}")
+    if not float(differences(other[-1:], expected[-1:]).max()) > OTHER_IMAGE:
+        raise UnsupportedModelError("its logits do not depend on an image's features")
 
 
 class Shown(NamedTuple):
-    """A prompt with a picture: token ids[T], the places where[n] of its features[n, ...], and positions[3, T] if the
+    """A prompt with an image: token ids[T], the places where[n] of its features[n, ...], and positions[3, T] if the
     model rotates by them."""
 
     ids: list[int]
@@ -100,7 +100,7 @@ class Shown(NamedTuple):
 
 
 def encoded(vision: Vision, pixels: mx.array, turns: Turns) -> mx.array:
-    """The features [n, k, ...] of pictures."""
+    """The features [n, k, ...] of images."""
     for state in vision.tower.encode(pixels):
         mx.eval(state)
         turns.take()
@@ -123,17 +123,17 @@ def whole(model: Module, vision: Vision, shown: Shown, turns: Turns) -> mx.array
 
 
 def cannot_be_whole(specs: Sequence[LayerSpec], where: Sequence[int]) -> str:
-    """The reason for which the layers cannot show a picture at these places whole; empty if they can."""
+    """The reason for which the layers cannot show an image at these places whole; empty if they can."""
     if where[-1] + 1 - where[0] != len(where):
-        return "the rows of its pictures do not follow one another"
+        return "the rows of its images do not follow one another"
     windows = [spec.window for spec in kv_layers(specs) if spec.window is not None]
     if any(window < len(where) for window in windows):
-        return f"a picture has {len(where)} rows, and a layer sees {min(windows)} keys"
+        return f"an image has {len(where)} rows, and a layer sees {min(windows)} keys"
     return ""
 
 
 def let_look_ahead(cache: Sequence[Any], shown: Shown, everywhere: bool) -> None:
-    """Makes mlx-lm's caches mask as the model was trained: rows of the picture see one another, in layers with a window
+    """Makes mlx-lm's caches mask as the model was trained: rows of the image see one another, in layers with a window
     or everywhere."""
     is_row = mx.array([position in set(shown.where) for position in range(len(shown.ids))])
     together = is_row[:, None] & is_row

@@ -24,7 +24,7 @@ CONVOLUTION = "patch_embed.proj.weight"
 ACTIVATION = "gelu_pytorch_tanh"
 
 LEAST, MOST = 65_536, 16_777_216
-"""Pixels of a picture of the newer models if the files do not say."""
+"""Pixels of an image of the newer models if the files do not say."""
 
 
 def name_of(name: str) -> str | None:
@@ -55,7 +55,7 @@ def prepare(stored: dict[str, mx.array]) -> None:
 
 def make(settings: Settings) -> tuple[Vision, QwenTower]:
     seen, text = settings.config["vision_config"], settings.config["text_config"]
-    mean, std = colours_of(settings.pictures, MEAN, STD)
+    mean, std = colours_of(settings.images, MEAN, STD)
     places = round(number(seen, "num_position_embeddings") ** 0.5)
     sizes = QwenSizes(
         width=number(seen, "hidden_size"),
@@ -93,7 +93,7 @@ def make_2(settings: Settings) -> tuple[Vision, QwenTower]:
     seen, text = config["vision_config"], config.get("text_config", config)
     if seen.get("hidden_act", "quick_gelu") != "quick_gelu":
         raise ValueError(f"its activation is {seen['hidden_act']}")
-    mean, std = colours_of(settings.pictures, CLIP_MEAN, CLIP_STD)
+    mean, std = colours_of(settings.images, CLIP_MEAN, CLIP_STD)
     width = number(seen, "embed_dim", 1280)
     sizes = QwenSizes(
         width=width,
@@ -118,7 +118,7 @@ def make_2_5(settings: Settings) -> tuple[Vision, Qwen25Tower]:
     seen, text = config["vision_config"], config.get("text_config", config)
     if seen.get("hidden_act", "silu") != "silu":
         raise ValueError(f"its activation is {seen['hidden_act']}")
-    mean, std = colours_of(settings.pictures, CLIP_MEAN, CLIP_STD)
+    mean, std = colours_of(settings.images, CLIP_MEAN, CLIP_STD)
     sizes = Qwen25Sizes(
         width=number(seen, "hidden_size", 1280),
         hidden=number(seen, "intermediate_size", 3420),
@@ -155,12 +155,12 @@ def clip_format_of(settings: Settings, side: int) -> QwenFormat:
 
 
 def format_of(settings: Settings, side: int, least: int = LEAST, most: int = MOST) -> QwenFormat:
-    """least, most: pixels of a picture if the files do not say."""
-    pictures, size = settings.pictures, settings.pictures.get("size") or {}
-    least = pictures.get("min_pixels") or size.get("shortest_edge") or least
-    most = pictures.get("max_pixels") or size.get("longest_edge") or most
+    """least, most: pixels of an image if the files do not say."""
+    images, size = settings.images, settings.images.get("size") or {}
+    least = images.get("min_pixels") or size.get("shortest_edge") or least
+    most = images.get("max_pixels") or size.get("longest_edge") or most
     if not (type(least) is int and type(most) is int and 0 < least <= most):
-        raise ValueError(f"its pictures have from {least} to {most} pixels")
+        raise ValueError(f"its images have from {least} to {most} pixels")
     most = min(most, settings.most_pixels)
     least = min(least, most)
     placeholder = settings.config.get("image_token_id")

@@ -15,7 +15,7 @@ from mlxpaged.step import Row, Step
 class PrefillBudget:
     """What prompts may use of one step: `tokens`, and `seconds` as estimated by `costs`. costs None: no time limit.
     seconds falls below zero if the shortest chunk takes longer. rows: that the step has already. logits: of so many
-    prompt tokens the step may compute logits. tokens falls below zero if the first prompt begins with a picture that
+    prompt tokens the step may compute logits. tokens falls below zero if the first prompt begins with an image that
     may not be cut."""
 
     def __init__(
@@ -47,7 +47,7 @@ class PrefillBudget:
         """Return the size of the sequence's next chunk and deduct it. A chunk that is cut short is the last one of the
         step: the next prompt may have the same prefix and would compute the same tokens. A chunk that is cut because
         of its logits is not: only prompts with log-probabilities are limited by these. Returns 0 if the chunk begins
-        with a picture that needs a step of its own."""
+        with an image that needs a step of its own."""
         start, wanted = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
         if sequence.logits_from is not None:
             wanted = min(wanted, max(0, sequence.logits_from - start) + self._logits)

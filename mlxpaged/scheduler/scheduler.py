@@ -72,7 +72,7 @@ class Scheduler:
         self.running = SequenceQueue()
         self.waiting = WaitingQueue(self._num_left)
         self._forks: dict[int, list[Sequence]] = {}  # by parent: forks that wait until its prompt is computed
-        self.held: dict[int, Sequence] = {}  # by id: those that wait for their pictures
+        self.held: dict[int, Sequence] = {}  # by id: those that wait for their images
         self.loading: dict[int, Sequence] = {}  # by id: those whose prefix is read from a disk
         self.valuable_seconds = math.inf  # a prefix that takes longer to compute is worth storing
         self._changed: set[int] = set()  # sequences whose blocks get their contents in the step being scheduled

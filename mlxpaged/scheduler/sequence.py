@@ -88,7 +88,7 @@ class Sequence:
         self.adapter: str | None = None  # that computes it; None: the model without one
         self.cache_seed = b""  # what its KV depends on beside its tokens and the model
         self.shifts: ListOf[tuple[int, int]] = ()  # see Row
-        self.spans: ListOf[tuple[int, int]] = ()  # (start, end) of the pictures whose tokens see one another, in order
+        self.spans: ListOf[tuple[int, int]] = ()  # (start, end) of the images whose tokens see one another, in order
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens = max_tokens
         self.stop_token_ids = stop_token_ids
@@ -203,7 +203,7 @@ class Sequence:
         return 1 + num_drafts
 
     def whole_chunk(self, num_tokens: int) -> int:
-        """Returns the size of its next chunk of about `num_tokens`, at least one, which does not end within a picture
+        """Returns the size of its next chunk of about `num_tokens`, at least one, which does not end within an image
         whose tokens see one another. A chunk that begins there is not cut before its end."""
         start = self.num_computed_tokens
         end = start + num_tokens

@@ -1,11 +1,11 @@
-"""Attention among the patches of a picture."""
+"""Attention among the patches of an image."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 
 FUSED_SIZES = (64, 80, 128)
-"""Elements of a head for which MLX's attention keeps no scores of a whole picture on a GPU
+"""Elements of a head for which MLX's attention keeps no scores of a whole image on a GPU
 (mlx/backend/metal/scaled_dot_product_attention.cpp)."""
 
 QUERIES = 512

@@ -1,6 +1,6 @@
 """Runs a block of a tower in parts, so that other work can go on between them.
 
-A block of a picture of 4,096 patches in Qwen3-VL's largest tower takes 0.2 TFLOP: that is 0.2 s on an M1 at 1 TFLOP/s,
+A block of an image of 4,096 patches in Qwen3-VL's largest tower takes 0.2 TFLOP: that is 0.2 s on an M1 at 1 TFLOP/s,
 and a step that decodes takes 25 ms. So a block is computed for some of the patches at a time: first the queries, keys
 and values of all, then the rest. The largest parts have 21 GFLOP. They get smaller where they take longer than a step.
 """
@@ -18,7 +18,7 @@ from mlxpaged.vision.patches import Rotation
 Parts = Generator[mx.array, None, mx.array]
 
 MOST, LEAST = 512, 64
-"""Patches of a part, of all pictures together."""
+"""Patches of a part, of all images together."""
 
 
 Phase = Literal["heads", "rest"]

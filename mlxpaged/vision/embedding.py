@@ -1,4 +1,4 @@
-"""Puts features of pictures in place of rows of the embedding, in an unmodified text model."""
+"""Puts features of images in place of rows of the embedding, in an unmodified text model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mlx.nn.layers.base import Module
 
 
 class FeatureRows:
-    """What the running step has of pictures; all arrays are None in a step without any.
+    """What the running step has of images; all arrays are None in a step without any.
 
-    where[n]: the tokens that are rows of pictures. features[n, D], or [n, 1 + layers, D]. positions[3, T]: of all
+    where[n]: the tokens that are rows of images. features[n, D], or [n, 1 + layers, D]. positions[3, T]: of all
     tokens, if the model rotates by three axes. part: returns the first token of the step that the model computes now,
     and the one after the last; None if it computes all of them at once.
     """
@@ -27,7 +27,7 @@ class FeatureRows:
         self.positions: mx.array | None = None
 
     def put_into(self, embedded: mx.array) -> mx.array:
-        """Returns embedded[T, 1, D] or [1, T, D] with the features in its rows of pictures."""
+        """Returns embedded[T, 1, D] or [1, T, D] with the features in its rows of images."""
         if self.where is None or self.features is None:
             return embedded
         rows = embedded.reshape(-1, embedded.shape[-1])

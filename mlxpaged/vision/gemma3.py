@@ -1,6 +1,6 @@
 """The vision tower of Gemma 3, which is SigLIP's, and its projector.
 
-The modules have the names of the checkpoints. All pictures have one size, and each patch of it an embedding of its
+The modules have the names of the checkpoints. All images have one size, and each patch of it an embedding of its
 place (SiglipVisionModel and Gemma3MultiModalProjector of transformers). The text model multiplies its embeddings by a
 number, features included. The features are divided by it, since the projector has made them to its measure.
 """
@@ -24,8 +24,8 @@ MEAN = STD = (0.5, 0.5, 0.5)
 class Gemma3Sizes:
     """What a tower is built by.
 
-    width: of its blocks. hidden: of their feed-forward layers. patch: side in pixels. patches: rows and columns of a
-    picture. pool: each square of pool x pool patches becomes one row of features. eps: of all norms. output: width of
+    width: of its blocks. hidden: of their feed-forward layers. patch: side in pixels. patches: rows and columns of an
+    image. pool: each square of pool x pool patches becomes one row of features. eps: of all norms. output: width of
     the text model's embeddings. mean, std: of the pixels' colours, from 0 to 1.
     """
 
@@ -52,7 +52,7 @@ class Projector(Module):
         self.mm_input_projection_weight = mx.zeros((sizes.width, sizes.output))
 
     def __call__(self, x: mx.array, patches: int) -> mx.array:
-        """x: [pictures, patches * patches, width], row by row. Each square's mean goes through the norm, which
+        """x: [images, patches * patches, width], row by row. Each square's mean goes through the norm, which
         multiplies by 1 + its weight."""
         squares = in_squares(x.reshape(len(x), patches, patches, -1), self.pool)
         pooled = squares.reshape(len(x), -1, self.pool**2, x.shape[-1]).astype(mx.float32).mean(axis=2)
@@ -69,7 +69,7 @@ def factor_of_text(width: int) -> mx.array:
 
 
 class Gemma3Tower(Tower):
-    """All of its pictures are squares of patches * patch pixels."""
+    """All of its images are squares of patches * patch pixels."""
 
     def __init__(self, sizes: Gemma3Sizes) -> None:
         super().__init__()

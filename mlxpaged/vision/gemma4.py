@@ -158,7 +158,7 @@ class VisionTower(Module):
 
 
 class Gemma4Tower(Tower):
-    """The sides of its pictures are multiples of patch * pool."""
+    """The sides of its images are multiples of patch * pool."""
 
     def __init__(self, sizes: Gemma4Sizes) -> None:
         super().__init__()

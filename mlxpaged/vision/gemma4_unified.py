@@ -63,7 +63,7 @@ class VisionEmbedder(Module):
 
 
 class Gemma4UnifiedTower(Tower):
-    """Its work is one part. The sides of its pictures are multiples of `patch`."""
+    """Its work is one part. The sides of its images are multiples of `patch`."""
 
     def __init__(self, sizes: Gemma4UnifiedSizes) -> None:
         super().__init__()

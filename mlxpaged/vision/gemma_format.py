@@ -1,4 +1,4 @@
-"""How the prompts of Gemma 3 and Gemma 4 show a picture."""
+"""How the prompts of Gemma 3 and Gemma 4 show an image."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mlxpaged.vision.image import Resampling
 from mlxpaged.vision.parts_format import PartsFormat
-from mlxpaged.vision.picture import Resampling
 
 
 @dataclass(frozen=True)
 class Gemma3Format:
-    """As many placeholders for each picture, between two tokens, with an empty line before and after.
+    """As many placeholders for each image, between two tokens, with an empty line before and after.
 
-    side: of a picture, in pixels. rows: of placeholders, and columns. newlines: the token of two newlines. joins: the
+    side: of an image, in pixels. rows: of placeholders, and columns. newlines: the token of two newlines. joins: the
     tokens of more newlines, by those that they are joined of. shown_as_placeholder: whether the template writes
     `placeholder` instead of `start`.
     """
@@ -49,7 +49,7 @@ class Gemma3Format:
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Format(PartsFormat):
-    """A placeholder for each square part of the picture, row by row, between two tokens. most: parts of a picture."""
+    """A placeholder for each square part of the image, row by row, between two tokens. most: parts of an image."""
 
     start: int
     end: int
@@ -60,9 +60,9 @@ class Gemma4Format(PartsFormat):
         return f"gemma4 {self.side} {self.most} {self.resampling}".encode()
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """Returns the size at which the tower takes a picture: it is enlarged or reduced to `most` parts with about the
+        """Returns the size at which the tower takes an image: it is enlarged or reduced to `most` parts with about the
         same sides, then each side is rounded down to whole parts (get_aspect_ratio_preserving_size of transformers).
-        A picture that is thinner than a part then is one part wide, and its length in parts is its ratio."""
+        An image that is thinner than a part then is one part wide, and its length in parts is its ratio."""
         factor = math.sqrt(self.most * self.side**2 / (height * width))
         columns, rows = (math.floor(factor * length / self.side) for length in (width, height))
         if rows == 0:

@@ -1,4 +1,4 @@
-"""Reads what a picture's file says before its pixels: its format, its size and how it is turned. Nothing is decoded.
+"""Reads what an image's file says before its pixels: its format, its size and how it is turned. Nothing is decoded.
 
 A file of 20 MiB comes from anyone. So each loop here has a bound, and a decoder gets no more of a file than it needs:
 Pillow would read all tags of a JPEG's EXIF, which may name the same megabytes 65,535 times, and join the comments of a
@@ -18,7 +18,7 @@ PNG of 20 MiB 2,560 if it has chunks of 8 KiB, as libpng writes them."""
 MAX_SCANS = 100
 """Scans of a JPEG. Encoders make about ten. One of 40 million pixels takes 3 ms, however few bytes it has."""
 ORIENTATION = 0x0112
-"""The EXIF tag that says how a picture is turned (Exif 3.0, 4.6.5)."""
+"""The EXIF tag that says how an image is turned (Exif 3.0, 4.6.5)."""
 FILL = re.compile(rb"\xff+")
 SIZES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 """Markers of a JPEG's segments that have its size, SOF0 to SOF15 (ITU-T T.81, table B.1)."""
@@ -28,8 +28,8 @@ COLOURS = {0xE0, 0xEE}
 """Markers of the segments that say how a JPEG's colours are stored: JFIF's and Adobe's."""
 
 
-class PictureError(ValueError):
-    """A picture is refused. The message is the end of a sentence about it, without text of the client's."""
+class ImageError(ValueError):
+    """An image is refused. The message is the end of a sentence about it, without text of the client's."""
 
 
 @dataclass(frozen=True)
@@ -45,32 +45,32 @@ class Header:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Returns the width and height of the picture when it is turned upright."""
+        """Returns the width and height of the image when it is turned upright."""
         return (self.height, self.width) if self.orientation >= 5 else (self.width, self.height)
 
 
 def read_header(data: bytes) -> Header:
-    """Raises PictureError for a file of another format, and for one that ends before its pixels."""
+    """Raises ImageError for a file of another format, and for one that ends before its pixels."""
     for magic, read in READERS.items():
         if magic.match(data):
             try:
                 return read(data)
             except (struct.error, IndexError):
-                raise PictureError(f"is a {read.__name__.upper()} that ends before its pixels") from None
-    raise PictureError("is no PNG, JPEG, WEBP or GIF")
+                raise ImageError(f"is a {read.__name__.upper()} that ends before its pixels") from None
+    raise ImageError("is no PNG, JPEG, WEBP or GIF")
 
 
 def bounded(kind: str) -> Iterator[None]:
-    """Yields once for each piece of a file. Raises PictureError if there are too many."""
+    """Yields once for each piece of a file. Raises ImageError if there are too many."""
     for _ in range(MAX_PIECES):
         yield
-    raise PictureError(f"is a {kind} with more than {MAX_PIECES:,} pieces")
+    raise ImageError(f"is a {kind} with more than {MAX_PIECES:,} pieces")
 
 
 def png(data: bytes) -> Header:
     """The chunks are those of PNG 3.0, 11."""
     if data[12:16] != b"IHDR":
-        raise PictureError("is a PNG without a header")
+        raise ImageError("is a PNG without a header")
     width, height = struct.unpack_from(">II", data, 16)
     orientation, place = 1, 8
     for _ in bounded("PNG"):
@@ -90,7 +90,7 @@ def jpeg(data: bytes) -> Header:
     for _ in bounded("JPEG"):
         fill = FILL.match(data, place)
         if data[place] != 0xFF or fill is None:
-            raise PictureError("is a JPEG with a segment that has no marker")
+            raise ImageError("is a JPEG with a segment that has no marker")
         marker, place = data[fill.end()], fill.end() + 1
         (length,) = struct.unpack_from(">H", data, place)
         segment = data[place : place + length]
@@ -100,19 +100,19 @@ def jpeg(data: bytes) -> Header:
             orientation = orientation_of(segment[8:])
         if marker == 0xDA:  # the pixels follow; among them, 0xFF is followed by 0
             if data.count(b"\xff\xda", place) >= MAX_SCANS:
-                raise PictureError(f"is a JPEG with more than {MAX_SCANS} scans")
+                raise ImageError(f"is a JPEG with more than {MAX_SCANS} scans")
             break
         if marker in SIZES | TABLES | COLOURS:
             kept.append(bytes([0xFF, marker]) + segment)
         place += length
     if size is None:
-        raise PictureError("is a JPEG without a size")
+        raise ImageError("is a JPEG without a size")
     return Header("JPEG", size[1], size[0], orientation, b"".join([*kept, b"\xff\xda", data[place:]]))
 
 
 def gif(data: bytes) -> Header:
-    """The blocks are those of GIF89a, 17 to 26. Of those before the first picture, only the one with its transparent
-    colour stays. The picture may be larger than the screen."""
+    """The blocks are those of GIF89a, 17 to 26. Of those before the first image, only the one with its transparent
+    colour stays. The image may be larger than the screen."""
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     place = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     kept, block = [data[:place]], b""
@@ -128,7 +128,7 @@ def gif(data: bytes) -> Header:
             block = data[start:place]
         next(pieces)
     if data[place] != 0x2C:
-        raise PictureError("is a GIF without a picture")
+        raise ImageError("is a GIF without an image")
     left, top, inner_width, inner_height = struct.unpack_from("<HHHH", data, place + 1)
     width, height = max(width, left + inner_width), max(height, top + inner_height)
     return Header("GIF", width, height, 1, b"".join([*kept, block, data[place:]]))
@@ -145,7 +145,7 @@ def webp(data: bytes) -> Header:
     elif kind == b"VP8 ":
         width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, 26))
     else:
-        raise PictureError("is a WEBP without a picture")
+        raise ImageError("is a WEBP without an image")
     for _ in bounded("WEBP"):
         if place + 8 > len(data):
             break
@@ -157,7 +157,7 @@ def webp(data: bytes) -> Header:
 
 
 def orientation_of(exif: bytes) -> int:
-    """Returns how EXIF says that a picture is turned; 1, upright, if it does not say so in the first directory."""
+    """Returns how EXIF says that an image is turned; 1, upright, if it does not say so in the first directory."""
     exif = exif.removeprefix(b"Exif\0\0")
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     if order is None:

@@ -1,4 +1,4 @@
-"""Position embeddings of a grid, for a picture that has other numbers of rows and columns.
+"""Position embeddings of a grid, for an image that has other numbers of rows and columns.
 
 The result is a sum of the grid's embeddings, weighted by row and by column. The weights are those of `interpolate` in
 torch, with align_corners=False.

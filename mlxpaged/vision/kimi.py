@@ -1,7 +1,7 @@
 """The vision tower of Kimi-VL, MoonViT, and its projector.
 
 The modules have the names of the checkpoints. Positions follow the models' own code (MoonVitPretrainedModel): an
-embedding for a grid of a fixed size, interpolated to the picture's, and a rotation in which the pairs of a head's
+embedding for a grid of a fixed size, interpolated to the image's, and a rotation in which the pairs of a head's
 elements turn with the column of a patch and with its row by turns.
 """
 
@@ -116,14 +116,14 @@ class Projector(Module):
         self.linear_2 = Linear(square, sizes.output)
 
     def __call__(self, grid: mx.array) -> mx.array:
-        """grid: [pictures, rows, columns, width]."""
+        """grid: [images, rows, columns, width]."""
         squares = in_squares(self.pre_norm(grid), self.merge).reshape(len(grid), -1, self.merge**2 * grid.shape[-1])
         out: mx.array = self.linear_2(gelu(self.linear_1(squares)))
         return out
 
 
 class KimiTower(Tower):
-    """The sides of its pictures are multiples of patch * merge."""
+    """The sides of its images are multiples of patch * merge."""
 
     def __init__(self, sizes: KimiSizes) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How the prompts of Kimi-VL show a picture."""
+"""How the prompts of Kimi-VL show an image."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATCHES = 511
 
 @dataclass(frozen=True, kw_only=True)
 class KimiFormat(PartsFormat):
-    """merge: patches of a part's side. most: patches of a picture, before its sides are rounded up."""
+    """merge: patches of a part's side. most: patches of an image, before its sides are rounded up."""
 
     merge: int
     most: int
@@ -23,8 +23,8 @@ class KimiFormat(PartsFormat):
         return f"kimi {self.side // self.merge} {self.merge} {self.most}".encode()
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """Returns the size at which the tower takes a picture: one with too many patches is reduced, then each side is
-        rounded up to whole parts. The models' own code puts black pixels there; here the picture is stretched."""
+        """Returns the size at which the tower takes an image: one with too many patches is reduced, then each side is
+        rounded up to whole parts. The models' own code puts black pixels there; here the image is stretched."""
         patch = self.side // self.merge
         patches = (width // patch) * (height // patch)
         longest = PATCHES // self.merge * self.side

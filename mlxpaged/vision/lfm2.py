@@ -1,7 +1,7 @@
-"""The vision tower of LFM2-VL, which is a SigLIP 2 for pictures of any size, and its projector.
+"""The vision tower of LFM2-VL, which is a SigLIP 2 for images of any size, and its projector.
 
 The modules have the names of the checkpoints. Positions follow Siglip2VisionModel of transformers: an embedding for a
-grid of a fixed side, interpolated to the picture's. There is no rotation.
+grid of a fixed side, interpolated to the image's. There is no rotation.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Projector(Module):
 
 
 class Lfm2Tower(Tower):
-    """The sides of its pictures are multiples of patch * merge."""
+    """The sides of its images are multiples of patch * merge."""
 
     def __init__(self, sizes: Lfm2Sizes) -> None:
         super().__init__()

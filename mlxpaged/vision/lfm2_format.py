@@ -1,22 +1,22 @@
-"""How the prompts of LFM2-VL show a picture.
+"""How the prompts of LFM2-VL show an image.
 
-The models can also split a large picture into tiles, with a thumbnail of the whole after them. A `PictureFormat` has
-one size and one grid for a picture, so each picture is shown as the models show those that need no tiles.
+The models can also split a large image into tiles, with a thumbnail of the whole after them. A `ImageFormat` has
+one size and one grid for an image, so each image is shown as the models show those that need no tiles.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlxpaged.vision.image import Resampling
 from mlxpaged.vision.parts_format import PartsFormat
-from mlxpaged.vision.picture import Resampling
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lfm2Format(PartsFormat):
-    """A placeholder for each square part of the picture, row by row, between two tokens.
+    """A placeholder for each square part of the image, row by row, between two tokens.
 
-    around: the tokens before and after; None if the prompts have none. least, most: parts of a picture.
+    around: the tokens before and after; None if the prompts have none. least, most: parts of an image.
     """
 
     around: tuple[int, int] | None

@@ -1,4 +1,4 @@
-"""How the prompts of Llama 4 show a picture."""
+"""How the prompts of Llama 4 show an image."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlxpaged.vision.picture import Resampling
+from mlxpaged.vision.image import Resampling
 
 
 @dataclass(frozen=True)
 class Llama4Format:
-    """The tiles of a picture, row by row, then the whole picture as one tile more. A small picture has that one only.
+    """The tiles of an image, row by row, then the whole image as one tile more. A small image has that one only.
 
-    template_token: what a template writes, and what comes before the whole picture. start, end: of a picture. across:
+    template_token: what a template writes, and what comes before the whole image. start, end: of an image. across:
     the token between two tiles of a row. down: the token after each row of tiles. side: of a tile, in pixels. rows: of
-    placeholders in a tile, and columns. most: tiles of a picture, without the last.
+    placeholders in a tile, and columns. most: tiles of an image, without the last.
     """
 
     template_token: int
@@ -35,7 +35,7 @@ class Llama4Format:
         return f"llama4 {self.side} {self.rows} {self.most} {self.resampling}".encode()
 
     def tiles(self, width: int, height: int) -> tuple[int, int]:
-        """Returns the rows and columns of the tiles that a picture is put into: those for which it is enlarged least,
+        """Returns the rows and columns of the tiles that an image is put into: those for which it is enlarged least,
         or if it is too large for all of them, reduced least; then the fewest (get_best_fit of transformers)."""
 
         def rank(tiles: tuple[int, int]) -> tuple[bool, float, int]:
@@ -46,7 +46,7 @@ class Llama4Format:
         return min(((rows, columns) for rows in each for columns in each if rows * columns <= self.most), key=rank)
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """Returns the size at which the tower takes a picture, with the same sides: that of its tiles. A picture is not
+        """Returns the size at which the tower takes an image, with the same sides: that of its tiles. An image is not
         enlarged to more than one tile's side."""
         rows, columns = self.tiles(width, height)
         right = min(max(width, self.side), columns * self.side)

@@ -1,4 +1,4 @@
-"""What the formats of pictures have in common in which each square part of a picture is a token."""
+"""What the formats of images have in common in which each square part of an image is a token."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlxpaged.vision.picture import Resampling
+from mlxpaged.vision.image import Resampling
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartsFormat:
-    """A placeholder for each square part of the picture, row by row, and nothing else: the template writes what comes
+    """A placeholder for each square part of the image, row by row, and nothing else: the template writes what comes
     before and after. side: of a part, in pixels."""
 
     placeholder: int
@@ -31,14 +31,14 @@ class PartsFormat:
         return [self.placeholder] * (width // self.side * (height // self.side))
 
     def whole_parts(self, width: float, height: float) -> tuple[int, int]:
-        """Returns the sides in pixels, each rounded up to whole parts. A picture keeps at least one, however thin."""
+        """Returns the sides in pixels, each rounded up to whole parts. An image keeps at least one, however thin."""
         columns, rows = (max(1, math.ceil(length / self.side)) for length in (width, height))
         return columns * self.side, rows * self.side
 
     def between(self, width: int, height: int, least: int, most: int, thinnest: int = 0) -> tuple[int, int]:
-        """Returns the sides in pixels, each rounded to whole parts, of a picture with about the same sides that has
+        """Returns the sides in pixels, each rounded to whole parts, of an image with about the same sides that has
         from `least` to `most` pixels (smart_resize of transformers). thinnest: the least that a side is rounded to
-        before the pixels are counted; a very thin picture has no pixels then, which are too few."""
+        before the pixels are counted; a very thin image has no pixels then, which are too few."""
         side = self.side
         rounded = [max(thinnest, round(length / side) * side) for length in (width, height)]
         if rounded[0] * rounded[1] > most:

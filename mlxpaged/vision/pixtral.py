@@ -23,7 +23,7 @@ NORM_EPS = 1e-5
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
-"""Red, green and blue in the pictures that CLIP was trained on. Pixtral's preprocessor_config.json has these values."""
+"""Red, green and blue in the images that CLIP was trained on. Pixtral's preprocessor_config.json has these values."""
 
 ACTIVATIONS: Mapping[str, Callable[[mx.array], mx.array]] = {"gelu": gelu, "silu": silu}
 
@@ -124,7 +124,7 @@ class Projector(Module):
         self.linear_2 = Linear(sizes.output, sizes.output, bias=sizes.bias)
 
     def __call__(self, x: mx.array, rows: int, columns: int) -> mx.array:
-        """x: [pictures, rows * columns, width]."""
+        """x: [images, rows * columns, width]."""
         if self.merge is not None:
             squares = (rows // self.merge, self.merge, columns // self.merge, self.merge)
             x = self.norm(x).reshape(len(x), *squares, -1).transpose(0, 1, 3, 5, 2, 4)
@@ -134,7 +134,7 @@ class Projector(Module):
 
 
 class PixtralTower(Tower):
-    """The sides of its pictures are multiples of the patches' side, times `merge`."""
+    """The sides of its images are multiples of the patches' side, times `merge`."""
 
     def __init__(self, sizes: PixtralSizes) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Positions in three axes: time, row and column. Qwen's models rotate by them (M-RoPE, Qwen2-VL, arXiv 2409.12191).
 
-A token of text has the same position in all axes, so its rotation is the usual one. The tokens of a picture have one
+A token of text has the same position in all axes, so its rotation is the usual one. The tokens of an image have one
 time, and count rows and columns from there. The text after it goes on after the largest of these. So all positions
-after a picture are shifted back from those in the sequence.
+after an image are shifted back from those in the sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from mlx.nn.layers.base import Module
 
 from mlxpaged.vision.embedding import FeatureRows
-from mlxpaged.vision.picture import Picture
+from mlxpaged.vision.image import PromptImage
 
 Positions = npt.NDArray[np.int32]
 
@@ -44,13 +44,13 @@ class Axes:
         return axes
 
 
-def positions_of(num_tokens: int, pictures: Sequence[tuple[Picture, tuple[int, int]]]) -> Positions:
-    """Returns the positions [3, num_tokens] of a prompt. pictures: in order, each with its rows and columns, whose
+def positions_of(num_tokens: int, images: Sequence[tuple[PromptImage, tuple[int, int]]]) -> Positions:
+    """Returns the positions [3, num_tokens] of a prompt. images: in order, each with its rows and columns, whose
     placeholders follow one another."""
     positions: Positions = np.empty((3, num_tokens), np.int32)
     end = base = 0
-    for picture, (rows, columns) in pictures:
-        start = picture.positions[0]
+    for image, (rows, columns) in images:
+        start = image.positions[0]
         positions[:, end:start] = np.arange(base, base + start - end)
         base += start - end
         end = start + rows * columns
@@ -61,12 +61,12 @@ def positions_of(num_tokens: int, pictures: Sequence[tuple[Picture, tuple[int, i
     return positions
 
 
-def shifts_of(pictures: Sequence[tuple[Picture, tuple[int, int]]]) -> list[tuple[int, int]]:
-    """Returns (position, shift) for the text after each picture: its positions are those in the sequence plus shift."""
+def shifts_of(images: Sequence[tuple[PromptImage, tuple[int, int]]]) -> list[tuple[int, int]]:
+    """Returns (position, shift) for the text after each image: its positions are those in the sequence plus shift."""
     shifts, shift = [], 0
-    for picture, (rows, columns) in pictures:
+    for image, (rows, columns) in images:
         shift += max(rows, columns) - rows * columns
-        shifts.append((picture.positions[0] + rows * columns, shift))
+        shifts.append((image.positions[0] + rows * columns, shift))
     return shifts
 
 

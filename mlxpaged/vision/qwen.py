@@ -2,7 +2,7 @@
 
 The modules have the names of Qwen3-VL's checkpoints. The patches are in the order of the features: square by square of
 merge x merge patches. Positions follow Qwen3VLVisionModel of transformers: an embedding for a grid of a fixed side,
-interpolated to the picture's, and a rotation whose first frequencies are of the row and whose others of the column.
+interpolated to the image's, and a rotation whose first frequencies are of the row and whose others of the column.
 Qwen2-VL has the rotation only, and no bias of patches.
 """
 
@@ -118,14 +118,14 @@ class Merger(Module):
 
 
 class QwenTower(Tower):
-    """The sides of its pictures are multiples of patch * merge. With `deep`, a row of features has a part
+    """The sides of its images are multiples of patch * merge. With `deep`, a row of features has a part
     for each of these, after that for the embedding."""
 
     def __init__(self, sizes: QwenSizes) -> None:
         super().__init__()
         self.sizes = sizes
         # A convolution by steps of its own width is a linear layer of whole patches. The two frames that it takes are
-        # one picture twice, so their weights are added.
+        # one image twice, so their weights are added.
         self.patch_embed = {"proj": Linear(sizes.patch**2 * CHANNELS, sizes.width, bias=sizes.places is not None)}
         if sizes.places is not None:
             self.pos_embed = Embedding(sizes.places**2, sizes.width)

@@ -1,7 +1,7 @@
 """The vision tower of Qwen2.5-VL.
 
 The modules have the names of the checkpoints, but for the layers of the merger. In most blocks a patch attends to its
-window only, a square that is cut at the lower and the right edge of the picture; in a few to all patches (arXiv
+window only, a square that is cut at the lower and the right edge of the image; in a few to all patches (arXiv
 2502.13923, 2.1.1). The patches are row by row, until the merger takes squares of them.
 """
 
@@ -126,7 +126,7 @@ def parts_of(length: int, window: int) -> list[slice]:
 
 
 def attend_in(heads: mx.array, window: int) -> mx.array:
-    """Attention within windows of one shape, which fill a part of a picture. heads: [3, n, rows, columns, heads, D]."""
+    """Attention within windows of one shape, which fill a part of an image. heads: [3, n, rows, columns, heads, D]."""
     _, n, rows, columns, num_heads, size = heads.shape
     high, wide = min(window, rows), min(window, columns)
     apart = heads.reshape(3, n, rows // high, high, columns // wide, wide, num_heads, size)
@@ -153,13 +153,13 @@ class Merger(Module):
 
 
 class Qwen25Tower(Tower):
-    """The sides of its pictures are multiples of patch * merge."""
+    """The sides of its images are multiples of patch * merge."""
 
     def __init__(self, sizes: Qwen25Sizes) -> None:
         super().__init__()
         self.sizes = sizes
         # A convolution by steps of its own width is a linear layer of whole patches. The two frames that it takes are
-        # one picture twice, so their weights are added.
+        # one image twice, so their weights are added.
         self.patch_embed = {"proj": Linear(sizes.patch**2 * CHANNELS, sizes.width, bias=False)}
         self.blocks = [Block(sizes, None if number in sizes.whole else sizes.window) for number in range(sizes.blocks)]
         self.merger = Merger(sizes)

@@ -1,4 +1,4 @@
-"""How the prompts of Qwen's models show a picture."""
+"""How the prompts of Qwen's models show an image."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlxpaged.vision.parts_format import PartsFormat
 
 @dataclass(frozen=True, kw_only=True)
 class QwenFormat(PartsFormat):
-    """least, most: pixels of a picture."""
+    """least, most: pixels of an image."""
 
     least: int
     most: int

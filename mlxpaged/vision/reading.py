@@ -1,7 +1,7 @@
-"""Turns what a client sends as a picture into pixels at the size that a tower takes. Pillow decodes it.
+"""Turns what a client sends as an image into pixels at the size that a tower takes. Pillow decodes it.
 
-Nothing is fetched and no file is opened: a picture is base64, alone or in a `data:` URL. The limits are checked by the
-text's length and the file's header, so that nothing is decoded of a picture that is refused.
+Nothing is fetched and no file is opened: an image is base64, alone or in a `data:` URL. The limits are checked by the
+text's length and the file's header, so that nothing is decoded of an image that is refused.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mlxpaged.vision.headers import Header, PictureError, read_header
-from mlxpaged.vision.picture import PictureFormat, Pixels, Resampling
+from mlxpaged.vision.headers import Header, ImageError, read_header
+from mlxpaged.vision.image import ImageFormat, Pixels, Resampling
 
 Detail = Literal["auto", "low", "high", "original"]
 """All but "low" are the same here."""
 
 MAX_BYTES = 20 * 2**20
-"""Bytes of a picture's file."""
+"""Bytes of an image's file."""
 PIECE = 2**20
 """Characters of base64 that are decoded at once, which takes 3 ms. No other thread runs meanwhile."""
 MAX_PIXELS = 40_000_000
@@ -35,7 +35,7 @@ MAX_SIDE = 16_384
 MAX_RATIO = 200
 """The most that the longer side may be of the shorter one."""
 LOW_SIDE = 512
-"""The longer side of a picture that is asked for with little detail."""
+"""The longer side of an image that is asked for with little detail."""
 CACHE_BYTES = 64 * 2**20
 DATA_URL = re.compile(r"data:[\w.+/-]{0,100}(;[\w.+-]{1,50}=[\w.+-]{1,50}){0,5};base64,", re.ASCII | re.IGNORECASE)
 DATA_URL_CHARS = 1000
@@ -49,20 +49,20 @@ TURNS = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
-"""What turns a picture upright, by its orientation in EXIF."""
-FILES = "the server fetches no URL and opens no file; send the picture itself, as a data: URL with base64"
+"""What turns an image upright, by its orientation in EXIF."""
+FILES = "the server fetches no URL and opens no file; send the image itself, as a data: URL with base64"
 
 
 class PillowMissingError(Exception):
     """There is no Pillow. The message says how to install it."""
 
     def __init__(self) -> None:
-        super().__init__("pictures need Pillow: pip install 'mlxpaged[vision]'")
+        super().__init__("images need Pillow: pip install 'mlxpaged[vision]'")
 
 
 @dataclass(frozen=True)
-class ClientPicture:
-    """A picture as a client sends it. data: base64, or a URL if `is_url`."""
+class ClientImage:
+    """An image as a client sends it. data: base64, or a URL if `is_url`."""
 
     data: str
     is_url: bool
@@ -70,9 +70,9 @@ class ClientPicture:
 
 
 @dataclass(frozen=True)
-class CheckedPicture:
-    """A picture within the limits. digest: of the file, and of all else that its pixels depend on. width, height: those
-    that the tower takes. resampling: how the picture gets them."""
+class CheckedImage:
+    """An image within the limits. digest: of the file, and of all else that its pixels depend on. width, height: those
+    that the tower takes. resampling: how the image gets them."""
 
     digest: bytes
     header: Header
@@ -81,62 +81,62 @@ class CheckedPicture:
     resampling: Resampling = "BICUBIC"
 
 
-def check(picture: ClientPicture, form: PictureFormat, data: bytes | None = None) -> CheckedPicture:
-    """Reads a picture's header. data: its file, if the picture is a URL from which it was fetched. Raises
-    PictureError."""
-    data = decoded(picture) if data is None else data
+def check(image: ClientImage, form: ImageFormat, data: bytes | None = None) -> CheckedImage:
+    """Reads an image's header. data: its file, if the image is a URL from which it was fetched. Raises
+    ImageError."""
+    data = decoded(image) if data is None else data
     header = read_header(data)
     width, height = header.size
     check_size(width, height)
-    if picture.detail == "low":
+    if image.detail == "low":
         scale = min(1.0, LOW_SIDE / max(width, height))
         width, height = max(1, round(scale * width)), max(1, round(scale * height))
     digest = hashlib.blake2b(digest_size=16)
-    for part in (form.settings, b"low" if picture.detail == "low" else b"", data):
+    for part in (form.settings, b"low" if image.detail == "low" else b"", data):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
-    return CheckedPicture(digest.digest(), header, *form.size(width, height), form.resampling)
+    return CheckedImage(digest.digest(), header, *form.size(width, height), form.resampling)
 
 
-def decoded(picture: ClientPicture) -> bytes:
-    """Returns the bytes of the file. Raises PictureError."""
-    text = picture.data
-    if picture.is_url:
+def decoded(image: ClientImage) -> bytes:
+    """Returns the bytes of the file. Raises ImageError."""
+    text = image.data
+    if image.is_url:
         start = DATA_URL.match(text, 0, DATA_URL_CHARS)
         if start is None:
-            raise PictureError(f"is not in the request: {FILES}")
+            raise ImageError(f"is not in the request: {FILES}")
         text = text[start.end() :]
     if len(text) > (MAX_BYTES + 2) // 3 * 4:
-        raise PictureError(f"has more than {MAX_BYTES >> 20} MiB")
+        raise ImageError(f"has more than {MAX_BYTES >> 20} MiB")
     if len(text) % 4:  # Python 3.10 takes some of these
-        raise PictureError("is not valid base64")
+        raise ImageError("is not valid base64")
     try:
         pieces = [base64.b64decode(text[i : i + PIECE], validate=True) for i in range(0, len(text), PIECE)]
     except ValueError:
-        raise PictureError("is not valid base64") from None
+        raise ImageError("is not valid base64") from None
     if any(len(piece) < PIECE // 4 * 3 for piece in pieces[:-1]):  # it ends before the text does
-        raise PictureError("is not valid base64")
+        raise ImageError("is not valid base64")
     data = b"".join(pieces)
     if not data:
-        raise PictureError("is empty")
+        raise ImageError("is empty")
     return data
 
 
 def check_size(width: int, height: int) -> None:
-    """Raises PictureError for a picture that is too large or too narrow."""
+    """Raises ImageError for an image that is too large or too narrow."""
     shape = f"has {width:,} x {height:,} pixels"
     if not width or not height:
-        raise PictureError(shape)
+        raise ImageError(shape)
     if max(width, height) > MAX_SIDE:
-        raise PictureError(f"{shape}; the limit of a side is {MAX_SIDE:,}")
+        raise ImageError(f"{shape}; the limit of a side is {MAX_SIDE:,}")
     if width * height > MAX_PIXELS:
-        raise PictureError(f"{shape}; the limit is {MAX_PIXELS:,} pixels")
+        raise ImageError(f"{shape}; the limit is {MAX_PIXELS:,} pixels")
     if max(width, height) > MAX_RATIO * min(width, height):
-        raise PictureError(f"{shape}; the longer side may be at most {MAX_RATIO} times the shorter one")
+        raise ImageError(f"{shape}; the longer side may be at most {MAX_RATIO} times the shorter one")
 
 
-class PictureReader:
-    """Decodes pictures, on any thread, and keeps the latest: a chat sends all of its pictures again in each turn."""
+class ImageReader:
+    """Decodes images, on any thread, and keeps the latest: a chat sends all of its images again in each turn."""
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
         """max_bytes: of the pixels that are kept."""
@@ -145,16 +145,16 @@ class PictureReader:
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def pixels(self, picture: CheckedPicture) -> Pixels:
-        """Raises PictureError, and PillowMissingError."""
+    def pixels(self, image: CheckedImage) -> Pixels:
+        """Raises ImageError, and PillowMissingError."""
         with self._lock:
-            if (found := self._kept.get(picture.digest)) is not None:
-                self._kept.move_to_end(picture.digest)
+            if (found := self._kept.get(image.digest)) is not None:
+                self._kept.move_to_end(image.digest)
                 return found
-        pixels = decode(picture)
+        pixels = decode(image)
         with self._lock:
-            if picture.digest not in self._kept:
-                self._kept[picture.digest] = pixels
+            if image.digest not in self._kept:
+                self._kept[image.digest] = pixels
                 self._num_bytes += pixels.nbytes
             while self._num_bytes > self._max_bytes:
                 _, dropped = self._kept.popitem(last=False)
@@ -162,27 +162,27 @@ class PictureReader:
         return pixels
 
 
-def decode(picture: CheckedPicture) -> Pixels:
-    """Returns the first frame, upright, on white, at the size that the tower takes. Raises as `PictureReader.pixels`
+def decode(image: CheckedImage) -> Pixels:
+    """Returns the first frame, upright, on white, at the size that the tower takes. Raises as `ImageReader.pixels`
     does."""
-    pillow, header = load_pillow(), picture.header
+    pillow, header = load_pillow(), image.header
     try:
-        with pillow.open(io.BytesIO(header.data), formats=[header.kind]) as image:
-            if image.size != (header.width, header.height):
-                raise PictureError(f"is a {header.kind} with two sizes")
-            image.load()
-            shown = on_white(image, pillow)
+        with pillow.open(io.BytesIO(header.data), formats=[header.kind]) as opened:
+            if opened.size != (header.width, header.height):
+                raise ImageError(f"is a {header.kind} with two sizes")
+            opened.load()
+            shown = on_white(opened, pillow)
         if (turn := TURNS.get(header.orientation)) is not None:
             shown = shown.transpose(pillow.Transpose[turn])
-        if shown.size != (picture.width, picture.height):
-            shown = shown.resize((picture.width, picture.height), pillow.Resampling[picture.resampling])
+        if shown.size != (image.width, image.height):
+            shown = shown.resize((image.width, image.height), pillow.Resampling[image.resampling])
         return np.asarray(shown)
-    except (PictureError, MemoryError):
+    except (ImageError, MemoryError):
         raise
     except pillow.UnidentifiedImageError:
-        raise PictureError(f"is a broken {header.kind}") from None
+        raise ImageError(f"is a broken {header.kind}") from None
     except Exception as error:  # a decoder raises any type
-        raise PictureError(f"is a broken {header.kind}: {str(error)[:100]!r}") from None
+        raise ImageError(f"is a broken {header.kind}: {str(error)[:100]!r}") from None
 
 
 def on_white(image: Any, pillow: ModuleType) -> Any:
@@ -198,7 +198,7 @@ def on_white(image: Any, pillow: ModuleType) -> Any:
 
 
 def load_pillow() -> ModuleType:
-    """Returns PIL.Image. The package is loaded when the first picture comes."""
+    """Returns PIL.Image. The package is loaded when the first image comes."""
     try:
         from PIL import Image, WebPImagePlugin  # noqa: F401  # the first file of a format that is not loaded loads all
     except ImportError:

@@ -11,12 +11,12 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_reduce
 
 from mlxpaged.vision.embedding import FeatureRows
-from mlxpaged.vision.picture import PictureFormat
+from mlxpaged.vision.image import ImageFormat
 from mlxpaged.vision.positions import Axes
 
 
 class Tower(Module):
-    """Encodes pictures: a vision tower and the projection to the width of the text model's embeddings."""
+    """Encodes images: a vision tower and the projection to the width of the text model's embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,21 +29,21 @@ class Tower(Module):
 
     def encode(self, pixels: mx.array) -> Iterator[mx.array]:
         """Yields the state after each part of the work, which is about a block's, and at the end the features
-        [n, k, D], k for each picture. Nothing is evaluated: the caller decides how many parts it computes at once.
+        [n, k, D], k for each image. Nothing is evaluated: the caller decides how many parts it computes at once.
 
-        pixels: uint8 [n, H, W, 3], of n pictures of one size, which `PictureFormat.size` has returned.
+        pixels: uint8 [n, H, W, 3], of n images of one size, which `ImageFormat.size` has returned.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Vision:
-    """format: how its prompts show pictures. axes: how its rotary embedding sees them; None if as text. num_deep: the
+    """format: how its prompts show images. axes: how its rotary embedding sees them; None if as text. num_deep: the
     first layers that add features of their own to their outputs; a row of features is then [1 + num_deep, D]. mutual:
-    the layers in which the tokens of a picture see one another, those after themselves too: those with a window, or
+    the layers in which the tokens of an image see one another, those after themselves too: those with a window, or
     all. rows: of the running step."""
 
-    format: PictureFormat
+    format: ImageFormat
     tower: Tower
     axes: Axes | None = None
     num_deep: int = 0

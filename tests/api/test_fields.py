@@ -388,7 +388,7 @@ HISTORY: list[Case] = [
         "LiteLLM",
         CHAT,
         {"messages": [USER | {"content": [{"type": "image_url", "image_url": "data:,"}]}]},
-        Honoured("prompt.media.0.part.picture.data", "data:,"),
+        Honoured("prompt.media.0.part.image.data", "data:,"),
     ),
     (
         "OpenAI",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mlxpaged.api.image_hosts import ImageHosts, split_host
-from mlxpaged.vision.headers import PictureError
+from mlxpaged.vision.headers import ImageError
 from mlxpaged.vision.reading import MAX_BYTES
 
 PIXELS = b"\x89PNG\r\n\x1a\n" + bytes(100_000)
@@ -73,7 +73,7 @@ def fetched(hosts: ImageHosts, url: str) -> bytes:
 
 
 def refusal(hosts: ImageHosts, url: str) -> str:
-    with pytest.raises(PictureError) as caught:
+    with pytest.raises(ImageError) as caught:
         fetched(hosts, url)
     return str(caught.value)
 

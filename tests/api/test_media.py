@@ -1,5 +1,5 @@
 """Images, audio and files for a model that takes text only: they do not end a session, and no answer pretends to have
-seen them. test_pictures.py is about a model that takes images."""
+seen them. test_images.py is about a model that takes images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from mlxpaged.api.anthropic.schema import MessagesRequest
 from mlxpaged.api.body import validate
 from mlxpaged.api.errors import ApiError
-from mlxpaged.api.generation.pictures import with_texts
+from mlxpaged.api.generation.images import with_texts
 from mlxpaged.api.media import END, START, joined, media_of
 from mlxpaged.api.ollama.schema import OllamaChatRequest
 from mlxpaged.api.openai.responses.schema import ResponseRequest

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from mlxpaged.engine.config import EngineConfig
 from tests.api.helpers import DEADLINE, raw, side_by_side, stream_events, text_of
-from tests.api.test_pictures import CHAT, MESSAGES, OLLAMA, RESPONSES, TEMPLATE, block, input_part, text, url_part, user
+from tests.api.test_images import CHAT, MESSAGES, OLLAMA, RESPONSES, TEMPLATE, block, input_part, text, url_part, user
 from tests.models.test_vision import PREPROCESSOR, config_of, torch_weights
 from tests.scripted import make_scripted_model
 from tests.support import SMALL, RunningServer, larger_matrices, running_server, since_mlx_lm_0_32

@@ -37,7 +37,7 @@ class Case:
     decode_partition, chunk_partition: keys in one work item, None for the backend's own. tuning: instead of these.
     sharpness: factor on the queries; in the hundreds, only a running maximum keeps the softmax finite. value_size:
     head_dim if it is None. latent: values are the first value_size elements of the keys. spans: of the sequences with
-    pictures whose tokens see one another.
+    images whose tokens see one another.
     """
 
     lens: Sequence[tuple[int, int]]

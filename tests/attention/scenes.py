@@ -44,7 +44,7 @@ class Extras:
     sinks: bool = False
     chunk: int | None = None
     spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """Of the sequences with pictures whose tokens see one another."""
+    """Of the sequences with images whose tokens see one another."""
 
 
 def rounded(array: Array, dtype: mx.Dtype) -> Array:

@@ -135,22 +135,20 @@ def test_local_chunks_match_float64(extras: Extras, chunk: int, block_size: int)
     Scene(Shape(block_size=block_size), lens).check(replace(extras, chunk=chunk))
 
 
-PICTURES = {2: [(1, 4)], 4: [(31, 40), (50, 71)], 6: [(10, 34)], 9: [(0, 33)], 10: [(32, 72)]}
+IMAGES = {2: [(1, 4)], 4: [(31, 40), (50, 71)], 6: [(10, 34)], 9: [(0, 33)], 10: [(32, 72)]}
 """Of RAGGED and two more: in the middle and at the ends of chunks, begun before them, and of several tiles."""
 
 
 @pytest.mark.parametrize("block_size", [8, 32])
 @pytest.mark.parametrize("window", [None, 1, 9, 40])
 @pytest.mark.parametrize("extras", [Extras(), Extras(softcap=2.0, sinks=True)], ids=["plain", "extras"])
-def test_pictures_whose_tokens_see_one_another_match_float64(
-    extras: Extras, window: int | None, block_size: int
-) -> None:
+def test_images_whose_tokens_see_one_another_match_float64(extras: Extras, window: int | None, block_size: int) -> None:
     scene = Scene(Shape(block_size=block_size), [*RAGGED, (150, 150), (130, 200)])
     causal = replace(extras, window=window)
-    seeing = replace(causal, spans=PICTURES)
+    seeing = replace(causal, spans=IMAGES)
     scene.check(seeing)
     assert np.abs(scene.attend(seeing) - scene.expected(causal)).max() > 0.1, "the test proves little"
-    assert np.array_equal(scene.attend(causal, scene.meta(PICTURES)), scene.attend(causal)), "a layer without them"
+    assert np.array_equal(scene.attend(causal, scene.meta(IMAGES)), scene.attend(causal)), "a layer without them"
 
 
 def test_local_chunks_of_sequences_with_one_prefix_and_of_latents_match_float64() -> None:

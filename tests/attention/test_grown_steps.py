@@ -96,7 +96,7 @@ def test_a_step_of_other_sequences_is_built(metal: None) -> None:
     assert chunk.grown(step_of([1], [7], tables_for([7])), [], ONE_VIEW, planners) is None
 
 
-def test_positions_are_shifted_after_pictures(metal: None) -> None:
+def test_positions_are_shifted_after_images(metal: None) -> None:
     """Slots and plans are those of the places in the sequences, whatever the shifts are."""
     planners = make_planners(Tuning(), (None, None))
     plain, shifted = (step_of([1, 1], contexts, tables_for(contexts)) for contexts in ([40, 90], [41, 91]))

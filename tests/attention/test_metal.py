@@ -131,7 +131,7 @@ def test_long_chunks_are_exact(metal: None, extras: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("extras", [{}, {"window": 20}, {"window": 9, "softcap": 3.0, "has_sinks": True}], ids=str)
-def test_pictures_whose_tokens_see_one_another(metal_on_cpu: Interpreter, extras: dict[str, Any]) -> None:
+def test_images_whose_tokens_see_one_another(metal_on_cpu: Interpreter, extras: dict[str, Any]) -> None:
     """MLX's own attention takes their masks. The rest of the batch stays with the kernels."""
     spans = {2: [(35, 48)], 4: [(31, 60), (62, 64)], 5: [(138, 140)]}
     Case([(1, 33), (5, 5), (20, 50), (1, 1), (33, 64), (2, 140)], head_dim=32, spans=spans, **extras).check()

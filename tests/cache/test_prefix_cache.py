@@ -153,7 +153,7 @@ def test_blocks_after_an_evicted_one_are_not_published_because_no_prompt_could_f
     assert pool.usage().cached == 0
 
 
-def test_pictures_and_what_follows_them_are_not_worth_storing() -> None:
+def test_images_and_what_follows_them_are_not_worth_storing() -> None:
     """Their ids are those of this process."""
     pool, cache = make()
     chain = store(pool, cache, [1, 2, 3, 4, 5, 6, FIRST_CONTENT_ID, 8, 9, 10, 11, 12]).chain

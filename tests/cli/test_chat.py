@@ -174,7 +174,7 @@ def test_an_image_goes_with_the_next_message(session: Session, tmp_path: Path) -
 
 
 def test_what_is_no_image_is_not_sent(session: Session, tmp_path: Path) -> None:
-    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "text.png").write_text("no image")
     os.mkfifo(tmp_path / "fifo.png")
     with (tmp_path / "large.png").open("wb") as file:
         file.truncate(2**25)

@@ -58,7 +58,7 @@ def script(form: str) -> dict[str, str]:
 
 SCRIPT = script("json_tools")
 NUMBER = 407
-"""In the pictures."""
+"""In the images."""
 OPTIONS = {"context_length": 131072, "kv_cache_bytes": 70_000_000}
 """Room for the long prompts of agents: a token is a letter."""
 
@@ -89,10 +89,10 @@ def seeing() -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="session")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The picture of a number as PNG, JPEG and WEBP."""
+def images(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The image of a number as PNG, JPEG and WEBP."""
     image = picture(random.Random(NUMBER), NUMBER, 320, 200, [BUILT_IN], 2.5)
-    paths = [tmp_path_factory.mktemp("pictures") / f"number.{kind}" for kind in ("png", "jpeg", "webp")]
+    paths = [tmp_path_factory.mktemp("images") / f"number.{kind}" for kind in ("png", "jpeg", "webp")]
     for path in paths:
         image.save(path)
     return paths

@@ -1,4 +1,4 @@
-"""Libraries and Claude Code show pictures to the bundled model that sees, and its answers are right."""
+"""Libraries and Claude Code show images to the bundled model that sees, and its answers are right."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PROGRAMS = Path(__file__).parent / "programs" / "images"
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in PROGRAMS.iterdir()))
-def test_a_library_shows_pictures(seeing: RunningServer, pictures: list[Path], tmp_path: Path, script: str) -> None:
+def test_a_library_shows_images(seeing: RunningServer, images: list[Path], tmp_path: Path, script: str) -> None:
     folder = installed(Path(script).stem)
-    shown = run(tmp_path, folder / "bin" / "python", "-I", PROGRAMS / script, seeing.url, *pictures)
+    shown = run(tmp_path, folder / "bin" / "python", "-I", PROGRAMS / script, seeing.url, *images)
     answers = re.findall(r"^(.*\b(chat|stream|counted|sees)): (.*)$", shown, flags=re.MULTILINE)
     assert len(answers) >= 6, shown
     for label, kind, answer in answers:
@@ -90,12 +90,12 @@ class Planner(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("number", range(3), ids=["png", "jpeg", "webp"])
-def test_claude_code_reads_a_picture(seeing: RunningServer, pictures: list[Path], tmp_path: Path, number: int) -> None:
+def test_claude_code_reads_an_image(seeing: RunningServer, images: list[Path], tmp_path: Path, number: int) -> None:
     """It sends the file that it was told to read as a tool's result, as an image in it."""
     claude = installed("claude_code") / "node_modules" / ".bin" / "claude"
     (tmp_path / "work").mkdir()
-    file = tmp_path / "work" / pictures[number].name
-    file.write_bytes(pictures[number].read_bytes())
+    file = tmp_path / "work" / images[number].name
+    file.write_bytes(images[number].read_bytes())
     told: list[dict[str, Any]] = []
     handler = type("Planner", (Planner,), {"file": str(file), "server_url": seeing.url, "told": told})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as planner:

@@ -138,8 +138,8 @@ def test_it_lists_the_models_of_all_servers(page: Page) -> None:
     assert set(page.models) == {"scripted", "demo", "demo-vision"}
 
 
-def test_a_picture_is_seen(page: Page, pictures: list[Path]) -> None:
-    for path in pictures:
+def test_an_image_is_seen(page: Page, images: list[Path]) -> None:
+    for path in images:
         url = f"data:image/{path.suffix[1:]};base64,{base64.b64encode(path.read_bytes()).decode()}"
         text = {"type": "text", "text": "What number is in the picture?"}
         answer = page.chat("demo-vision", [text, {"type": "image_url", "image_url": {"url": url}}])

@@ -15,7 +15,7 @@ from mlxpaged.engine.ranks import RankLostError
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.step import Step
-from mlxpaged.vision.picture import Picture
+from mlxpaged.vision.image import PromptImage
 from tests.cluster.ranks import MESSAGES, ring_bytes
 
 NUM_TOKENS = 16
@@ -119,36 +119,36 @@ def mixed(core: EngineCore, seed: int = 0) -> Outcome:
     return outcome
 
 
-def with_pictures(core: EngineCore) -> Outcome:
-    """Prompts with pictures and of text alone; then again after the features were dropped, some of them longer."""
+def with_images(core: EngineCore) -> Outcome:
+    """Prompts with images and of text alone; then again after the features were dropped, some of them longer."""
     outcome = Outcome()
-    assert core.pictures is not None
+    assert core.images is not None
     assert core.served.vision is not None
     form, rng = core.served.vision.format, random.Random(3)
 
     def shown(name: str, *sizes: tuple[int, int], length: int) -> Request:
-        prompt, pictures = [rng.randrange(1, 200) for _ in range(length)], []
+        prompt, images = [rng.randrange(1, 200) for _ in range(length)], []
         for number, size in enumerate(sizes):
             width, height = form.size(*size)
             pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
             first, tokens = len(prompt), form.tokens(width, height)
             places = tuple(first + i for i, token in enumerate(tokens) if token == form.placeholder)
-            pictures.append(Picture(bytes([number, width // 8, height // 8]), pixels, places))
+            images.append(PromptImage(bytes([number, width // 8, height // 8]), pixels, places))
             prompt += [*tokens, *(rng.randrange(1, 200) for _ in range(length))]
-        return Request(name, prompt, GREEDY, time.monotonic(), pictures=tuple(pictures))
+        return Request(name, prompt, GREEDY, time.monotonic(), images=tuple(images))
 
     made = [shown("one", (64, 48), length=9), shown("two", (48, 64), (80, 32), length=5), shown("text", length=40)]
     for request in made:
         core.add(request)
     step_to_the_end(core, outcome)
-    core.pictures.budget = 0
-    core.pictures.evict()
+    core.images.budget = 0
+    core.images.evict()
     for request in made:
         more = [*request.prompt_token_ids, *outcome.tokens[request.request_id]]
         core.add(replace(request, request_id=f"again {request.request_id}", prompt_token_ids=more))
         core.add(replace(request, request_id=f"salted {request.request_id}", cache_salt=("s",)))
     step_to_the_end(core, outcome)
-    outcome.hits = core.pictures.num_encoded
+    outcome.hits = core.images.num_encoded
     core.close()
     return outcome
 

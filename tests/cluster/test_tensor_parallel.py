@@ -21,7 +21,7 @@ from tests.cluster.scenes import (
     sizes,
     until_a_rank_is_lost,
     with_drafts,
-    with_pictures,
+    with_images,
 )
 from tests.engine.hybrid import TinyModel
 from tests.models.architectures import QWEN3_5, linear_attention, make_architecture, nested
@@ -102,14 +102,14 @@ def test_steps_of_several_ranks_overlap(count: int, tmp_path: Path) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
-def test_ranks_see_the_pictures_that_rank_0_encodes(tmp_path: Path, kind: str) -> None:
+def test_ranks_see_the_images_that_rank_0_encodes(tmp_path: Path, kind: str) -> None:
     """With positions in three axes, and features for layers. Their features are dropped and made again."""
     text = nested(model_type="qwen3", **HEADS, num_hidden_layers=3) if kind == "qwen3_vl" else KINDS[kind]
     path = make_seeing(make_architecture(tmp_path / "m", kind, **text), kind)
-    expected = play_alone(make_setup(path), with_pictures)
-    got = play(2, make_setup(path), with_pictures)
+    expected = play_alone(make_setup(path), with_images)
+    got = play(2, make_setup(path), with_images)
     assert got == expected
-    assert got.hits >= 6, "of pictures that were encoded"
+    assert got.hits >= 6, "of images that were encoded"
 
 
 @pytest.mark.cluster

@@ -1,4 +1,4 @@
-"""A tiny text model with a made-up tower, its pictures and prompts, and its answers by mlx-lm alone."""
+"""A tiny text model with a made-up tower, its images and prompts, and its answers by mlx-lm alone."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.models.adapter_path import AdapterPath
-from mlxpaged.models.fused_attention import unfuse_for_pictures
+from mlxpaged.models.fused_attention import unfuse_for_images
 from mlxpaged.models.layers import mutual as mutual_layers
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.vision import part_of_step
 from mlxpaged.vision.embedding import embedding_of
+from mlxpaged.vision.image import LARGEST, PromptImage, Resampling
 from mlxpaged.vision.install import install
-from mlxpaged.vision.picture import LARGEST, Picture, Resampling
 from mlxpaged.vision.positions import Axes
 from mlxpaged.vision.tower import Tower, Vision
 from tests.answers import greedy_answer
@@ -31,8 +31,8 @@ from tests.answers import greedy_answer
 Mutual = Literal["none", "windows", "all"]
 
 Fault = Literal["", "delta", "deepstack", "masks"]
-"""What is left out of a reference, to show that answers depend on it: that tokens after a picture are nearer to it than
-their indices say, the features of the first layers, or that the tokens of a picture see one another."""
+"""What is left out of a reference, to show that answers depend on it: that tokens after an image are nearer to it than
+their indices say, the features of the first layers, or that the tokens of an image see one another."""
 
 SCALES: dict[Mutual, float] = {"none": 0.01, "windows": 1e-4, "all": 1e-4}
 """Of features: Gemma multiplies embeddings by the square root of their size."""
@@ -42,7 +42,7 @@ PLACEHOLDER = 3
 
 
 class PatchFormat:
-    """A picture is one token for each patch, without others. most: width and height."""
+    """An image is one token for each patch, without others. most: width and height."""
 
     template_token = placeholder = PLACEHOLDER
     settings = b"patches"
@@ -85,31 +85,31 @@ class PatchTower(Tower):
             self.steps += 1
             yield state
         if self.faulty is not None and self.faulty in np.array(pixels[:, 0, 0, 0]).tolist():
-            raise RuntimeError("this picture cannot be encoded")
+            raise RuntimeError("this image cannot be encoded")
         self.steps += 1
         yield (state @ self.weights).reshape(n, *self.shape)
 
 
-def picture(seed: int, width: int, height: int) -> Picture:
+def image(seed: int, width: int, height: int) -> PromptImage:
     """One without positions."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Picture(hashlib.blake2b(pixels.tobytes(), digest_size=16).digest(), pixels, ())
+    return PromptImage(hashlib.blake2b(pixels.tobytes(), digest_size=16).digest(), pixels, ())
 
 
-def shown(*parts: Sequence[int] | Picture) -> tuple[list[int], tuple[Picture, ...]]:
-    """A prompt of tokens and pictures in this order: its tokens, and its pictures with their positions."""
+def shown(*parts: Sequence[int] | PromptImage) -> tuple[list[int], tuple[PromptImage, ...]]:
+    """A prompt of tokens and images in this order: its tokens, and its images with their positions."""
     prompt: list[int] = []
-    pictures = []
+    images = []
     for part in parts:
-        if isinstance(part, Picture):
+        if isinstance(part, PromptImage):
             height, width, _ = part.pixels.shape
             tokens = PatchFormat().tokens(width, height)
             positions = tuple(range(len(prompt), len(prompt) + len(tokens)))
-            pictures.append(dataclasses.replace(part, positions=positions))
+            images.append(dataclasses.replace(part, positions=positions))
             prompt += tokens
         else:
             prompt += part
-    return prompt, tuple(pictures)
+    return prompt, tuple(images)
 
 
 def load_seeing(
@@ -125,7 +125,7 @@ def load_seeing(
     vision = Vision(PatchFormat(most), tower, axes, num_deep, mutual)
     vision.rows.part = part_of_step
     install(served.model, vision)
-    unfuse_for_pictures(served.model, vision.rows)
+    unfuse_for_images(served.model, vision.rows)
     return dataclasses.replace(served, vision=vision, layers=mutual_layers(served.layers, mutual)), tower
 
 
@@ -137,7 +137,7 @@ def hidden_size(model: Any) -> int:
 def expected_answer(
     path: Path,
     prompt: Sequence[int],
-    pictures: Sequence[Picture],
+    images: Sequence[PromptImage],
     axes: Axes | None = None,
     num_deep: int = 0,
     num_tokens: int = 16,
@@ -151,11 +151,11 @@ def expected_answer(
     if adapter is not None:
         load_adapters(model, str(adapter))
         model.eval()
-    where = [position for each in pictures for position in each.positions]
+    where = [position for each in images for position in each.positions]
     ids = [0 if i in set(where) else token for i, token in enumerate(prompt)]
-    if pictures:
+    if images:
         tower = PatchTower(hidden_size(model), num_deep, SCALES[mutual])
-        encoded = [list(tower.encode(mx.array(each.pixels[None])))[-1][0] for each in pictures]
+        encoded = [list(tower.encode(mx.array(each.pixels[None])))[-1][0] for each in images]
         features = mx.concatenate(encoded).reshape(len(where), 1 + num_deep, -1)
 
         def put(output: mx.array) -> mx.array:
@@ -170,22 +170,22 @@ def expected_answer(
         for layer in range(num_deep if without != "deepstack" else 0):
             change_output(model.layers[layer], len(prompt), partial(add, layer=layer))
     if axes is not None:
-        use_axes(model, axes, prompt, pictures, has_delta=without != "delta")
+        use_axes(model, axes, prompt, images, has_delta=without != "delta")
     caches = make_prompt_cache(model)
     if mutual != "none" and without != "masks":
         for cache in caches:
-            use_masks(cache, len(prompt), pictures, mutual)
+            use_masks(cache, len(prompt), images, mutual)
     return greedy_answer(model, caches, ids, num_tokens).tokens
 
 
-def use_masks(cache: Any, length: int, pictures: Sequence[Picture], mutual: Mutual) -> None:
-    """Of a prompt's only pass: a query sees a key before it, within the window, or one of its own picture."""
+def use_masks(cache: Any, length: int, images: Sequence[PromptImage], mutual: Mutual) -> None:
+    """Of a prompt's only pass: a query sees a key before it, within the window, or one of its own image."""
     base = cache.make_mask
 
     def make_mask(num_tokens: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if num_tokens != length:
             return base(num_tokens, return_array=return_array, window_size=window_size)
-        together = pictures if mutual == "all" or window_size is not None else ()
+        together = images if mutual == "all" or window_size is not None else ()
         return mx.array(
             [
                 [
@@ -211,12 +211,12 @@ def change_output(module: Any, length: int, change: Callable[[mx.array], mx.arra
     module.__class__ = type(base.__name__, (base,), {"__call__": run})
 
 
-def use_axes(model: Any, axes: Axes, prompt: Sequence[int], pictures: Sequence[Picture], has_delta: bool) -> None:
+def use_axes(model: Any, axes: Axes, prompt: Sequence[int], images: Sequence[PromptImage], has_delta: bool) -> None:
     """Rotate by cosines and sines that are written out for each position and frequency."""
     positions: list[tuple[int, int, int]] = []
     following = 0
     for i in range(len(prompt)):
-        shown = next((each for each in pictures if i in each.positions), None)
+        shown = next((each for each in images if i in each.positions), None)
         if shown is None:
             positions.append((following,) * 3)
             following += 1

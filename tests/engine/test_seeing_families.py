@@ -14,11 +14,11 @@ from typing import Literal
 import pytest
 
 from mlxpaged.models.loader import ServedModel
-from mlxpaged.vision.picture import Picture
+from mlxpaged.vision.image import PromptImage
 from mlxpaged.vision.positions import Axes
 from tests.engine.helpers import make_core
-from tests.engine.seeing import Fault, Mutual, PatchTower, expected_answer, load_seeing, picture, shown
-from tests.engine.test_pictures import Prompt, answers, finish, preempted_answers, request, text
+from tests.engine.seeing import Fault, Mutual, PatchTower, expected_answer, image, load_seeing, shown
+from tests.engine.test_images import Prompt, answers, finish, preempted_answers, request, text
 from tests.models.architectures import make_architecture
 
 BLOCK = 32
@@ -44,7 +44,7 @@ class Family:
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """Tokens of a step. Where pictures are whole, a step has room for the largest and a token of each other row."""
+        """Tokens of a step. Where images are whole, a step has room for the largest and a token of each other row."""
         return (5, 24) if self.mutual == "none" else (19, 24)
 
 
@@ -69,7 +69,7 @@ FAMILIES = {
 QUICK = ("qwen3_vl", "qwen3_5", "gemma4")
 """Those that are tested with each change: positions of their own and deep features, states, and masks."""
 
-SMALL, TALL, WIDE = picture(1, 32, 24), picture(2, 24, 32), picture(3, 40, 16)
+SMALL, TALL, WIDE = image(1, 32, 24), image(2, 24, 32), image(3, 40, 16)
 """None has more than 12 tokens, which is the window of the tiny models."""
 
 PROMPTS: list[Prompt] = [
@@ -87,7 +87,7 @@ HITS: dict[str, Prompt] = {
     "inside": shown(text(22, BLOCK - 6), SMALL, text(23, 5)),
     "after": shown(text(24, 8), SMALL, text(25, BLOCK)),
 }
-"""Prompts whose last whole block ends before their picture, inside it, or after it."""
+"""Prompts whose last whole block ends before their image, inside it, or after it."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_each_alone_then_from_the_prefix_cache(case: Case) -> None:
-    """One picture, two of different sizes, one twice, and none."""
+    """One image, two of different sizes, one twice, and none."""
     served, tower = case.load()
     core = make_core(served)
     assert [answers(core, [prompt], max_tokens=NUM_TOKENS)[0] for prompt in PROMPTS] == case.expected
@@ -164,11 +164,11 @@ def test_a_fork(case: Case, number: int) -> None:
 
 
 def test_answers_depend_on_all_of_it(case: Case) -> None:
-    """Without this, the tests above would prove little: references with reversed pictures, and without what the family
-    needs in addition to features, give other answers to prompts with pictures, and the same to those of text."""
+    """Without this, the tests above would prove little: references with reversed images, and without what the family
+    needs in addition to features, give other answers to prompts with images, and the same to those of text."""
     family, path = case.family, case.path
     references = {
-        "reversed": [family.answer(path, (tokens, reversed_(pictures))) for tokens, pictures in PROMPTS],
+        "reversed": [family.answer(path, (tokens, reversed_(images))) for tokens, images in PROMPTS],
     }
     if family.axes is not None:
         plain = dataclasses.replace(family, axes=None)
@@ -186,5 +186,5 @@ def test_answers_depend_on_all_of_it(case: Case) -> None:
     assert all(len(each) >= 2 for each in changed.values()), changed
 
 
-def reversed_(pictures: Sequence[Picture]) -> tuple[Picture, ...]:
-    return tuple(dataclasses.replace(each, pixels=each.pixels[::-1, ::-1].copy()) for each in pictures)
+def reversed_(images: Sequence[PromptImage]) -> tuple[PromptImage, ...]:
+    return tuple(dataclasses.replace(each, pixels=each.pixels[::-1, ::-1].copy()) for each in images)

@@ -83,7 +83,7 @@ def test_scores_are_counted_for_a_tile_of_the_cpus_attention() -> None:
     assert SCORE_TOKENS == TILE
 
 
-def test_the_measured_picture_is_extrapolated_to_the_largest() -> None:
+def test_the_measured_image_is_extrapolated_to_the_largest() -> None:
     class UpTo448(PatchFormat):
         def size(self, width: int, height: int) -> tuple[int, int]:
             return min(448, width), min(448, height)
@@ -92,4 +92,4 @@ def test_the_measured_picture_is_extrapolated_to_the_largest() -> None:
     needed = measure_encoding(Vision(UpTo448(), tower))
     assert tower.calls == [(1, 224, 224, 3)]
     values = 448 * 448 * 3
-    assert values * 4 <= needed <= values * 40, "its state is as large as the picture, in float32"
+    assert values * 4 <= needed <= values * 40, "its state is as large as the image, in float32"

@@ -339,7 +339,7 @@ KNOWN: dict[str, dict[str, Any]] = {
         "decoder": META,
     },
     "compatibility forms before bytes": {"normalizer": {"type": "NFKC"}, "pre_tokenizer": BYTES},
-    "30,000 sounds or pictures": {
+    "30,000 sounds or images": {
         "added_tokens": [{"id": i, "content": f"<{i}>"} | dict.fromkeys(FLAGS, False) for i in range(30_000)]
     },
 }

@@ -18,7 +18,7 @@ from mlxpaged.models.vision_family import colours_of
 from mlxpaged.vision.pixtral import MEAN, PixtralSizes, PixtralTower
 from mlxpaged.vision.pixtral_format import PixtralFormat
 from mlxpaged.vision.tower import Vision
-from tests.vision.tiny import MERGED, PLAIN, features, pictures, tiny_tower
+from tests.vision.tiny import MERGED, PLAIN, features, images, tiny_tower
 
 VOCABULARY = {"[IMG]": 10, "[IMG_BREAK]": 12, "[IMG_END]": 13}
 PATCHES = "vision_tower.patch_conv.weight"
@@ -79,7 +79,7 @@ def refusal(path: Path, config: dict[str, Any] = MISTRAL3, vocabulary: dict[str,
 
 def loaded_features(vision: Vision) -> Any:
     assert isinstance(vision.tower, PixtralTower)
-    return features(vision.tower, pictures(2, 24, 16))
+    return features(vision.tower, images(2, 24, 16))
 
 
 @pytest.mark.parametrize("kind", ["mistral3", "pixtral", "llava"])
@@ -88,7 +88,7 @@ def test_a_checkpoint_of_transformers_gives_its_tower(tmp_path: Path, kind: str,
     sizes = MERGED if kind == "mistral3" else PLAIN
     tower = tiny_tower(sizes)
     vision = load(save(tmp_path, torch_weights(tower, prefix)), config_of(sizes, kind))
-    assert np.array_equal(loaded_features(vision), features(tower, pictures(2, 24, 16)))
+    assert np.array_equal(loaded_features(vision), features(tower, images(2, 24, 16)))
     assert vision.tower.nbytes == tower.nbytes
 
 
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_mlx_vlm_gives_its_tower(tmp_path: Path) -> None:
     weights = torch_weights(tower)
     weights[PATCHES] = mx.contiguous(weights[PATCHES].transpose(0, 2, 3, 1))
     renamed = {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in weights.items()}
-    assert np.array_equal(loaded_features(load(save(tmp_path, renamed))), features(tower, pictures(2, 24, 16)))
+    assert np.array_equal(loaded_features(load(save(tmp_path, renamed))), features(tower, images(2, 24, 16)))
 
 
 @pytest.mark.parametrize(("bits", "mode"), [(4, "affine"), (8, "affine"), (4, "mxfp4")])
@@ -108,7 +108,7 @@ def test_quantized_layers_stay_quantized(tmp_path: Path, bits: int, mode: str) -
     nn.quantize(tower, 32, bits, mode=mode, class_predicate=lambda name, module: "layers" in name and "proj" in name)
     config = config_of(sizes, "mistral3") | {"quantization": {"group_size": 32, "bits": bits, "mode": mode}}
     vision = load(save(tmp_path, torch_weights(tower)), config)
-    assert np.array_equal(loaded_features(vision), features(tower, pictures(2, 24, 16)))
+    assert np.array_equal(loaded_features(vision), features(tower, images(2, 24, 16)))
     assert vision.tower.nbytes == tower.nbytes
 
 
@@ -118,7 +118,7 @@ def test_the_weights_may_be_in_several_files(tmp_path: Path) -> None:
     save(tmp_path, {})
     for i, part in enumerate((sorted(weights)[::2], sorted(weights)[1::2])):
         mx.save_safetensors(str(tmp_path / f"model-0000{i}.safetensors"), {name: weights[name] for name in part})
-    assert np.array_equal(loaded_features(load(tmp_path)), features(tower, pictures(2, 24, 16)))
+    assert np.array_equal(loaded_features(load(tmp_path)), features(tower, images(2, 24, 16)))
 
 
 def test_only_the_towers_weights_are_read(tmp_path: Path) -> None:
@@ -151,14 +151,14 @@ def test_the_format_follows_the_files(tmp_path: Path) -> None:
     assert load(tmp_path, config | {"image_token_id": 8}, {"<row>": 6, "[IMG_END]": 7}).format.placeholder == 8
 
 
-def test_the_settings_of_pictures_may_be_in_the_processors_file(tmp_path: Path) -> None:
+def test_the_settings_of_images_may_be_in_the_processors_file(tmp_path: Path) -> None:
     tower = tiny_tower(MERGED)
     save(tmp_path, torch_weights(tower), preprocessor=None)
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": PREPROCESSOR}))
-    assert np.array_equal(loaded_features(load(tmp_path)), features(tower, pictures(2, 24, 16)))
+    assert np.array_equal(loaded_features(load(tmp_path)), features(tower, images(2, 24, 16)))
 
 
-def test_without_settings_pictures_are_normalized_as_for_clip(tmp_path: Path) -> None:
+def test_without_settings_images_are_normalized_as_for_clip(tmp_path: Path) -> None:
     vision = load(save(tmp_path, torch_weights(tiny_tower(MERGED)), preprocessor=None))
     assert isinstance(vision.tower, PixtralTower)
     assert vision.tower.sizes.mean == MEAN
@@ -181,7 +181,7 @@ def test_a_model_of_text_gives_no_reason(tmp_path: Path) -> None:
 )
 def test_a_family_without_a_tower_is_named(tmp_path: Path, kind: str, vision_type: str | None) -> None:
     config = {"model_type": kind, "vision_config": {"model_type": vision_type}}
-    assert refusal(save(tmp_path, {}), config) == f"pictures are not supported yet for {kind} models"
+    assert refusal(save(tmp_path, {}), config) == f"images are not supported yet for {kind} models"
 
 
 def test_a_checkpoint_from_which_mlx_lm_dropped_the_tower_is_told(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_llava_takes_the_last_layer_but_one_unless_its_config_says_otherwise(tmp
 
 
 @pytest.mark.parametrize("missing", ["[IMG_BREAK]", "[IMG_END]"])
-def test_a_tokenizer_without_the_pictures_tokens_is_told(tmp_path: Path, missing: str) -> None:
+def test_a_tokenizer_without_the_images_tokens_is_told(tmp_path: Path, missing: str) -> None:
     vocabulary = {text: i for text, i in VOCABULARY.items() if text != missing}
     reason = refusal(save(tmp_path, torch_weights(tiny_tower(MERGED))), vocabulary=vocabulary)
     assert reason == f"its vision tower cannot be loaded: its tokenizer has no {missing}"
@@ -248,9 +248,9 @@ def test_a_tokenizer_without_the_pictures_tokens_is_told(tmp_path: Path, missing
         ({"image_mean": [0.5]}, "its pixels cannot be normalized by the mean"),
         ({"do_rescale": False}, "its pixels are not divided by 255"),
         ({"rescale_factor": 1}, "its pixels are not divided by 255"),
-        ({"size": {"longest_edge": "large"}}, "the size of its pictures is {'longest_edge': 'large'}"),
-        ({"size": {"height": 5}}, "the size of its pictures is {'height': 5}"),
-        ({"size": {"longest_edge": -1}}, "the size of its pictures is {'longest_edge': -1}"),
+        ({"size": {"longest_edge": "large"}}, "the size of its images is {'longest_edge': 'large'}"),
+        ({"size": {"height": 5}}, "the size of its images is {'height': 5}"),
+        ({"size": {"longest_edge": -1}}, "the size of its images is {'longest_edge': -1}"),
     ],
 )
 def test_settings_that_make_no_pixels_are_told(tmp_path: Path, preprocessor: dict[str, Any], reason: str) -> None:
@@ -279,7 +279,7 @@ def test_sizes_of_no_tower_are_refused_before_it_is_made(tmp_path: Path, name: s
     assert reason == f"its vision tower cannot be loaded: its {name} is {value}"
 
 
-def test_a_picture_has_no_more_pixels_than_the_server_is_told(tmp_path: Path) -> None:
+def test_an_image_has_no_more_pixels_than_the_server_is_told(tmp_path: Path) -> None:
     save(tmp_path, torch_weights(tiny_tower(MERGED)))
     vision, reason = load_vision(tmp_path, MISTRAL3, lambda: VOCABULARY, lambda done, total: None, most_pixels=1024)
     assert vision is not None, reason

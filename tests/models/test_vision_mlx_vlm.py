@@ -20,7 +20,7 @@ from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.vision import load_vision
 from mlxpaged.vision.tower import Vision
 from tests.models.architectures import make_architecture
-from tests.vision.tiny import pictures
+from tests.vision.tiny import images
 
 WIDTH = 64
 PLACEHOLDER = 9
@@ -103,11 +103,11 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 
     monkeypatch.setattr("mlxpaged.models.loader.load_vision", load)
 
-    def made(kind: str, more: dict[str, Any], pictures: dict[str, Any]) -> tuple[ServedModel, dict[str, mx.array]]:
+    def made(kind: str, more: dict[str, Any], images: dict[str, Any]) -> tuple[ServedModel, dict[str, mx.array]]:
         path = make_architecture(tmp_path / "m", kind)
         config = json.loads((path / "config.json").read_text()) | more
         (path / "config.json").write_text(json.dumps(config))
-        (path / "preprocessor_config.json").write_text(json.dumps(pictures))
+        (path / "preprocessor_config.json").write_text(json.dumps(images))
         model = (Llama4 if kind == "llama4" else Gemma3n)(Config(text_config=Config()))
         del model["language_model"]
         model.pop("audio_tower", None)
@@ -128,13 +128,13 @@ def features(vision: Vision, pixels: Any) -> Any:
     return np.array(found)
 
 
-def test_llama4_sees_tiles_and_the_whole_picture(make: Make) -> None:
+def test_llama4_sees_tiles_and_the_whole_image(make: Make) -> None:
     served, weights = make("llama4", LLAMA, {"size": {"height": SIDE, "width": SIDE}, "max_patches": 4})
     vision = served.vision
     assert vision is not None, served.no_vision_because
     assert vision.tower.nbytes == sum(array.nbytes for array in weights.values())
     assert vision.format.tokens(8, 8) == [12, 11, 9, 9, 9, 9, 13]
-    [pixels] = pictures(1, 12, 8)
+    [pixels] = images(1, 12, 8)
     left, right = pixels[:, :8], np.concatenate([pixels[:, 8:], np.zeros((8, 4, 3), np.uint8)], axis=1)
     found = features(vision, np.stack([pixels, pixels[::-1]]))
     assert found.shape == (2, 12, WIDTH)
@@ -154,7 +154,7 @@ def test_gemma3n_sees_features_that_its_text_model_multiplies(make: Make) -> Non
     assert vision.format.size(30, 20) == (768, 768)
     assert vision.format.template_token == PLACEHOLDER
     assert vision.format.tokens(768, 768) == [18, 16, 9, 9, 9, 9, 17, 18]
-    pixels = pictures(1, 768, 768)
+    pixels = images(1, 768, 768)
     convolution = np.array(weights["vision_tower.timm_model.blocks.0.0.conv_exp.weight"]).reshape(5, -1)
     projection = np.array(weights["embed_vision.embedding_projection.weight"])
     corners = [pixels[0, i : i + 3, j : j + 3].reshape(-1) / 255 for i in (0, 384) for j in (0, 384)]
@@ -170,7 +170,7 @@ def test_a_model_that_needs_mlx_vlm_says_so(make: Make, monkeypatch: pytest.Monk
     assert "`pip install --no-deps mlx-vlm` let this model see" in served.no_vision_because
 
 
-def test_pictures_of_another_size_are_told(make: Make) -> None:
+def test_images_of_another_size_are_told(make: Make) -> None:
     served, _ = make("gemma3n", GEMMA, {"size": {"height": 512, "width": 512}})
     assert served.vision is None
     assert "its tower takes 768 x 768 pixels" in served.no_vision_because

@@ -171,7 +171,7 @@ class OtherTower(Tower):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda features: features[:, :-1], "rows of a picture"),
+        (lambda features: features[:, :-1], "rows of an image"),
         (lambda features: features + len(features), "other features beside another"),
         (lambda features: features * mx.nan, "other features beside another"),
     ],
@@ -187,21 +187,21 @@ def test_a_tower_that_is_not_right(served: ServedModel, change: Any, reason: str
 def test_a_model_that_does_not_use_its_features(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert served.vision is not None
     monkeypatch.setattr(served.vision.rows, "put_into", lambda embedded: embedded)
-    with pytest.raises(UnsupportedModelError, match="do not depend on a picture"):
+    with pytest.raises(UnsupportedModelError, match="do not depend on an image"):
         check_vision(served.model, served.layers, served.vision)
 
 
-def test_tokens_of_a_picture_that_see_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_an_image_that_see_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By masks in mlx-lm's caches, and by spans in paged ones. Without the masks, the logits are others."""
     path = make_architecture(tmp_path / "m", "gemma3_text")
     served, tower = load_seeing(path, mutual="all")
     assert served.vision is not None
     check_vision(served.model, served.layers, served.vision)
     large = replace(served.vision, format=PatchFormat())
-    with pytest.raises(UnsupportedModelError, match="a picture has 96 rows, and a layer sees 12 keys"):
+    with pytest.raises(UnsupportedModelError, match="an image has 96 rows, and a layer sees 12 keys"):
         check_vision(served.model, served.layers, large)
     monkeypatch.setattr("mlxpaged.models.vision_probe.let_look_ahead", lambda *_: None)
-    with pytest.raises(UnsupportedModelError, match="does not reproduce its logits for a picture"):
+    with pytest.raises(UnsupportedModelError, match="does not reproduce its logits for an image"):
         check_vision(served.model, served.layers, served.vision)
     assert tower.calls
 
@@ -216,7 +216,7 @@ def test_features_that_are_put_elsewhere_in_a_chunk(served: ServedModel, monkeyp
         return put_into(embedded)
 
     monkeypatch.setattr(rows, "put_into", put)
-    with pytest.raises(UnsupportedModelError, match="does not reproduce its logits for a picture"):
+    with pytest.raises(UnsupportedModelError, match="does not reproduce its logits for an image"):
         check_vision(served.model, served.layers, served.vision)
 
 
@@ -230,7 +230,7 @@ def test_a_model_without_an_embedding_that_is_known_is_served_as_text(
     assert "served without its eyes: its embedding was not found" in caplog.text
 
 
-def test_other_models_take_turns_when_no_picture_is_in_a_step(served: ServedModel) -> None:
+def test_other_models_take_turns_when_no_image_is_in_a_step(served: ServedModel) -> None:
     vision = served.vision
     assert vision is not None
     shown = []

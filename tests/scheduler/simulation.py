@@ -196,7 +196,7 @@ class Simulation:
         assert batch.num_tokens <= self.scheduler.config.max_num_batched_tokens
         for row in batch.rows:
             spans = self.scheduler.sequences[row.sequence_id].spans
-            assert not any(start < row.context_len < end for start, end in spans), "a picture is cut"
+            assert not any(start < row.context_len < end for start, end in spans), "an image is cut"
             several = [span for span in spans if len({*range(*span)} & {*range(row.start, row.context_len)}) > 1]
             assert list(row.spans) == several
         assert sum(len(row.prompt_logprobs) for row in batch.rows) <= self.scheduler.config.max_prompt_logits

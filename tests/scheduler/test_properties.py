@@ -95,7 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         forks=st.sampled_from([0, 0, 0, 1, 3]),
         seconds=st.sampled_from([math.inf, 1.0, 10.0, 100.0]),
         logprobs=st.sampled_from([False, False, True]),
-        pictures=st.lists(st.tuples(st.integers(0, 9), st.integers(2, 12)), max_size=3),
+        images=st.lists(st.tuples(st.integers(0, 9), st.integers(2, 12)), max_size=3),
     )
     def submit(
         self,
@@ -105,14 +105,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         forks: int,
         seconds: float,
         logprobs: bool = False,
-        pictures: Iterable[tuple[int, int]] = (),
+        images: Iterable[tuple[int, int]] = (),
     ) -> None:
-        """Only the first of several answers to a prompt computes its log-probabilities. pictures: the tokens before
+        """Only the first of several answers to a prompt computes its log-probabilities. images: the tokens before
         each, and its own, which fit a step beside all that may decode."""
         parent, now = None, self.clock.now
         config = self.sim.scheduler.config
         spans, end = [], 0
-        for before, count in () if logprobs else pictures:
+        for before, count in () if logprobs else images:
             start, end = end + before, end + before + min(count, config.max_num_batched_tokens - config.max_num_seqs)
             spans += [(start, end)] if start < end <= len(prompt) else []
         for i in range(1 + forks):

@@ -63,11 +63,11 @@ def test_sequences_without_work_are_refused(prompt: list[int], max_tokens: int) 
     [
         (0, {4: 4, 5: 5, 6: 5, 11: 5, 12: 12, 13: 13}),
         (5, {1: 7, 7: 7, 8: 8, 15: 15, 16: 15}),
-        (8, {1: 4, 4: 4}),  # after a prefix hit within the picture
+        (8, {1: 4, 4: 4}),  # after a prefix hit within the image
         (20, {1: 3, 2: 3, 3: 3}),
     ],
 )
-def test_a_chunk_does_not_end_within_a_picture_whose_tokens_see_one_another(
+def test_a_chunk_does_not_end_within_an_image_whose_tokens_see_one_another(
     computed: int, chunks: dict[int, int]
 ) -> None:
     sequence = Sequence(1, list(range(40)), max_tokens=1)

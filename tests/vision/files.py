@@ -1,4 +1,4 @@
-"""Picture files for tests: ordinary ones, hostile ones, and mutations of both."""
+"""Image files for tests: ordinary ones, hostile ones, and mutations of both."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 from PIL import Image
 
-from mlxpaged.vision.picture import PictureFormat, Resampling
+from mlxpaged.vision.image import ImageFormat, Resampling
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 
 class Grid:
-    """A made-up format: a picture is cut into patches of 8 x 8 pixels, and each row of them ends with a token. As in
+    """A made-up format: an image is cut into patches of 8 x 8 pixels, and each row of them ends with a token. As in
     Pixtral's."""
 
     settings = b"grid"
@@ -41,11 +41,11 @@ class Grid:
         return [*[self.placeholder] * (width // 8), self.end_of_row] * (height // 8)
 
 
-FORM: PictureFormat = Grid()
+FORM: ImageFormat = Grid()
 
 
 def halves(width: int = 64, height: int = 32, left: str = "red", right: str = "blue", mode: str = "RGB") -> Image.Image:
-    """A picture of two colours, side by side."""
+    """An image of two colours, side by side."""
     image = Image.new(mode, (width, height), right)
     image.paste(left, (0, 0, width // 2, height))
     return image
@@ -70,7 +70,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def black_png(width: int, height: int) -> bytes:
-    """A PNG of one bit per pixel, which is tiny however large the picture is."""
+    """A PNG of one bit per pixel, which is tiny however large the image is."""
     rows = zlib.compress(bytes((width + 7) // 8 + 1) * height, 9)
     header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
@@ -102,7 +102,7 @@ def with_segment(jpeg: bytes, marker: int, data: bytes) -> bytes:
 
 
 def turned(orientation: int, order: str = "<") -> bytes:
-    """EXIF that says how a picture is turned."""
+    """EXIF that says how an image is turned."""
     mark = b"II*\0" if order == "<" else b"MM\0*"
     return mark + struct.pack(f"{order}IHHHIHH", 8, 1, 0x0112, 3, 1, orientation, 0)
 

@@ -20,7 +20,7 @@ from mlxpaged.vision.gemma3 import Gemma3Sizes, Gemma3Tower
 from mlxpaged.vision.gemma_format import Gemma3Format
 from mlxpaged.vision.tower import Vision
 from tests.vision.definitions import Array, gelu_of_tanh, linear, mixed_heads, norm
-from tests.vision.tiny import pictures
+from tests.vision.tiny import images
 from tests.vision.tiny_gemma import features, weights_of, with_random_weights
 
 SIZES = Gemma3Sizes(
@@ -75,15 +75,15 @@ def tiny_tower(dtype: mx.Dtype = mx.float32) -> Gemma3Tower:
     return with_random_weights(Gemma3Tower(SIZES), dtype)
 
 
-def reference_features(tower: Gemma3Tower, picture: npt.NDArray[np.uint8]) -> Array:
-    """Of one picture, [height, width, 3], in float64, with one loop for each sum."""
+def reference_features(tower: Gemma3Tower, image: npt.NDArray[np.uint8]) -> Array:
+    """Of one image, [height, width, 3], in float64, with one loop for each sum."""
     weights = weights_of(tower)
     of_tower = {name.removeprefix("vision_tower."): w for name, w in weights.items()}
     sizes, side = tower.sizes, tower.sizes.patch
     state = []
     for row in range(sizes.patches):
         for column in range(sizes.patches):
-            patch = picture[row * side : (row + 1) * side, column * side : (column + 1) * side]
+            patch = image[row * side : (row + 1) * side, column * side : (column + 1) * side]
             colours = (patch / 255 - np.array(sizes.mean)) / np.array(sizes.std)
             place = of_tower["embeddings.position_embedding.weight"][row * sizes.patches + column]
             state.append(linear(colours.reshape(-1), of_tower, "embeddings.patch_embedding") + place)
@@ -114,21 +114,21 @@ def reference_features(tower: Gemma3Tower, picture: npt.NDArray[np.uint8]) -> Ar
 
 
 def test_features_are_those_of_the_definition() -> None:
-    tower, [picture] = tiny_tower(), pictures(1, SIDE, SIDE)
-    wanted = reference_features(tower, picture)
+    tower, [image] = tiny_tower(), images(1, SIDE, SIDE)
+    wanted = reference_features(tower, image)
     assert wanted.shape == (4, SIZES.output)
-    assert features(tower, picture[None])[0] == pytest.approx(wanted, abs=2e-5 * float(np.abs(wanted).max()))
+    assert features(tower, image[None])[0] == pytest.approx(wanted, abs=2e-5 * float(np.abs(wanted).max()))
 
 
-def test_a_batch_has_the_features_of_each_picture_alone() -> None:
-    tower, several = tiny_tower(), pictures(3, SIDE, SIDE)
+def test_a_batch_has_the_features_of_each_image_alone() -> None:
+    tower, several = tiny_tower(), images(3, SIDE, SIDE)
     together = features(tower, several)
-    for picture, found in zip(several, together, strict=True):
-        assert found == pytest.approx(features(tower, picture[None])[0], abs=1e-5 * float(np.abs(found).max()))
+    for image, found in zip(several, together, strict=True):
+        assert found == pytest.approx(features(tower, image[None])[0], abs=1e-5 * float(np.abs(found).max()))
 
 
 def test_an_encoding_has_parts() -> None:
-    tower, pixels = tiny_tower(), pictures(2, SIDE, SIDE)
+    tower, pixels = tiny_tower(), images(2, SIDE, SIDE)
     whole, parts = features(tower, pixels), []
     for part in tower.encode(mx.array(pixels)):
         mx.eval(part)
@@ -138,7 +138,7 @@ def test_an_encoding_has_parts() -> None:
 
 
 def test_a_block_is_computed_for_some_patches_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    tower, several = tiny_tower(), pictures(2, SIDE, SIDE)
+    tower, several = tiny_tower(), images(2, SIDE, SIDE)
     whole, num_parts = features(tower, several), len(list(tower.encode(mx.array(several))))
     monkeypatch.setattr(blocks.pace, "patches", {"heads": 24, "rest": 24})
     assert features(tower, several) == pytest.approx(whole, abs=1e-5 * float(np.abs(whole).max()))
@@ -147,7 +147,7 @@ def test_a_block_is_computed_for_some_patches_at_a_time(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_half_precision_weights_give_near_features_of_their_type(dtype: mx.Dtype) -> None:
-    tower, pixels = tiny_tower(dtype), pictures(1, SIDE, SIDE)
+    tower, pixels = tiny_tower(dtype), images(1, SIDE, SIDE)
     *_, last = tower.encode(mx.array(pixels))
     assert last.dtype == dtype
     wanted = reference_features(tower, pixels[0])
@@ -160,7 +160,7 @@ def form() -> Gemma3Format:
 
 
 @pytest.mark.parametrize("size", [(1, 1), (24, 24), (4000, 100)])
-def test_all_pictures_have_one_size_and_one_count_of_tokens(size: tuple[int, int]) -> None:
+def test_all_images_have_one_size_and_one_count_of_tokens(size: tuple[int, int]) -> None:
     assert form().size(*size) == (SIDE, SIDE)
     assert form().grid(SIDE, SIDE) == (2, 2)
     assert form().tokens(SIDE, SIDE) == [4, 10, 12, 12, 12, 12, 11, 4]
@@ -212,7 +212,7 @@ def test_a_checkpoint_gives_its_tower(tmp_path: Path, prefix: str, inner: str, o
     assert (vision.axes, vision.num_deep) == (None, 0)
     assert vision.format == form()
     assert vision.tower.nbytes == tiny_tower().nbytes
-    pixels = pictures(2, SIDE, SIDE)
+    pixels = images(2, SIDE, SIDE)
     assert np.array_equal(features(vision.tower, pixels), features(tiny_tower(), pixels))
 
 
@@ -226,7 +226,7 @@ def test_quantized_layers_stay_quantized(tmp_path: Path) -> None:
     seen = CONFIG["vision_config"] | {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
     vision, reason = load(files(tmp_path, tower, "", "vision_model.", False), CONFIG | {"vision_config": seen})
     assert vision is not None, reason
-    pixels = pictures(2, SIDE, SIDE)
+    pixels = images(2, SIDE, SIDE)
     assert np.array_equal(features(vision.tower, pixels), features(tower, pixels))
     assert vision.tower.nbytes == tower.nbytes
 
@@ -243,7 +243,7 @@ def test_the_tokens_may_be_the_vocabularys_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["\n\n", "<start_of_image>", "<end_of_image>", "<image_soft_token>"])
-def test_a_tokenizer_without_the_pictures_tokens_is_told(tmp_path: Path, missing: str) -> None:
+def test_a_tokenizer_without_the_images_tokens_is_told(tmp_path: Path, missing: str) -> None:
     vocabulary = {text: token for text, token in VOCABULARY.items() if text != missing}
     config = {name: value for name, value in CONFIG.items() if "token_index" not in name}
     vision, reason = load(files(tmp_path, tiny_tower(), "", "", True), config, vocabulary)
@@ -255,11 +255,11 @@ def test_a_tokenizer_without_the_pictures_tokens_is_told(tmp_path: Path, missing
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"mm_tokens_per_image": 5}, "its pictures of 24 pixels and patches of 4 do not make 5 features"),
+        ({"mm_tokens_per_image": 5}, "its images of 24 pixels and patches of 4 do not make 5 features"),
         ({"mm_tokens_per_image": 16}, "do not make 16 features"),
-        ({"vision_config": CONFIG["vision_config"] | {"image_size": 26}}, "its pictures of 26 pixels"),
+        ({"vision_config": CONFIG["vision_config"] | {"image_size": 26}}, "its images of 26 pixels"),
         ({"vision_config": CONFIG["vision_config"] | {"image_size": 10**6}}, "its image_size is 1000000"),
-        ({"vision_config": CONFIG["vision_config"] | {"image_size": 48}}, "the size of its pictures is"),
+        ({"vision_config": CONFIG["vision_config"] | {"image_size": 48}}, "the size of its images is"),
         ({"vision_config": CONFIG["vision_config"] | {"hidden_act": "gelu"}}, "its activation gelu is not"),
         ({"vision_config": CONFIG["vision_config"] | {"num_hidden_layers": 3}}, "Missing"),
     ],
@@ -279,7 +279,7 @@ def test_a_configuration_that_does_not_fit_is_told(tmp_path: Path, change: dict[
         ({"image_std": [0.5, 0, 0.5]}, "its pixels cannot be normalized"),
     ],
 )
-def test_settings_of_pictures_that_do_not_fit_are_told(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+def test_settings_of_images_that_do_not_fit_are_told(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     path = files(tmp_path, tiny_tower(), "", "", True)
     (path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR | change))
     vision, why = load(path)
@@ -292,10 +292,10 @@ def test_a_limit_below_the_one_size_is_told(tmp_path: Path) -> None:
     assert load(path, most_pixels=576)[0] is not None
     vision, why = load(path, most_pixels=575)
     assert vision is None
-    assert "its pictures have 576 pixels, and --max-image-pixels is 575" in why
+    assert "its images have 576 pixels, and --max-image-pixels is 575" in why
 
 
-def test_pictures_are_resized_as_the_files_say(tmp_path: Path) -> None:
+def test_images_are_resized_as_the_files_say(tmp_path: Path) -> None:
     path = files(tmp_path, tiny_tower(), "", "", True)
     for stored, expected in ((2, "BILINEAR"), (3, "BICUBIC"), (None, "BILINEAR")):
         (path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR | {"resample": stored}))

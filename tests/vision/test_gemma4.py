@@ -24,7 +24,7 @@ from mlxpaged.vision.gemma_format import Gemma4Format
 from mlxpaged.vision.tower import Vision
 from tests.models.architectures import make_architecture
 from tests.vision.definitions import Array, gelu_of_tanh
-from tests.vision.tiny import pictures
+from tests.vision.tiny import images
 from tests.vision.tiny_gemma import features, weights_of, with_random_weights
 
 STANDARDIZED = Gemma4Sizes(
@@ -101,17 +101,17 @@ def attention(normed: list[Array], places: list[tuple[int, int]], own: dict[str,
     return mixed.reshape(len(normed), -1)
 
 
-def reference_features(tower: Gemma4Tower, picture: npt.NDArray[np.uint8], factor: float) -> Array:
-    """Of one picture, [height, width, 3], in float64, with one loop for each sum. factor: of the text model."""
+def reference_features(tower: Gemma4Tower, image: npt.NDArray[np.uint8], factor: float) -> Array:
+    """Of one image, [height, width, 3], in float64, with one loop for each sum. factor: of the text model."""
     weights = weights_of(tower)
     of_tower = {name.removeprefix("vision_tower."): w for name, w in weights.items()}
     sizes, side = tower.sizes, tower.sizes.patch
-    rows, columns = picture.shape[0] // side, picture.shape[1] // side
+    rows, columns = image.shape[0] // side, image.shape[1] // side
     places = [(row, column) for row in range(rows) for column in range(columns)]
     table = of_tower["patch_embedder.position_embedding_table"]
     state = []
     for row, column in places:
-        patch = picture[row * side : (row + 1) * side, column * side : (column + 1) * side]
+        patch = image[row * side : (row + 1) * side, column * side : (column + 1) * side]
         colours = ((patch / 255 - np.array(sizes.mean)) / np.array(sizes.std)).reshape(-1)
         state.append(of_tower["patch_embedder.input_proj.weight"] @ colours + table[0, column] + table[1, row])
     for number in range(sizes.blocks):
@@ -143,22 +143,22 @@ def reference_features(tower: Gemma4Tower, picture: npt.NDArray[np.uint8], facto
 @BOTH
 @pytest.mark.parametrize(("width", "height"), [(12, 12), (36, 24), (24, 36)])
 def test_features_are_those_of_the_definition(sizes: Gemma4Sizes, width: int, height: int) -> None:
-    tower, [picture] = tiny_tower(sizes), pictures(1, width, height)
-    wanted = reference_features(tower, picture, math.sqrt(sizes.output))
+    tower, [image] = tiny_tower(sizes), images(1, width, height)
+    wanted = reference_features(tower, image, math.sqrt(sizes.output))
     assert wanted.shape == (width // 12 * (height // 12), sizes.output)
-    assert features(tower, picture[None])[0] == pytest.approx(wanted, abs=5e-5 * float(np.abs(wanted).max()))
+    assert features(tower, image[None])[0] == pytest.approx(wanted, abs=5e-5 * float(np.abs(wanted).max()))
 
 
 @BOTH
-def test_a_batch_has_the_features_of_each_picture_alone(sizes: Gemma4Sizes) -> None:
-    tower, several = tiny_tower(sizes), pictures(3, 36, 24)
+def test_a_batch_has_the_features_of_each_image_alone(sizes: Gemma4Sizes) -> None:
+    tower, several = tiny_tower(sizes), images(3, 36, 24)
     together = features(tower, several)
-    for picture, found in zip(several, together, strict=True):
-        assert found == pytest.approx(features(tower, picture[None])[0], abs=1e-5 * float(np.abs(found).max()))
+    for image, found in zip(several, together, strict=True):
+        assert found == pytest.approx(features(tower, image[None])[0], abs=1e-5 * float(np.abs(found).max()))
 
 
 def test_an_encoding_has_parts() -> None:
-    tower, pixels = tiny_tower(CLIPPED), pictures(2, 36, 24)
+    tower, pixels = tiny_tower(CLIPPED), images(2, 36, 24)
     whole, parts = features(tower, pixels), []
     for part in tower.encode(mx.array(pixels)):
         mx.eval(part)
@@ -169,7 +169,7 @@ def test_an_encoding_has_parts() -> None:
 
 @BOTH
 def test_a_block_is_computed_for_some_patches_at_a_time(sizes: Gemma4Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
-    tower, several = tiny_tower(sizes), pictures(2, 36, 24)
+    tower, several = tiny_tower(sizes), images(2, 36, 24)
     whole, num_parts = features(tower, several), len(list(tower.encode(mx.array(several))))
     monkeypatch.setattr(blocks.pace, "patches", {"heads": 24, "rest": 24})
     assert features(tower, several) == pytest.approx(whole, abs=1e-5 * float(np.abs(whole).max()))
@@ -181,7 +181,7 @@ def test_a_block_is_computed_for_some_patches_at_a_time(sizes: Gemma4Sizes, monk
 def test_half_precision_weights_give_near_features_of_their_type(
     sizes: Gemma4Sizes, dtype: mx.Dtype, factor: float
 ) -> None:
-    tower, pixels = tiny_tower(sizes, dtype), pictures(1, 36, 24)
+    tower, pixels = tiny_tower(sizes, dtype), images(1, 36, 24)
     *_, last = tower.encode(mx.array(pixels))
     assert last.dtype == dtype
     wanted = reference_features(tower, pixels[0], factor)
@@ -288,7 +288,7 @@ def test_a_checkpoint_gives_its_tower(tmp_path: Path, sizes: Gemma4Sizes, prefix
     assert vision.format == Gemma4Format(start=10, placeholder=12, end=11, side=12, most=3)
     assert (vision.axes, vision.num_deep) == (None, 0)
     assert vision.tower.nbytes == tiny_tower(sizes).nbytes
-    pixels = pictures(2, 36, 12)
+    pixels = images(2, 36, 12)
     assert np.array_equal(features(vision.tower, pixels), features(tiny_tower(sizes), pixels))
 
 
@@ -298,13 +298,13 @@ def test_quantized_layers_stay_quantized(tmp_path: Path) -> None:
     nn.quantize(tower, 32, 4, class_predicate=lambda name, module: name.endswith(("linear", "projection")))
     vision, reason = load(files(tmp_path, tower), config_of(sizes))
     assert vision is not None, reason
-    pixels = pictures(2, 36, 12)
+    pixels = images(2, 36, 12)
     assert np.array_equal(features(vision.tower, pixels), features(tower, pixels))
     assert vision.tower.nbytes == tower.nbytes
 
 
 @pytest.mark.parametrize(("value", "mutual"), [("vision", "windows"), (None, "none")])
-def test_the_tokens_of_a_picture_see_one_another_if_the_text_model_says_so(
+def test_the_tokens_of_an_image_see_one_another_if_the_text_model_says_so(
     tmp_path: Path, value: str | None, mutual: str
 ) -> None:
     text = CONFIG["text_config"] | {"use_bidirectional_attention": value}
@@ -332,7 +332,7 @@ def test_pixels_are_normalized_if_the_files_say_so(tmp_path: Path) -> None:
     assert vision.tower.sizes.std == pytest.approx((0.125, 0.25, 0.1))
 
 
-def test_a_picture_has_no_more_pixels_than_the_server_is_told(tmp_path: Path) -> None:
+def test_an_image_has_no_more_pixels_than_the_server_is_told(tmp_path: Path) -> None:
     files(tmp_path, tiny_tower(CLIPPED))
     vision, reason = load(tmp_path, CONFIG, most_pixels=2 * 144)
     assert vision is not None, reason
@@ -352,14 +352,14 @@ def test_a_picture_has_no_more_pixels_than_the_server_is_told(tmp_path: Path) ->
         (
             "vision_config",
             {"position_embedding_size": 8},
-            "its pictures have up to 9 patches in a row, and its tower embeds 8",
+            "its images have up to 9 patches in a row, and its tower embeds 8",
         ),
         ("vision_config", {"pooling_kernel_size": 2}, "its tower takes patches of 4 pixels, in squares of 2 x 2"),
         ("vision_config", {"pooling_kernel_size": 0}, "its pooling_kernel_size is 0"),
         ("vision_config", {"standardize": True}, "std_bias"),
         ("vision_config", {"use_clipped_linears": False}, "input_max"),
         ("text_config", {"use_bidirectional_attention": "all"}, "its use_bidirectional_attention is all"),
-        ("text_config", {"pad_token_id": 3}, "its pictures have the inputs of token 3 in its layers"),
+        ("text_config", {"pad_token_id": 3}, "its images have the inputs of token 3 in its layers"),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_told(
@@ -371,7 +371,7 @@ def test_a_configuration_that_does_not_fit_is_told(
 
 
 @pytest.mark.parametrize("missing", list(VOCABULARY))
-def test_a_tokenizer_without_the_pictures_tokens_is_told(tmp_path: Path, missing: str) -> None:
+def test_a_tokenizer_without_the_images_tokens_is_told(tmp_path: Path, missing: str) -> None:
     vocabulary = {text: token for text, token in VOCABULARY.items() if text != missing}
     config = {name: value for name, value in CONFIG.items() if "token_id" not in name}
     path = files(tmp_path, tiny_tower(CLIPPED))
@@ -385,7 +385,7 @@ def test_a_tokenizer_without_the_pictures_tokens_is_told(tmp_path: Path, missing
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    """A Gemma 4 E: its layers have inputs by tokens, and pictures are causal."""
+    """A Gemma 4 E: its layers have inputs by tokens, and images are causal."""
     path = make_architecture(tmp_path_factory.mktemp("seeing") / "m", "gemma4")
     config = json.loads((path / "config.json").read_text())
     sizes = replace(CLIPPED, output=config["text_config"]["hidden_size"])
@@ -403,7 +403,7 @@ def test_a_model_with_inputs_in_its_layers_sees(served: ServedModel) -> None:
     assert isinstance(served.vision.tower, Gemma4Tower)
 
 
-def test_the_layers_take_the_inputs_of_token_0_for_pictures(served: ServedModel) -> None:
+def test_the_layers_take_the_inputs_of_token_0_for_images(served: ServedModel) -> None:
     """So does Gemma4Model of transformers, whose padding is token 0. And no row of features is scaled there."""
     assert served.vision is not None
     model: Any = served.model

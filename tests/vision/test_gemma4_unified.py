@@ -17,7 +17,7 @@ from mlxpaged.models.vision import load_vision
 from mlxpaged.vision.gemma4_unified import Gemma4UnifiedSizes, Gemma4UnifiedTower
 from mlxpaged.vision.gemma_format import Gemma4Format
 from tests.vision.definitions import Array, linear
-from tests.vision.tiny import pictures
+from tests.vision.tiny import images
 from tests.vision.tiny_gemma import features, weights_of, with_random_weights
 
 SIZES = Gemma4UnifiedSizes(width=20, patch=8, places=9, eps=1e-3, output=15)
@@ -48,14 +48,14 @@ def layer_norm(x: Array, weights: dict[str, Array], name: str) -> Array:
     return weights[f"{name}.weight"] * centred / math.sqrt((centred**2).mean() + 1e-5) + weights[f"{name}.bias"]
 
 
-def reference_features(tower: Gemma4UnifiedTower, picture: npt.NDArray[np.uint8]) -> Array:
-    """Of one picture, [height, width, 3], in float64."""
+def reference_features(tower: Gemma4UnifiedTower, image: npt.NDArray[np.uint8]) -> Array:
+    """Of one image, [height, width, 3], in float64."""
     weights = weights_of(tower)
     own = {name.removeprefix("vision_embedder."): w for name, w in weights.items()}
     out = []
-    for row in range(picture.shape[0] // 8):
-        for column in range(picture.shape[1] // 8):
-            patch = picture[row * 8 : row * 8 + 8, column * 8 : column * 8 + 8] / 255
+    for row in range(image.shape[0] // 8):
+        for column in range(image.shape[1] // 8):
+            patch = image[row * 8 : row * 8 + 8, column * 8 : column * 8 + 8] / 255
             x = linear(layer_norm(patch.reshape(-1), own, "patch_ln1"), own, "patch_dense")
             place = own["pos_embedding"][column, 0] + own["pos_embedding"][row, 1]
             x = layer_norm(layer_norm(x, own, "patch_ln2") + place, own, "pos_norm")
@@ -66,11 +66,11 @@ def reference_features(tower: Gemma4UnifiedTower, picture: npt.NDArray[np.uint8]
 
 @pytest.mark.parametrize(("width", "height"), [(8, 8), (24, 16), (16, 40)])
 def test_features_are_those_of_the_definition(width: int, height: int) -> None:
-    tower, several = tiny_tower(), pictures(2, width, height)
-    for picture, found in zip(several, features(tower, several), strict=True):
-        wanted = reference_features(tower, picture)
+    tower, several = tiny_tower(), images(2, width, height)
+    for image, found in zip(several, features(tower, several), strict=True):
+        wanted = reference_features(tower, image)
         assert found == pytest.approx(wanted, abs=2e-5 * float(np.abs(wanted).max()))
-        assert found == pytest.approx(features(tower, picture[None])[0], abs=1e-5 * float(np.abs(found).max()))
+        assert found == pytest.approx(features(tower, image[None])[0], abs=1e-5 * float(np.abs(found).max()))
 
 
 def files(path: Path, of_google: bool) -> Path:
@@ -93,7 +93,7 @@ def test_a_checkpoint_gives_its_tower(tmp_path: Path, of_google: bool) -> None:
     assert vision.mutual == "windows"
     assert vision.format == Gemma4Format(start=10, placeholder=12, end=11, side=8, most=6)
     assert vision.tower.nbytes == tiny_tower().nbytes
-    pixels = pictures(2, 24, 16)
+    pixels = images(2, 24, 16)
     assert np.array_equal(features(vision.tower, pixels), features(tiny_tower(), pixels))
 
 
@@ -101,4 +101,4 @@ def test_a_configuration_that_does_not_fit_is_told(tmp_path: Path) -> None:
     config = CONFIG | {"vision_config": CONFIG["vision_config"] | {"mm_posemb_size": 5}}
     vision, reason = load_vision(files(tmp_path, True), config, dict, lambda done, total: None)
     assert vision is None
-    assert "its pictures have up to 6 patches in a row, and its tower embeds 5" in reason
+    assert "its images have up to 6 patches in a row, and its tower embeds 5" in reason

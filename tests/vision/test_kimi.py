@@ -21,8 +21,8 @@ from mlxpaged.vision.kimi import KimiTower
 from mlxpaged.vision.kimi_format import KimiFormat
 from mlxpaged.vision.tower import Vision
 from tests.vision.definitions import Array, exact_gelu, gelu_of_tanh, linear, mixed_heads, norm
-from tests.vision.tiny import pictures
-from tests.vision.tiny_kimi import CONVOLUTION, PICTURES, SIZES, config_of, files, stored_weights, tiny_tower
+from tests.vision.tiny import images
+from tests.vision.tiny_kimi import CONVOLUTION, IMAGES, SIZES, config_of, files, stored_weights, tiny_tower
 
 
 def features(tower: KimiTower, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
@@ -59,18 +59,18 @@ def turned(head: Array, row: int, column: int) -> Array:
     return out
 
 
-def reference_features(tower: KimiTower, picture: npt.NDArray[np.uint8]) -> Array:
-    """Of one picture, [height, width, 3], in float64, with one loop for each sum."""
+def reference_features(tower: KimiTower, image: npt.NDArray[np.uint8]) -> Array:
+    """Of one image, [height, width, 3], in float64, with one loop for each sum."""
     found: Any = tree_flatten(tower.parameters())
     weights: dict[str, Array] = {name: np.array(each.astype(mx.float32), np.float64) for name, each in found}
     sizes, side = tower.sizes, tower.sizes.patch
     of_tower = {name.removeprefix("vision_tower."): each for name, each in weights.items()}
     of_projector = {name.removeprefix("multi_modal_projector."): each for name, each in weights.items()}
-    rows, columns = picture.shape[0] // side, picture.shape[1] // side
+    rows, columns = image.shape[0] // side, image.shape[1] // side
     places = [(row, column) for row in range(rows) for column in range(columns)]
     state = []
     for row, column in places:
-        patch = picture[row * side : (row + 1) * side, column * side : (column + 1) * side]
+        patch = image[row * side : (row + 1) * side, column * side : (column + 1) * side]
         colours = (patch / 255 - np.array(sizes.mean)) / np.array(sizes.std)
         embedded = linear(colours.reshape(-1), of_tower, "patch_embed.proj")
         state.append(embedded + place(of_tower["patch_embed.pos_emb.weight"], row, column, rows, columns))
@@ -96,30 +96,30 @@ def reference_features(tower: KimiTower, picture: npt.NDArray[np.uint8]) -> Arra
 
 @pytest.mark.parametrize(("width", "height"), [(8, 8), (24, 16), (16, 40), (24, 24)])
 def test_features_are_those_of_the_definition(width: int, height: int) -> None:
-    tower, [picture] = tiny_tower(), pictures(1, width, height)
-    wanted = reference_features(tower, picture)
-    assert features(tower, picture[None])[0] == pytest.approx(wanted, abs=2e-5 * float(np.abs(wanted).max()))
+    tower, [image] = tiny_tower(), images(1, width, height)
+    wanted = reference_features(tower, image)
+    assert features(tower, image[None])[0] == pytest.approx(wanted, abs=2e-5 * float(np.abs(wanted).max()))
 
 
 def test_norms_of_small_values_are_those_of_the_definition() -> None:
     """Their epsilon counts then."""
-    tower, [picture] = tiny_tower(), pictures(1, 24, 16)
+    tower, [image] = tiny_tower(), images(1, 24, 16)
     weights: dict[str, mx.array] = dict(tree_flatten(tower.parameters()))
     small = [(name, 0.003 * each) for name, each in weights.items() if "patch_embed" in name or "final" in name]
     tower.load_weights(small, strict=False)
-    wanted = reference_features(tower, picture)
-    assert features(tower, picture[None])[0] == pytest.approx(wanted, abs=1e-3 * float(np.abs(wanted).max()))
+    wanted = reference_features(tower, image)
+    assert features(tower, image[None])[0] == pytest.approx(wanted, abs=1e-3 * float(np.abs(wanted).max()))
 
 
-def test_a_batch_has_the_features_of_each_picture_alone() -> None:
-    tower, several = tiny_tower(), pictures(3, 24, 16)
+def test_a_batch_has_the_features_of_each_image_alone() -> None:
+    tower, several = tiny_tower(), images(3, 24, 16)
     together = features(tower, several)
-    for picture, found in zip(several, together, strict=True):
-        assert found == pytest.approx(features(tower, picture[None])[0], abs=1e-5 * float(np.abs(found).max()))
+    for image, found in zip(several, together, strict=True):
+        assert found == pytest.approx(features(tower, image[None])[0], abs=1e-5 * float(np.abs(found).max()))
 
 
-def test_pictures_of_a_batch_do_not_see_one_another() -> None:
-    tower, several = tiny_tower(), pictures(3, 24, 16)
+def test_images_of_a_batch_do_not_see_one_another() -> None:
+    tower, several = tiny_tower(), images(3, 24, 16)
     before = features(tower, several)
     several[1] = 0
     after = features(tower, several)
@@ -128,11 +128,11 @@ def test_pictures_of_a_batch_do_not_see_one_another() -> None:
 
 
 def test_parts_of_an_encoding() -> None:
-    assert len(list(tiny_tower().encode(mx.array(pictures(2, 24, 16))))) == 2 * SIZES.blocks + 1
+    assert len(list(tiny_tower().encode(mx.array(images(2, 24, 16))))) == 2 * SIZES.blocks + 1
 
 
 def test_a_block_is_computed_for_some_patches_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    tower, several = tiny_tower(), pictures(2, 40, 24)
+    tower, several = tiny_tower(), images(2, 40, 24)
     whole, num_parts = features(tower, several), len(list(tower.encode(mx.array(several))))
     monkeypatch.setattr(blocks.pace, "patches", {"heads": 24, "rest": 24})
     assert features(tower, several) == pytest.approx(whole, abs=1e-5 * float(np.abs(whole).max()))
@@ -141,7 +141,7 @@ def test_a_block_is_computed_for_some_patches_at_a_time(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_half_precision_weights_give_near_features_of_their_type(dtype: mx.Dtype) -> None:
-    tower, pixels = tiny_tower(dtype=dtype), pictures(1, 24, 16)
+    tower, pixels = tiny_tower(dtype=dtype), images(1, 24, 16)
     *_, last = tower.encode(mx.array(pixels))
     assert last.dtype == dtype
     wanted = reference_features(tower, pixels[0])
@@ -162,7 +162,7 @@ def test_a_checkpoint_gives_its_tower(tmp_path: Path, of_mlx_vlm: bool) -> None:
     assert (vision.axes, vision.num_deep, vision.mutual) == (None, 0, "none")
     assert vision.format == KimiFormat(placeholder=9, side=8, merge=2, most=256)
     assert isinstance(vision.tower, KimiTower)
-    assert np.array_equal(features(vision.tower, pictures(2, 24, 16)), features(tower, pictures(2, 24, 16)))
+    assert np.array_equal(features(vision.tower, images(2, 24, 16)), features(tower, images(2, 24, 16)))
     assert vision.tower.nbytes == tower.nbytes
 
 
@@ -179,7 +179,7 @@ def test_quantized_layers_stay_quantized(tmp_path: Path, bits: int, mode: str) -
     vision, reason = load(files(tmp_path, stored_weights(tower, of_mlx_vlm=True)), config)
     assert vision is not None, reason
     assert isinstance(vision.tower, KimiTower)
-    assert np.array_equal(features(vision.tower, pictures(2, 24, 16)), features(tower, pictures(2, 24, 16)))
+    assert np.array_equal(features(vision.tower, images(2, 24, 16)), features(tower, images(2, 24, 16)))
     assert vision.tower.nbytes == tower.nbytes
 
 
@@ -193,7 +193,7 @@ def test_the_placeholder_follows_the_files(tmp_path: Path) -> None:
         assert vision.format.placeholder == placeholder
 
 
-def test_without_settings_of_pictures_those_of_the_models_are_taken(tmp_path: Path) -> None:
+def test_without_settings_of_images_those_of_the_models_are_taken(tmp_path: Path) -> None:
     files(tmp_path, stored_weights(tiny_tower(), of_mlx_vlm=False))
     (tmp_path / "preprocessor_config.json").unlink()
     vision, reason = load(tmp_path, config_of())
@@ -203,7 +203,7 @@ def test_without_settings_of_pictures_those_of_the_models_are_taken(tmp_path: Pa
     assert vision.tower.sizes.mean == vision.tower.sizes.std == (0.5, 0.5, 0.5)
 
 
-def test_a_picture_has_no_more_pixels_than_the_server_is_told(tmp_path: Path) -> None:
+def test_an_image_has_no_more_pixels_than_the_server_is_told(tmp_path: Path) -> None:
     files(tmp_path, stored_weights(tiny_tower(), of_mlx_vlm=False))
     vision, reason = load(tmp_path, config_of(), most_pixels=1024)
     assert vision is not None, reason
@@ -235,7 +235,7 @@ def test_a_configuration_that_does_not_fit_is_told(tmp_path: Path, change: dict[
 
 def test_limits_that_are_none_are_told(tmp_path: Path) -> None:
     files(tmp_path, stored_weights(tiny_tower(), of_mlx_vlm=False))
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PICTURES | {"in_token_limit": 0}))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(IMAGES | {"in_token_limit": 0}))
     assert load(tmp_path, config_of()) == (None, "its vision tower cannot be loaded: its in_token_limit is 0")
 
 

@@ -1,14 +1,14 @@
-"""Sizes and tokens of pictures in the prompts of Kimi-VL."""
+"""Sizes and tokens of images in the prompts of Kimi-VL."""
 
 from __future__ import annotations
 
 import pytest
 
+from mlxpaged.vision.image import ImageFormat
 from mlxpaged.vision.kimi_format import KimiFormat
-from mlxpaged.vision.picture import PictureFormat
 
 
-def form(most: int = 4096, patch: int = 14, merge: int = 2) -> PictureFormat:
+def form(most: int = 4096, patch: int = 14, merge: int = 2) -> ImageFormat:
     return KimiFormat(placeholder=10, side=patch * merge, merge=merge, most=most)
 
 

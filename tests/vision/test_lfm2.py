@@ -20,8 +20,8 @@ from mlxpaged.vision.lfm2 import Lfm2Sizes, Lfm2Tower
 from mlxpaged.vision.lfm2_format import Lfm2Format
 from mlxpaged.vision.tower import Vision
 from tests.vision.definitions import Array, exact_gelu, gelu_of_tanh, linear, mixed_heads, norm
-from tests.vision.tiny import pictures
-from tests.vision.tiny_lfm2 import NORMED, PICTURES, PLAIN, config_of, files, stored_weights, tiny_tower
+from tests.vision.tiny import images
+from tests.vision.tiny_lfm2 import IMAGES, NORMED, PLAIN, config_of, files, stored_weights, tiny_tower
 
 BOTH = pytest.mark.parametrize("sizes", [NORMED, PLAIN], ids=["normed", "plain"])
 FORM = Lfm2Format(placeholder=9, around=(11, 12), side=8, least=4, most=64)
@@ -35,26 +35,26 @@ def features(tower: Lfm2Tower, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.
 
 def near(places: int, position: int, count: int) -> Array:
     """How much each of the grid's places counts for a position: less with its distance, and nothing from a place away,
-    or from as many places as a position of the picture covers."""
+    or from as many places as a position of the image covers."""
     reach = max(1.0, places / count)
     centre = (position + 0.5) * places / count
     found = np.array([max(0.0, 1 - abs(place + 0.5 - centre) / reach) for place in range(places)])
     return found / found.sum()
 
 
-def reference_features(tower: Lfm2Tower, picture: npt.NDArray[np.uint8]) -> Array:
-    """Of one picture, [height, width, 3], in float64, with one loop for each sum."""
+def reference_features(tower: Lfm2Tower, image: npt.NDArray[np.uint8]) -> Array:
+    """Of one image, [height, width, 3], in float64, with one loop for each sum."""
     found: Any = tree_flatten(tower.parameters())
     weights: dict[str, Array] = {name: np.array(each.astype(mx.float32), np.float64) for name, each in found}
     sizes, side = tower.sizes, tower.sizes.patch
     of_tower = {name.removeprefix("vision_tower."): each for name, each in weights.items()}
     of_projector = {name.removeprefix("multi_modal_projector."): each for name, each in weights.items()}
-    rows, columns = picture.shape[0] // side, picture.shape[1] // side
+    rows, columns = image.shape[0] // side, image.shape[1] // side
     grid = of_tower["embeddings.position_embedding.weight"].reshape(sizes.places, sizes.places, -1)
     state = []
     for row in range(rows):
         for column in range(columns):
-            patch = picture[row * side : (row + 1) * side, column * side : (column + 1) * side]
+            patch = image[row * side : (row + 1) * side, column * side : (column + 1) * side]
             colours = (patch / 255 - np.array(sizes.mean)) / np.array(sizes.std)
             x = linear(colours.reshape(-1), of_tower, "embeddings.patch_embedding")
             for i, down in enumerate(near(sizes.places, row, rows)):
@@ -87,29 +87,29 @@ def reference_features(tower: Lfm2Tower, picture: npt.NDArray[np.uint8]) -> Arra
 @BOTH
 @pytest.mark.parametrize(("width", "height"), [(8, 8), (24, 16), (16, 40)])
 def test_features_are_those_of_the_definition(sizes: Lfm2Sizes, width: int, height: int) -> None:
-    tower, [picture] = tiny_tower(sizes), pictures(1, width, height)
-    wanted = reference_features(tower, picture)
-    assert features(tower, picture[None])[0] == pytest.approx(wanted, abs=2e-5 * float(np.abs(wanted).max()))
+    tower, [image] = tiny_tower(sizes), images(1, width, height)
+    wanted = reference_features(tower, image)
+    assert features(tower, image[None])[0] == pytest.approx(wanted, abs=2e-5 * float(np.abs(wanted).max()))
 
 
 def test_the_projectors_norm_of_small_values_is_that_of_the_definition() -> None:
     """Its epsilon counts then."""
-    tower, [picture] = tiny_tower(NORMED), pictures(1, 24, 16)
+    tower, [image] = tiny_tower(NORMED), images(1, 24, 16)
     last = tower.vision_tower.post_layernorm
     last.update(tree_map(lambda weight: 0.003 * weight, last.parameters()))
-    wanted = reference_features(tower, picture)
-    assert features(tower, picture[None])[0] == pytest.approx(wanted, abs=1e-3 * float(np.abs(wanted).max()))
+    wanted = reference_features(tower, image)
+    assert features(tower, image[None])[0] == pytest.approx(wanted, abs=1e-3 * float(np.abs(wanted).max()))
 
 
-def test_a_batch_has_the_features_of_each_picture_alone() -> None:
-    tower, several = tiny_tower(NORMED), pictures(3, 24, 16)
+def test_a_batch_has_the_features_of_each_image_alone() -> None:
+    tower, several = tiny_tower(NORMED), images(3, 24, 16)
     together = features(tower, several)
-    for picture, found in zip(several, together, strict=True):
-        assert found == pytest.approx(features(tower, picture[None])[0], abs=1e-5 * float(np.abs(found).max()))
+    for image, found in zip(several, together, strict=True):
+        assert found == pytest.approx(features(tower, image[None])[0], abs=1e-5 * float(np.abs(found).max()))
 
 
-def test_pictures_of_a_batch_do_not_see_one_another() -> None:
-    tower, several = tiny_tower(NORMED), pictures(3, 24, 16)
+def test_images_of_a_batch_do_not_see_one_another() -> None:
+    tower, several = tiny_tower(NORMED), images(3, 24, 16)
     before = features(tower, several)
     several[1] = 0
     after = features(tower, several)
@@ -118,11 +118,11 @@ def test_pictures_of_a_batch_do_not_see_one_another() -> None:
 
 
 def test_parts_of_an_encoding() -> None:
-    assert len(list(tiny_tower(NORMED).encode(mx.array(pictures(2, 24, 16))))) == 2 * NORMED.blocks + 1
+    assert len(list(tiny_tower(NORMED).encode(mx.array(images(2, 24, 16))))) == 2 * NORMED.blocks + 1
 
 
 def test_a_block_is_computed_for_some_patches_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    tower, several = tiny_tower(NORMED), pictures(2, 40, 24)
+    tower, several = tiny_tower(NORMED), images(2, 40, 24)
     whole, num_parts = features(tower, several), len(list(tower.encode(mx.array(several))))
     monkeypatch.setattr(blocks.pace, "patches", {"heads": 24, "rest": 24})
     assert features(tower, several) == pytest.approx(whole, abs=1e-5 * float(np.abs(whole).max()))
@@ -131,7 +131,7 @@ def test_a_block_is_computed_for_some_patches_at_a_time(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_half_precision_weights_give_near_features_of_their_type(dtype: mx.Dtype) -> None:
-    tower, pixels = tiny_tower(NORMED, dtype), pictures(1, 24, 16)
+    tower, pixels = tiny_tower(NORMED, dtype), images(1, 24, 16)
     *_, last = tower.encode(mx.array(pixels))
     assert last.dtype == dtype
     wanted = reference_features(tower, pixels[0])
@@ -153,7 +153,7 @@ def test_a_checkpoint_gives_its_tower(tmp_path: Path, kind: str, library: str, s
     assert (vision.axes, vision.num_deep, vision.mutual) == (None, 0, "none")
     assert vision.format == FORM
     assert isinstance(vision.tower, Lfm2Tower)
-    assert np.array_equal(features(vision.tower, pictures(2, 24, 16)), features(tower, pictures(2, 24, 16)))
+    assert np.array_equal(features(vision.tower, images(2, 24, 16)), features(tower, images(2, 24, 16)))
     assert vision.tower.nbytes == tower.nbytes
 
 
@@ -169,7 +169,7 @@ def test_weights_that_a_tower_does_not_use_are_left_out(tmp_path: Path) -> None:
     vision, reason = load(files(tmp_path, stored_weights(tower, "mlx-vlm") | unused), config_of(PLAIN))
     assert vision is not None, reason
     assert isinstance(vision.tower, Lfm2Tower)
-    assert np.array_equal(features(vision.tower, pictures(1, 24, 16)), features(tower, pictures(1, 24, 16)))
+    assert np.array_equal(features(vision.tower, images(1, 24, 16)), features(tower, images(1, 24, 16)))
 
 
 @pytest.mark.parametrize(("bits", "mode"), [(4, "affine"), (8, "affine"), (4, "mxfp4")])
@@ -186,7 +186,7 @@ def test_quantized_layers_stay_quantized(tmp_path: Path, bits: int, mode: str) -
     vision, reason = load(files(tmp_path, stored_weights(tower, "mlx-vlm")), config)
     assert vision is not None, reason
     assert isinstance(vision.tower, Lfm2Tower)
-    assert np.array_equal(features(vision.tower, pictures(2, 24, 16)), features(tower, pictures(2, 24, 16)))
+    assert np.array_equal(features(vision.tower, images(2, 24, 16)), features(tower, images(2, 24, 16)))
     assert vision.tower.nbytes == tower.nbytes
 
 
@@ -198,7 +198,7 @@ def test_a_quantized_embedding_of_patches(tmp_path: Path) -> None:
     vision, reason = load(files(tmp_path, stored_weights(tower, "mlx-vlm")), config_of(sizes))
     assert vision is not None, reason
     assert isinstance(vision.tower, Lfm2Tower)
-    pixels = pictures(1, 48, 32)
+    pixels = images(1, 48, 32)
     wanted = features(tiny_tower(sizes), pixels)
     assert features(vision.tower, pixels) == pytest.approx(wanted, abs=0.05 * float(np.abs(wanted).max()))
 
@@ -227,14 +227,14 @@ def test_the_format_follows_the_files(
 
 def test_limits_may_be_in_the_models_configuration_or_nowhere(tmp_path: Path) -> None:
     files(tmp_path, stored_weights(tiny_tower(NORMED), "5"))
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": PICTURES["image_mean"]}))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": IMAGES["image_mean"]}))
     for more, limits in (({}, (64, 256)), ({"min_image_tokens": 2, "max_image_tokens": 32}, (2, 32))):
         vision, reason = load(tmp_path, config_of(NORMED) | more)
         assert vision is not None, reason
         assert vision.format == replace(FORM, least=limits[0], most=limits[1])
 
 
-def test_a_picture_has_no_more_pixels_than_the_server_is_told(tmp_path: Path) -> None:
+def test_an_image_has_no_more_pixels_than_the_server_is_told(tmp_path: Path) -> None:
     vision, reason = load(files(tmp_path, stored_weights(tiny_tower(NORMED), "5")), config_of(NORMED), most_pixels=1024)
     assert vision is not None, reason
     assert vision.format.size(640, 640) == (32, 32)
@@ -262,14 +262,14 @@ def test_a_configuration_that_does_not_fit_is_told(tmp_path: Path, change: dict[
 @pytest.mark.parametrize("most", [0, "many", 2**21])
 def test_limits_that_are_none_are_told(tmp_path: Path, most: Any) -> None:
     files(tmp_path, stored_weights(tiny_tower(NORMED), "5"))
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PICTURES | {"max_image_tokens": most}))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(IMAGES | {"max_image_tokens": most}))
     assert load(tmp_path, config_of(NORMED)) == (
         None,
         f"its vision tower cannot be loaded: its max_image_tokens is {most}",
     )
 
 
-def test_a_vocabulary_without_the_tokens_around_a_picture_is_told(tmp_path: Path) -> None:
+def test_a_vocabulary_without_the_tokens_around_an_image_is_told(tmp_path: Path) -> None:
     files(tmp_path, stored_weights(tiny_tower(NORMED), "5"))
     vision, reason = load_vision(tmp_path, config_of(NORMED), lambda: {"<image>": 3}, lambda done, total: None)
     assert vision is None

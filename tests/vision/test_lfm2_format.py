@@ -1,16 +1,16 @@
-"""Sizes and tokens of pictures in the prompts of LFM2-VL."""
+"""Sizes and tokens of images in the prompts of LFM2-VL."""
 
 from __future__ import annotations
 
 import pytest
 
+from mlxpaged.vision.image import ImageFormat
 from mlxpaged.vision.lfm2_format import Lfm2Format
-from mlxpaged.vision.picture import PictureFormat
 
 IMAGE, START, END = 10, 11, 12
 
 
-def form(side: int = 32, least: int = 64, most: int = 256) -> PictureFormat:
+def form(side: int = 32, least: int = 64, most: int = 256) -> ImageFormat:
     return Lfm2Format(placeholder=IMAGE, around=(START, END), side=side, least=least, most=most)
 
 
@@ -38,7 +38,7 @@ def test_sizes_are_those_of_transformers(size: tuple[int, int], taken: tuple[int
     assert form().size(*taken) == taken
 
 
-def test_a_picture_has_as_many_parts_as_the_limits_say() -> None:
+def test_an_image_has_as_many_parts_as_the_limits_say() -> None:
     for width in range(1, 3000, 97):
         for height in range(max(1, width // 200), 3000, 89):
             if width / 200 <= height <= width * 200:

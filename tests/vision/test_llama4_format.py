@@ -1,4 +1,4 @@
-"""Llama 4 sees a picture in tiles, and as a whole after them."""
+"""Llama 4 sees an image in tiles, and as a whole after them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TILE = [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(
-    ("picture", "tiles", "size"),
+    ("image", "tiles", "size"),
     [
         ((96, 64), (1, 1), (336, 224)),
         ((336, 336), (1, 1), (336, 336)),
@@ -29,14 +29,14 @@ TILE = [3, 3, 3, 3]
         ((1, 16_384), (16, 1), (1, 5376)),
     ],
 )
-def test_tiles_enlarge_a_picture_least_or_reduce_it_least(
-    picture: tuple[int, int], tiles: tuple[int, int], size: tuple[int, int]
+def test_tiles_enlarge_an_image_least_or_reduce_it_least(
+    image: tuple[int, int], tiles: tuple[int, int], size: tuple[int, int]
 ) -> None:
-    assert FORM.tiles(*picture) == tiles
-    assert FORM.size(*picture) == size
+    assert FORM.tiles(*image) == tiles
+    assert FORM.size(*image) == size
 
 
-def test_a_picture_of_its_size_keeps_it_and_fits_its_tiles() -> None:
+def test_an_image_of_its_size_keeps_it_and_fits_its_tiles() -> None:
     source = random.Random(1)
     for _ in range(500):
         width, height = FORM.size(source.randrange(1, 5000), source.randrange(1, 5000))
@@ -49,10 +49,10 @@ def test_a_picture_of_its_size_keeps_it_and_fits_its_tiles() -> None:
         assert tokens.count(FORM.placeholder) == down * across
 
 
-def test_a_small_picture_is_one_tile() -> None:
+def test_a_small_image_is_one_tile() -> None:
     assert FORM.tokens(336, 336) == [2, 1, *TILE, 4]
 
 
-def test_tiles_come_row_by_row_before_the_whole_picture() -> None:
+def test_tiles_come_row_by_row_before_the_whole_image() -> None:
     row = [*TILE, 5, *TILE, 6]
     assert FORM.tokens(500, 400) == [2, *row, *row, 1, *TILE, 4]

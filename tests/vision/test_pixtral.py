@@ -9,7 +9,7 @@ import pytest
 from mlxpaged.vision import blocks
 from mlxpaged.vision.patches import normalized
 from mlxpaged.vision.pixtral import PixtralSizes
-from tests.vision.tiny import MERGED, PLAIN, features, pictures, reference_features, tiny_tower
+from tests.vision.tiny import MERGED, PLAIN, features, images, reference_features, tiny_tower
 
 BOTH = pytest.mark.parametrize("sizes", [MERGED, PLAIN], ids=["mistral3", "pixtral"])
 
@@ -17,21 +17,21 @@ BOTH = pytest.mark.parametrize("sizes", [MERGED, PLAIN], ids=["mistral3", "pixtr
 @BOTH
 @pytest.mark.parametrize(("width", "height"), [(8, 8), (24, 16), (16, 40)])
 def test_features_are_those_of_the_definition(sizes: PixtralSizes, width: int, height: int) -> None:
-    tower, [picture] = tiny_tower(sizes), pictures(1, width, height)
-    wanted = reference_features(tower, picture)
-    assert features(tower, picture[None])[0] == pytest.approx(wanted, abs=2e-5 * float(np.abs(wanted).max()))
+    tower, [image] = tiny_tower(sizes), images(1, width, height)
+    wanted = reference_features(tower, image)
+    assert features(tower, image[None])[0] == pytest.approx(wanted, abs=2e-5 * float(np.abs(wanted).max()))
 
 
 @BOTH
-def test_a_batch_has_the_features_of_each_picture_alone(sizes: PixtralSizes) -> None:
-    tower, several = tiny_tower(sizes), pictures(3, 24, 16)
+def test_a_batch_has_the_features_of_each_image_alone(sizes: PixtralSizes) -> None:
+    tower, several = tiny_tower(sizes), images(3, 24, 16)
     together = features(tower, several)
-    for picture, found in zip(several, together, strict=True):
-        assert found == pytest.approx(features(tower, picture[None])[0], abs=1e-5 * float(np.abs(found).max()))
+    for image, found in zip(several, together, strict=True):
+        assert found == pytest.approx(features(tower, image[None])[0], abs=1e-5 * float(np.abs(found).max()))
 
 
-def test_pictures_of_a_batch_do_not_see_one_another() -> None:
-    tower, several = tiny_tower(MERGED), pictures(3, 24, 16)
+def test_images_of_a_batch_do_not_see_one_another() -> None:
+    tower, several = tiny_tower(MERGED), images(3, 24, 16)
     before = features(tower, several)
     several[1] = 0
     after = features(tower, several)
@@ -40,7 +40,7 @@ def test_pictures_of_a_batch_do_not_see_one_another() -> None:
 
 
 def test_an_encoding_may_be_evaluated_after_any_of_its_parts() -> None:
-    tower, pixels = tiny_tower(MERGED), pictures(2, 24, 16)
+    tower, pixels = tiny_tower(MERGED), images(2, 24, 16)
     whole = features(tower, pixels)
     for stride in (1, 2):
         parts = list(tower.encode(mx.array(pixels)))
@@ -53,7 +53,7 @@ def test_an_encoding_may_be_evaluated_after_any_of_its_parts() -> None:
 
 def test_nothing_is_evaluated_before_the_caller_asks() -> None:
     tower = tiny_tower(MERGED)
-    pixels = mx.array(pictures(2, 64, 64))
+    pixels = mx.array(images(2, 64, 64))
     mx.eval(pixels)
     before = mx.get_active_memory()
     parts = list(tower.encode(pixels))
@@ -72,7 +72,7 @@ def test_all_values_of_a_pixel_are_normalized_as_by_the_image_processor() -> Non
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_half_precision_weights_give_near_features_of_their_type(dtype: mx.Dtype) -> None:
-    tower, pixels = tiny_tower(MERGED, dtype), pictures(1, 24, 16)
+    tower, pixels = tiny_tower(MERGED, dtype), images(1, 24, 16)
     *_, last = tower.encode(mx.array(pixels))
     assert last.dtype == dtype
     wanted = reference_features(tower, pixels[0])
@@ -86,7 +86,7 @@ def test_the_bytes_of_a_tower_are_those_of_its_weights() -> None:
 
 
 def test_a_block_is_computed_for_some_patches_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    tower, several = tiny_tower(MERGED), pictures(2, 40, 24)
+    tower, several = tiny_tower(MERGED), images(2, 40, 24)
     whole, num_parts = features(tower, several), len(list(tower.encode(mx.array(several))))
     monkeypatch.setattr(blocks.pace, "patches", {"heads": 24, "rest": 24})
     assert features(tower, several) == pytest.approx(whole, abs=1e-5 * float(np.abs(whole).max()))

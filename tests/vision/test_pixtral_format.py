@@ -1,16 +1,16 @@
-"""Sizes and tokens of pictures in the prompts of Pixtral and Mistral 3."""
+"""Sizes and tokens of images in the prompts of Pixtral and Mistral 3."""
 
 from __future__ import annotations
 
 import pytest
 
-from mlxpaged.vision.picture import PictureFormat
+from mlxpaged.vision.image import ImageFormat
 from mlxpaged.vision.pixtral_format import PixtralFormat
 
 IMAGE, ROW_END, END = 10, 12, 13
 
 
-def form(side: int, *longest: int) -> PictureFormat:
+def form(side: int, *longest: int) -> ImageFormat:
     width, height = longest if len(longest) == 2 else 2 * longest
     return PixtralFormat(placeholder=IMAGE, row_end=ROW_END, end=END, longest=(width, height), side=side)
 
@@ -40,7 +40,7 @@ def test_sizes_are_those_of_transformers(
     assert form(side, longest).size(*size) == taken
 
 
-def test_a_picture_that_is_thinner_than_a_pixel_when_reduced_keeps_one_part() -> None:
+def test_an_image_that_is_thinner_than_a_pixel_when_reduced_keeps_one_part() -> None:
     """transformers refuses it."""
     assert form(28, 1540).size(1, 5000) == (28, 1540)
     assert form(28, 1540).size(5000, 1) == (1540, 28)

@@ -17,7 +17,7 @@ from mlxpaged.vision.positions import Axes
 from mlxpaged.vision.qwen import QwenSizes, QwenTower
 from mlxpaged.vision.qwen_format import QwenFormat
 from tests.vision.definitions import Array, exact_gelu, gelu_of_tanh, linear, mixed_heads, norm, quick_gelu
-from tests.vision.tiny import pictures
+from tests.vision.tiny import images
 from tests.vision.tiny_qwen import DEEP, OLD, PLAIN, config_of, files, old_config, tiny_tower
 
 ALL = pytest.mark.parametrize("sizes", [DEEP, PLAIN, OLD], ids=["deep", "plain", "old"])
@@ -54,12 +54,12 @@ def merged(state: list[Array], weights: dict[str, Array], name: str, norms_squar
     return out
 
 
-def reference_features(tower: QwenTower, picture: npt.NDArray[np.uint8]) -> Array:
-    """Of one picture, [height, width, 3], in float64, with one loop for each sum."""
+def reference_features(tower: QwenTower, image: npt.NDArray[np.uint8]) -> Array:
+    """Of one image, [height, width, 3], in float64, with one loop for each sum."""
     found: Any = tree_flatten(tower.parameters())
     weights: dict[str, Array] = {name: np.array(weight, np.float64) for name, weight in found}
     sizes, side = tower.sizes, tower.sizes.patch
-    rows, columns = picture.shape[0] // side, picture.shape[1] // side
+    rows, columns = image.shape[0] // side, image.shape[1] // side
     places = [
         (row + i, column + j)
         for row in range(0, rows, 2)
@@ -69,7 +69,7 @@ def reference_features(tower: QwenTower, picture: npt.NDArray[np.uint8]) -> Arra
     ]
     state = []
     for row, column in places:
-        patch = picture[row * side : (row + 1) * side, column * side : (column + 1) * side]
+        patch = image[row * side : (row + 1) * side, column * side : (column + 1) * side]
         colours = (patch / 255 - np.array(sizes.mean)) / np.array(sizes.std)
         embedded = weights["patch_embed.proj.weight"] @ colours.reshape(-1) + weights.get("patch_embed.proj.bias", 0)
         state.append(embedded + place(weights, sizes, row, column, rows, columns))
@@ -93,21 +93,21 @@ def reference_features(tower: QwenTower, picture: npt.NDArray[np.uint8]) -> Arra
 @ALL
 @pytest.mark.parametrize(("width", "height"), [(8, 8), (24, 16), (16, 40)])
 def test_features_are_those_of_the_definition(sizes: QwenSizes, width: int, height: int) -> None:
-    tower, [picture] = tiny_tower(sizes), pictures(1, width, height)
-    wanted = reference_features(tower, picture)
-    assert features(tower, picture[None])[0] == pytest.approx(wanted, abs=5e-5 * float(np.abs(wanted).max()))
+    tower, [image] = tiny_tower(sizes), images(1, width, height)
+    wanted = reference_features(tower, image)
+    assert features(tower, image[None])[0] == pytest.approx(wanted, abs=5e-5 * float(np.abs(wanted).max()))
 
 
 @ALL
-def test_a_batch_has_the_features_of_each_picture_alone(sizes: QwenSizes) -> None:
-    tower, several = tiny_tower(sizes), pictures(3, 24, 16)
+def test_a_batch_has_the_features_of_each_image_alone(sizes: QwenSizes) -> None:
+    tower, several = tiny_tower(sizes), images(3, 24, 16)
     together = features(tower, several)
-    for picture, found in zip(several, together, strict=True):
-        assert found == pytest.approx(features(tower, picture[None])[0], abs=1e-5 * float(np.abs(found).max()))
+    for image, found in zip(several, together, strict=True):
+        assert found == pytest.approx(features(tower, image[None])[0], abs=1e-5 * float(np.abs(found).max()))
 
 
 def test_parts_of_an_encoding() -> None:
-    tower, pixels = tiny_tower(DEEP), pictures(2, 24, 16)
+    tower, pixels = tiny_tower(DEEP), images(2, 24, 16)
     assert len(list(tower.encode(mx.array(pixels)))) == 2 * DEEP.blocks + len(DEEP.deep) + 1
 
 
@@ -149,7 +149,7 @@ def test_a_checkpoint_gives_its_tower(tmp_path: Path, kind: str, sizes: QwenSize
     assert vision.format.size(80, 20) == (80, 16)
     assert vision.format.tokens(16, 8) == [9, 9]
     assert isinstance(vision.tower, QwenTower)
-    pixels = pictures(1, 24, 16)
+    pixels = images(1, 24, 16)
     wanted = features(tiny_tower(sizes), pixels)
     assert features(vision.tower, pixels) == pytest.approx(wanted, abs=2e-5 * float(np.abs(wanted).max()))
 
@@ -163,7 +163,7 @@ def test_a_checkpoint_of_qwen2_gives_its_tower(tmp_path: Path, prefix: str, of_t
     assert (vision.axes, vision.num_deep) == (Axes((2, 1, 1), False), 0)
     assert vision.format.tokens(16, 8) == [9, 9]
     assert isinstance(vision.tower, QwenTower)
-    pixels = pictures(1, 24, 16)
+    pixels = images(1, 24, 16)
     wanted = features(tiny_tower(OLD), pixels)
     assert features(vision.tower, pixels) == pytest.approx(wanted, abs=2e-5 * float(np.abs(wanted).max()))
 
@@ -210,7 +210,7 @@ def test_a_configuration_that_does_not_fit_is_told(tmp_path: Path, change: dict[
 
 
 def test_a_block_is_computed_for_some_patches_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    tower, several = tiny_tower(DEEP), pictures(2, 40, 24)
+    tower, several = tiny_tower(DEEP), images(2, 40, 24)
     whole, num_parts = features(tower, several), len(list(tower.encode(mx.array(several))))
     monkeypatch.setattr(blocks.pace, "patches", {"heads": 24, "rest": 24})
     assert features(tower, several) == pytest.approx(whole, abs=1e-5 * float(np.abs(whole).max()))

@@ -1,4 +1,4 @@
-"""The tower of Qwen2.5-VL computes what its definition says, in pictures that windows fill and that they do not."""
+"""The tower of Qwen2.5-VL computes what its definition says, in images that windows fill and that they do not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlxpaged.vision import blocks
 from mlxpaged.vision.positions import Axes
 from mlxpaged.vision.qwen2_5 import Qwen25Sizes, Qwen25Tower
 from tests.vision.definitions import Array, Place, exact_gelu, linear, mixed_heads
-from tests.vision.tiny import pictures
+from tests.vision.tiny import images
 
 SIZES = Qwen25Sizes(
     width=24,
@@ -56,16 +56,16 @@ def rms_norm(x: Array, weight: Array) -> Array:
     return weight * x / math.sqrt((x * x).mean() + 1e-6)
 
 
-def reference_features(tower: Qwen25Tower, picture: npt.NDArray[np.uint8]) -> Array:
-    """Of one picture, [height, width, 3], in float64."""
+def reference_features(tower: Qwen25Tower, image: npt.NDArray[np.uint8]) -> Array:
+    """Of one image, [height, width, 3], in float64."""
     found: Any = tree_flatten(tower.parameters())
     weights: dict[str, Array] = {name: np.array(weight, np.float64) for name, weight in found}
     side = SIZES.patch
-    rows, columns = picture.shape[0] // side, picture.shape[1] // side
+    rows, columns = image.shape[0] // side, image.shape[1] // side
     places = [(row, column) for row in range(rows) for column in range(columns)]
     state = []
     for row, column in places:
-        patch = picture[row * side : (row + 1) * side, column * side : (column + 1) * side]
+        patch = image[row * side : (row + 1) * side, column * side : (column + 1) * side]
         colours = (patch / 255 - np.array(SIZES.mean)) / np.array(SIZES.std)
         state.append(weights["patch_embed.proj.weight"] @ colours.reshape(-1))
 
@@ -92,16 +92,16 @@ def reference_features(tower: Qwen25Tower, picture: npt.NDArray[np.uint8]) -> Ar
 
 @pytest.mark.parametrize(("width", "height"), [(8, 8), (16, 16), (24, 16), (16, 40), (40, 24)])
 def test_features_are_those_of_the_definition(width: int, height: int) -> None:
-    tower, [picture] = tiny_tower(), pictures(1, width, height)
-    wanted = reference_features(tower, picture)
-    assert features(tower, picture[None])[0] == pytest.approx(wanted, abs=5e-5 * float(np.abs(wanted).max()))
+    tower, [image] = tiny_tower(), images(1, width, height)
+    wanted = reference_features(tower, image)
+    assert features(tower, image[None])[0] == pytest.approx(wanted, abs=5e-5 * float(np.abs(wanted).max()))
 
 
-def test_a_batch_has_the_features_of_each_picture_alone() -> None:
-    tower, several = tiny_tower(), pictures(3, 40, 24)
+def test_a_batch_has_the_features_of_each_image_alone() -> None:
+    tower, several = tiny_tower(), images(3, 40, 24)
     together = features(tower, several)
-    for picture, found in zip(several, together, strict=True):
-        assert found == pytest.approx(features(tower, picture[None])[0], abs=1e-5 * float(np.abs(found).max()))
+    for image, found in zip(several, together, strict=True):
+        assert found == pytest.approx(features(tower, image[None])[0], abs=1e-5 * float(np.abs(found).max()))
 
 
 def test_a_checkpoint_gives_its_tower(tmp_path: Path) -> None:
@@ -140,13 +140,13 @@ def test_a_checkpoint_gives_its_tower(tmp_path: Path) -> None:
     assert vision.axes == Axes((2, 1, 1), interleaved=False)
     assert vision.format.tokens(16, 8) == [9, 9]
     assert isinstance(vision.tower, Qwen25Tower)
-    pixels = pictures(1, 40, 24)
+    pixels = images(1, 40, 24)
     wanted = features(tiny_tower(), pixels)
     assert features(vision.tower, pixels) == pytest.approx(wanted, abs=2e-5 * float(np.abs(wanted).max()))
 
 
 def test_a_block_is_computed_for_some_patches_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    tower, several = tiny_tower(), pictures(2, 40, 24)
+    tower, several = tiny_tower(), images(2, 40, 24)
     whole, num_parts = features(tower, several), len(list(tower.encode(mx.array(several))))
     monkeypatch.setattr(blocks.pace, "patches", {"heads": 24, "rest": 24})
     assert features(tower, several) == pytest.approx(whole, abs=1e-5 * float(np.abs(whole).max()))

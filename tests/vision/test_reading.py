@@ -1,4 +1,4 @@
-"""What becomes of a client's picture: its pixels, its digest and its limits. Files of any content are pictures or are
+"""What becomes of a client's image: its pixels, its digest and its limits. Files of any content are images or are
 refused, and nothing else happens."""
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import pytest
 from PIL import Image
 
 from mlxpaged.vision import reading
-from mlxpaged.vision.headers import MAX_PIECES, MAX_SCANS, PictureError, read_header
-from mlxpaged.vision.picture import Pixels, Resampling
+from mlxpaged.vision.headers import MAX_PIECES, MAX_SCANS, ImageError, read_header
+from mlxpaged.vision.image import Pixels, Resampling
 from mlxpaged.vision.reading import (
     MAX_BYTES,
-    CheckedPicture,
-    ClientPicture,
+    CheckedImage,
+    ClientImage,
     Detail,
-    PictureReader,
+    ImageReader,
     PillowMissingError,
     check,
     decode,
@@ -50,8 +50,8 @@ SEED = int(os.environ.get("MLXPAGED_FUZZ_SEED", "1"))
 FIRST = int(os.environ.get("MLXPAGED_FUZZ_FIRST", "0"))
 
 
-def checked(data: bytes, detail: Detail = "auto") -> CheckedPicture:
-    return check(ClientPicture(text_of(data), False, detail), FORM)
+def checked(data: bytes, detail: Detail = "auto") -> CheckedImage:
+    return check(ClientImage(text_of(data), False, detail), FORM)
 
 
 def pixels_of(data: bytes) -> Pixels:
@@ -66,9 +66,9 @@ def corners(pixels: Pixels) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_file_of_each_format_becomes_pixels_of_the_size_that_the_tower_takes(kind: str) -> None:
     options = {"lossless": True} if kind == "WEBP" else {}
-    picture = checked(encoded(halves(100, 50), kind, **options))
-    pixels = decode(picture)
-    assert (picture.width, picture.height) == FORM.size(100, 50) == (48, 24)
+    image = checked(encoded(halves(100, 50), kind, **options))
+    pixels = decode(image)
+    assert (image.width, image.height) == FORM.size(100, 50) == (48, 24)
     assert (pixels.shape, pixels.dtype) == ((24, 48, 3), np.uint8)
     assert corners(pixels) == [RED, BLUE, RED, BLUE]
 
@@ -78,19 +78,19 @@ def test_pixels_are_resized_as_pillow_does(resampling: Resampling) -> None:
     noise = Image.fromarray(np.random.default_rng(1).integers(0, 256, (90, 130, 3), dtype=np.uint8))
     form = Grid()
     form.resampling = resampling
-    picture = check(ClientPicture(text_of(encoded(noise)), False), form)
-    expected = noise.resize((picture.width, picture.height), Image.Resampling[resampling])
-    np.testing.assert_array_equal(decode(picture), np.asarray(expected))
+    image = check(ClientImage(text_of(encoded(noise)), False), form)
+    expected = noise.resize((image.width, image.height), Image.Resampling[resampling])
+    np.testing.assert_array_equal(decode(image), np.asarray(expected))
 
 
-def test_a_picture_that_has_the_right_size_stays_as_it_is() -> None:
+def test_an_image_that_has_the_right_size_stays_as_it_is() -> None:
     np.testing.assert_array_equal(pixels_of(encoded(halves(48, 24))), np.asarray(halves(48, 24)))
 
 
 @pytest.mark.parametrize("order", ["<", ">"])
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_picture_is_turned_upright(kind: str, orientation: int, order: str) -> None:
+def test_an_image_is_turned_upright(kind: str, orientation: int, order: str) -> None:
     """Pillow's own way of turning it is the reference."""
     image = Image.new("RGB", (48, 24), "white")
     image.paste("red", (0, 0, 24, 12))
@@ -144,15 +144,15 @@ def test_an_animation_is_its_first_frame(kind: str) -> None:
     assert corners(pixels_of(data)) == [RED, BLUE, RED, BLUE]
 
 
-def test_little_detail_makes_a_picture_smaller() -> None:
+def test_little_detail_makes_an_image_smaller() -> None:
     form = Grid(longest=5000)
     data = text_of(encoded(halves(1000, 250)))
-    sizes = [check(ClientPicture(data, False, detail), form) for detail in ("auto", "high", "low")]
+    sizes = [check(ClientImage(data, False, detail), form) for detail in ("auto", "high", "low")]
     assert [(each.width, each.height) for each in sizes] == [(1000, 248), (1000, 248), (512, 128)]
     assert decode(sizes[2]).shape == (128, 512, 3)
 
 
-def test_little_detail_makes_no_picture_larger() -> None:
+def test_little_detail_makes_no_image_larger() -> None:
     assert (checked(encoded(halves(40, 16)), "low").width) == 40
 
 
@@ -164,11 +164,11 @@ def test_the_digest_is_of_all_that_the_pixels_depend_on() -> None:
         checked(one).digest,
         checked(other).digest,
         checked(one, "low").digest,
-        check(ClientPicture(text_of(one), False), form).digest,
+        check(ClientImage(text_of(one), False), form).digest,
     ]
     assert len(set(digests)) == 4
     assert {len(digest) for digest in digests} == {16}
-    assert checked(one).digest == digests[0] == check(ClientPicture(url_of(one), True), FORM).digest
+    assert checked(one).digest == digests[0] == check(ClientImage(url_of(one), True), FORM).digest
     assert checked(one, "high").digest == checked(one, "original").digest == digests[0]
 
 
@@ -178,7 +178,7 @@ def test_the_digest_is_of_all_that_the_pixels_depend_on() -> None:
 )
 def test_a_data_url_is_read_whatever_type_it_states(start: str) -> None:
     data = encoded(halves())
-    assert check(ClientPicture(start + text_of(data), True), FORM).digest == checked(data).digest
+    assert check(ClientImage(start + text_of(data), True), FORM).digest == checked(data).digest
 
 
 @pytest.mark.parametrize(
@@ -197,15 +197,15 @@ def test_a_data_url_is_read_whatever_type_it_states(start: str) -> None:
 )
 def test_no_other_url_is_read(url: str) -> None:
     with pytest.raises(
-        PictureError, match="the server fetches no URL and opens no file; send the picture itself, as a data: URL"
+        ImageError, match="the server fetches no URL and opens no file; send the image itself, as a data: URL"
     ):
-        check(ClientPicture(url, True), FORM)
+        check(ClientImage(url, True), FORM)
 
 
 @pytest.mark.parametrize("text", ["a", "aGk", "aGk=aGk=", "aGk!", "größe", " aGk=", "data:image/png;base64,aGk="])
 def test_wrong_base64_is_refused(text: str) -> None:
-    with pytest.raises(PictureError, match="is not valid base64"):
-        check(ClientPicture(text, False), FORM)
+    with pytest.raises(ImageError, match="is not valid base64"):
+        check(ClientImage(text, False), FORM)
 
 
 def test_long_base64_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,23 +218,23 @@ def test_long_base64_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
         assert checked(data).digest == digest
     monkeypatch.setattr(reading, "PIECE", 8)
     for wrong in ("aGloaGk=" + text, text[:-1], text + "=", "aGk=" + text):
-        with pytest.raises(PictureError, match="is not valid base64"):
-            check(ClientPicture(wrong, False), FORM)
+        with pytest.raises(ImageError, match="is not valid base64"):
+            check(ClientImage(wrong, False), FORM)
 
 
 def test_a_long_text_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     most = text_of(bytes(MAX_BYTES))
-    with pytest.raises(PictureError, match="is no PNG"):
-        check(ClientPicture(most, False), FORM)
+    with pytest.raises(ImageError, match="is no PNG"):
+        check(ClientImage(most, False), FORM)
     monkeypatch.setattr(reading.base64, "b64decode", None)
-    with pytest.raises(PictureError, match="has more than 20 MiB"):
-        check(ClientPicture(most + "AAAA", False), FORM)
+    with pytest.raises(ImageError, match="has more than 20 MiB"):
+        check(ClientImage(most + "AAAA", False), FORM)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_file_is_refused_with_the_reason(name: str) -> None:
     data, said = HOSTILE[name]
-    with pytest.raises(PictureError) as caught:
+    with pytest.raises(ImageError) as caught:
         pixels_of(data)
     assert said in str(caught.value)
 
@@ -242,7 +242,7 @@ def test_a_hostile_file_is_refused_with_the_reason(name: str) -> None:
 @pytest.mark.parametrize("name", ["30,000 x 30,000 pixels", "41 MP", "too narrow", "no pixels", "SVG", "PostScript"])
 def test_size_and_kind_are_checked_without_a_decoder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "load_pillow", None)
-    with pytest.raises(PictureError):
+    with pytest.raises(ImageError):
         checked(HOSTILE[name][0])
 
 
@@ -282,7 +282,7 @@ def test_a_gif_may_be_larger_than_its_screen() -> None:
     ids=FORMATS,
 )
 def test_a_file_of_many_pieces_is_refused(data: bytes) -> None:
-    with pytest.raises(PictureError, match="with more than 10,000 pieces"):
+    with pytest.raises(ImageError, match="with more than 10,000 pieces"):
         read_header(data)
 
 
@@ -294,7 +294,7 @@ def test_a_jpeg_of_many_scans_is_refused() -> None:
     for more, is_refused in ((MAX_SCANS - num_scans, False), (MAX_SCANS - num_scans + 1, True)):
         many = data[:second] + scan * more + data[second:]
         if is_refused:
-            with pytest.raises(PictureError, match="is a JPEG with more than 100 scans"):
+            with pytest.raises(ImageError, match="is a JPEG with more than 100 scans"):
                 read_header(many)
         else:
             assert corners(pixels_of(many)) == [RED, BLUE, RED, BLUE]
@@ -303,7 +303,7 @@ def test_a_jpeg_of_many_scans_is_refused() -> None:
 def test_a_file_with_two_sizes_is_refused() -> None:
     """The limits are checked by the header as this server reads it. A decoder may take a later one."""
     header = struct.pack(">IIBBBBB", 9000, 9000, 8, 2, 0, 0, 0)
-    with pytest.raises(PictureError, match="is a PNG with two sizes"):
+    with pytest.raises(ImageError, match="is a PNG with two sizes"):
         pixels_of(png_with(chunk(b"IHDR", header)))
 
 
@@ -315,13 +315,13 @@ def test_every_beginning_of_a_file_is_refused_or_shown() -> None:
 
 
 def attempt(data: bytes) -> bool:
-    """Whether a file is a picture. Any other outcome than a picture or a refusal raises."""
+    """Whether a file is an image. Any other outcome than an image or a refusal raises."""
     try:
-        picture = checked(data)
-        pixels = decode(picture)
-    except PictureError:
+        image = checked(data)
+        pixels = decode(image)
+    except ImageError:
         return False
-    assert (pixels.shape, pixels.dtype) == ((picture.height, picture.width, 3), np.uint8)
+    assert (pixels.shape, pixels.dtype) == ((image.height, image.width, 3), np.uint8)
     return True
 
 
@@ -339,26 +339,26 @@ def test_many_mutated_files_are_refused_or_shown() -> None:
             raise AssertionError(f"make test-fuzz SEED={SEED} FIRST={number} CASES=1") from error
 
 
-def test_a_picture_is_decoded_once_while_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_is_decoded_once_while_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[bytes] = []
-    monkeypatch.setattr(reading, "decode", lambda picture: (decoded.append(picture.digest), decode(picture))[1])
+    monkeypatch.setattr(reading, "decode", lambda image: (decoded.append(image.digest), decode(image))[1])
     size = 48 * 24 * 3
-    reader = PictureReader(2 * size)
+    reader = ImageReader(2 * size)
     one, two, three = (checked(encoded(halves(48, 24, left))) for left in ("red", "green", "white"))
-    for picture in (one, one, two, one, three, one):  # two is the one that was used least lately
-        np.testing.assert_array_equal(reader.pixels(picture), decode(picture))
+    for image in (one, one, two, one, three, one):  # two is the one that was used least lately
+        np.testing.assert_array_equal(reader.pixels(image), decode(image))
     assert decoded == [one.digest, two.digest, three.digest]
     reader.pixels(two)
     assert decoded[3:] == [two.digest]
 
 
-def test_a_picture_that_is_larger_than_the_cache_is_decoded_all_the_same() -> None:
-    reader = PictureReader(10)
+def test_an_image_that_is_larger_than_the_cache_is_decoded_all_the_same() -> None:
+    reader = ImageReader(10)
     assert reader.pixels(checked(encoded(halves(48, 24)))).shape == (24, 48, 3)
 
 
 def test_a_server_without_pillow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pictures can be counted all the same."""
+    """Its images can be counted all the same."""
     real = builtins.__import__
 
     def without(name: str, *args: Any) -> Any:
@@ -368,6 +368,6 @@ def test_a_server_without_pillow_says_what_to_install(monkeypatch: pytest.Monkey
 
     monkeypatch.delitem(sys.modules, "PIL")
     monkeypatch.setattr(builtins, "__import__", without)
-    picture = checked(black_png(10, 10))
+    image = checked(black_png(10, 10))
     with pytest.raises(PillowMissingError, match=r"pip install 'mlxpaged\[vision\]'"):
-        decode(picture)
+        decode(image)

@@ -53,7 +53,7 @@ def tiny_tower(sizes: PixtralSizes, dtype: mx.Dtype = mx.float32) -> PixtralTowe
     return tower
 
 
-def pictures(number: int, width: int, height: int) -> npt.NDArray[np.uint8]:
+def images(number: int, width: int, height: int) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(width).integers(0, 256, (number, height, width, 3), dtype=np.uint8)
 
 
@@ -62,16 +62,16 @@ def features(tower: PixtralTower, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[
     return np.array(last.astype(mx.float32))
 
 
-def reference_features(tower: PixtralTower, picture: npt.NDArray[np.uint8]) -> Array:
-    """Of one picture, [height, width, 3], in float64."""
+def reference_features(tower: PixtralTower, image: npt.NDArray[np.uint8]) -> Array:
+    """Of one image, [height, width, 3], in float64."""
     of_tower: Any = tree_flatten(tower.parameters())
     weights: dict[str, Any] = {name: np.array(weight.astype(mx.float32), np.float64) for name, weight in of_tower}
     sizes, side = tower.sizes, tower.sizes.patch
-    rows, columns = picture.shape[0] // side, picture.shape[1] // side
+    rows, columns = image.shape[0] // side, image.shape[1] // side
     places = [(row, column) for row in range(rows) for column in range(columns)]
     state = []
     for row, column in places:
-        patch = picture[row * side : (row + 1) * side, column * side : (column + 1) * side]
+        patch = image[row * side : (row + 1) * side, column * side : (column + 1) * side]
         colours = (patch / 255 - np.array(sizes.mean)) / np.array(sizes.std)
         embedded = weights["vision_tower.patch_conv.weight"] @ colours.reshape(-1)
         state.append(norm(embedded, weights["vision_tower.ln_pre.weight"], 1e-5))

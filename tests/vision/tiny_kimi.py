@@ -25,7 +25,7 @@ SIZES = KimiSizes(
     std=(0.25, 0.5, 0.2),
 )
 CONVOLUTION = "vision_tower.patch_embed.proj.weight"
-PICTURES = {"image_mean": SIZES.mean, "image_std": SIZES.std, "in_token_limit": 256, "pad_input": True}
+IMAGES = {"image_mean": SIZES.mean, "image_std": SIZES.std, "in_token_limit": 256, "pad_input": True}
 
 
 def tiny_tower(sizes: KimiSizes = SIZES, dtype: mx.Dtype = mx.float32) -> KimiTower:
@@ -78,5 +78,5 @@ def stored_weights(tower: KimiTower, of_mlx_vlm: bool) -> dict[str, mx.array]:
 
 def files(path: Path, weights: dict[str, mx.array], name: str = "model.safetensors") -> Path:
     mx.save_safetensors(str(path / name), weights)
-    (path / "preprocessor_config.json").write_text(json.dumps(PICTURES))
+    (path / "preprocessor_config.json").write_text(json.dumps(IMAGES))
     return path

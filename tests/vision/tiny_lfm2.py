@@ -71,7 +71,7 @@ def config_of(sizes: Lfm2Sizes, kind: str = "lfm2-vl") -> dict[str, Any]:
     }
 
 
-PICTURES = {
+IMAGES = {
     "image_mean": NORMED.mean,
     "image_std": NORMED.std,
     "min_image_tokens": 4,
@@ -88,5 +88,5 @@ def stored_weights(tower: Lfm2Tower, kind: str) -> dict[str, mx.array]:
 
 def files(path: Path, weights: dict[str, mx.array], name: str = "model.safetensors") -> Path:
     mx.save_safetensors(str(path / name), weights)
-    (path / "preprocessor_config.json").write_text(json.dumps(PICTURES))
+    (path / "preprocessor_config.json").write_text(json.dumps(IMAGES))
     return path

@@ -118,8 +118,8 @@ def files(path: Path, sizes: QwenSizes, prefix: str, of_torch: bool, name: str =
     rename = old_name if sizes.places is None else str
     named = {f"{prefix}{rename(name)}": mx.contiguous(weight) for name, weight in weights.items()}
     mx.save_safetensors(str(path / name), named)
-    pictures = {"image_mean": sizes.mean, "image_std": sizes.std, "size": {"shortest_edge": 64, "longest_edge": 4096}}
-    (path / "preprocessor_config.json").write_text(json.dumps(pictures))
+    images = {"image_mean": sizes.mean, "image_std": sizes.std, "size": {"shortest_edge": 64, "longest_edge": 4096}}
+    (path / "preprocessor_config.json").write_text(json.dumps(images))
     return path
 
 

@@ -13,10 +13,10 @@ from typing import Any
 from starlette.requests import Request
 
 from mlxpaged.api.errors import NOT_RENDERED, ApiError
-from mlxpaged.api.generation import check, pictures
+from mlxpaged.api.generation import check, images
 from mlxpaged.api.generation.answer_parser import AnswerParser, HarmonyParser, TagParser
 from mlxpaged.api.generation.history import adapted, with_system_as_user, with_thought_apart
-from mlxpaged.api.generation.pictures import Pictures, Prompt, apart, together
+from mlxpaged.api.generation.images import Images, Prompt, apart, together
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
 from mlxpaged.api.generation.structured_output import structured_output
 from mlxpaged.api.generation.tool_prompt import tool_prompt, with_tools
@@ -27,7 +27,7 @@ from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.formats import HARMONY
 from mlxpaged.models.control_tokens import ControlTokenError
 from mlxpaged.models.tokenizer import ChatTemplateError
-from mlxpaged.vision.picture import Picture
+from mlxpaged.vision.image import PromptImage
 
 NO_THOUGHTS = "this model does not think: its vocabulary has no thinking tags"
 
@@ -39,7 +39,7 @@ short context answers without them."""
 @dataclass(frozen=True)
 class Prompts:
     """A request's prompts, ready for the engine. param: the client's field that holds them. echoes: their texts, if the
-    answers begin with them. new_parser: makes a parser for one answer; None if all of it is text. pictures: of each
+    answers begin with them. new_parser: makes a parser for one answer; None if all of it is text. images: of each
     prompt."""
 
     param: str
@@ -47,7 +47,7 @@ class Prompts:
     params: SamplingParams
     echoes: Sequence[str] = ()
     new_parser: Callable[[], AnswerParser] | None = None
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[PromptImage, ...] = ()
 
 
 async def prepare(http: Request, request: GenerationRequest, info: EngineInfo) -> Prompts:
@@ -65,11 +65,11 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
     if (chat.asks_thinking or chat.effort not in (None, "none")) and not info.tokenizer.tags.thinks:
         server_of(http).ignore(http, request.client_name("thinking"), NO_THOUGHTS)
     tags, param = info.tokenizer.tags, request.client_name("messages")
-    chat, shown = await pictures.resolve(http, chat, info)
+    chat, shown = await images.resolve(http, chat, info)
     prompt = await render(http, request, chat, info, shown)
     tokens = prompt.token_ids
     check.check_token_ids(request, param, [tokens], info)
-    if prompt.pictures and request.params.prompt_logprobs is not None:  # a picture's tokens have none
+    if prompt.images and request.params.prompt_logprobs is not None:  # an image's tokens have none
         raise request.refusal("prompt_logprobs", "is not available if the prompt has images")
     thinking = thinking_of(info, chat, tokens)
     form = await enforced(http, request, chat, info, thinking)
@@ -94,7 +94,7 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
             return HarmonyParser(tools, chat.one_call)
         return TagParser(tags, opened, tools, chat.one_call, form)
 
-    return Prompts(param, [tokens], params, new_parser=new_parser, pictures=prompt.pictures)
+    return Prompts(param, [tokens], params, new_parser=new_parser, images=prompt.images)
 
 
 async def tokens_of_prediction(http: Request, text: str, info: EngineInfo) -> tuple[int, ...]:
@@ -158,7 +158,7 @@ async def count_tokens(http: Request, translate: Callable[[], GenerationRequest]
     _, info = await server.ready(http, request.model)
     assert isinstance(request.prompt, Chat)
     chat = await with_usable_tools(http, request, request.prompt, info)
-    chat, shown = await pictures.resolve(http, chat, info)
+    chat, shown = await images.resolve(http, chat, info)
     return len((await render(http, request, chat, info, shown)).token_ids)
 
 
@@ -186,7 +186,7 @@ async def leave_room(http: Request, tools: Sequence[Tool], info: EngineInfo) -> 
     return len(await server.tokenize(tokenizer, len(text), lambda: tokenizer.encode(text))) <= most
 
 
-async def render(http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo, shown: Pictures) -> Prompt:
+async def render(http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo, shown: Images) -> Prompt:
     """Returns the tokens of a conversation up to the beginning of the answer. Raises ApiError."""
     server = server_of(http)
     rendered = await server.prepare(http, lambda: rendering(request, chat, info, shown))
@@ -196,9 +196,7 @@ async def render(http: Request, request: GenerationRequest, chat: Chat, info: En
         raise request.refusal("messages", str(error), reason=NOT_RENDERED) from None
 
 
-def rendering(
-    request: GenerationRequest, chat: Chat, info: EngineInfo, shown_pictures: Pictures
-) -> Callable[[], Prompt]:
+def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo, shown_images: Images) -> Callable[[], Prompt]:
     """Returns a function that renders the prompt, for the tokenizer's thread. Raises ApiError."""
     check.check_template(request, chat, info)
     tokenizer = info.tokenizer
@@ -216,21 +214,21 @@ def rendering(
 
     check_length(num_chars)
 
-    def of(conversation: Sequence[dict[str, Any]], pictures_in_text: bool = False) -> Callable[[], Prompt]:
+    def of(conversation: Sequence[dict[str, Any]], images_in_text: bool = False) -> Callable[[], Prompt]:
         marker, messages, shown, options = tokenizer.mark(apart(adapted(conversation, tokenizer)), tools, variables)
         messages = with_tools(together(messages), shown, tokenizer)
         if not tokenizer.takes_system:
             messages = with_system_as_user(messages)
         if shown and tokenizer.shows_tools:
             options["tools"] = shown
-        messages, order = (shown_pictures.in_text if pictures_in_text else shown_pictures.in_parts)(messages)
+        messages, order = (shown_images.in_text if images_in_text else shown_images.in_parts)(messages)
 
         def prompt() -> Prompt:
             # Only the rendered text has all calls and reasoning of earlier turns, as far as the template shows them.
             tokens = tokenizer.apply_chat_template(
                 messages, opens_answer, lambda text: check_length(len(text)), marker, **options
             )
-            return shown_pictures.placed(tokens, order)
+            return shown_images.placed(tokens, order)
 
         return prompt
 
@@ -248,8 +246,8 @@ def rendering(
         except ChatTemplateError:
             if thought is not None:
                 return of([*earlier, thought])()
-            if shown_pictures.shown:
-                return of(chat.messages, pictures_in_text=True)()
+            if shown_images.shown:
+                return of(chat.messages, images_in_text=True)()
             raise
 
     return render

@@ -86,7 +86,7 @@ def engine_requests(
                 timeline=context.timeline or request.timed,
                 cache_salt=context.cache_scope + ((request.cache_salt,) if request.cache_salt else ()),
                 adapter=adapter,
-                pictures=prompts.pictures,
+                images=prompts.images,
             )
         )
     return requests

@@ -79,7 +79,7 @@ Images = Annotated[list[str], Field(max_length=MAX_LIST, fail_fast=True)]
 """Files in base64."""
 
 
-def pictures_of(images: list[str] | None) -> list[ImageBlock]:
+def images_of(images: list[str] | None) -> list[ImageBlock]:
     return [ImageBlock(type="image", source=ImageSource(data=data)) for data in images or ()]
 
 
@@ -96,8 +96,8 @@ class Message(Body):
     tool_call_id: str | None = None
 
     @cached_property
-    def pictures(self) -> list[ImageBlock]:
-        return pictures_of(self.images)
+    def shown_images(self) -> list[ImageBlock]:
+        return images_of(self.images)
 
 
 class Function(Body):

@@ -50,9 +50,9 @@ def translate_prompt(body: schema.OllamaGenerateRequest, model: str, tokenizer: 
     text = body.prompt or ""
     if not body.raw and tokenizer.has_chat_template:
         system = [{"role": "system", "content": body.system}] if body.system else []
-        pictures = schema.pictures_of(body.images)
-        said = {"role": "user", "content": "".join(each.text for each in pictures) + text}
-        media = [Shown(each, f"images.{i}", "images", True) for i, each in enumerate(pictures)]
+        shown = schema.images_of(body.images)
+        said = {"role": "user", "content": "".join(each.text for each in shown) + text}
+        media = [Shown(each, f"images.{i}", "images", True) for i, each in enumerate(shown)]
         return translated(body, model, chat_of(body, [*system, said], media))
     for name in ("system", "think", "images"):
         if getattr(body, name):
@@ -111,8 +111,8 @@ def messages_of(given: Sequence[schema.Message]) -> list[dict[str, Any]]:
     tool's name or without anything."""
     found = []
     for i, message in enumerate(given):
-        pictures = "".join(each.text for each in message.pictures)
-        said: dict[str, Any] = {"role": message.role, "content": pictures + (message.content or "")}
+        shown = "".join(each.text for each in message.shown_images)
+        said: dict[str, Any] = {"role": message.role, "content": shown + (message.content or "")}
         if message.thinking:
             said["reasoning_content"] = message.thinking
         if message.tool_calls:

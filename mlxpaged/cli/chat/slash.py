@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mlxpaged.cli.chat.conversation import SETTINGS
 from mlxpaged.cli.connection import chosen, generating
-from mlxpaged.vision.headers import PictureError, read_header
+from mlxpaged.vision.headers import ImageError, read_header
 from mlxpaged.vision.reading import MAX_BYTES
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def attach(chat: Chat, argument: str) -> None:
         data = path.read_bytes()
         try:
             kind = read_header(data).kind.lower()
-        except PictureError as error:
+        except ImageError as error:
             raise UsageError(f"{path} {error}") from None
         images.append(f"data:image/{kind};base64,{base64.b64encode(data).decode()}")
     chat.say(f"images that go with your next message: {len(images)}")

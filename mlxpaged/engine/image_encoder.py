@@ -1,4 +1,4 @@
-"""Encodes the pictures of prompts between steps, a part at a time."""
+"""Encodes the images of prompts between steps, a part at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 
 from mlxpaged.cpu.streams import synchronize
-from mlxpaged.engine.pictures import Pictures
+from mlxpaged.engine.images import Images
 from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.scheduler.queue import ORDER
 from mlxpaged.scheduler.scheduler import Scheduler
@@ -25,35 +25,35 @@ SHARE = 0.5
 tower and text model share caches: so streams keep about half of their pace, and not two thirds."""
 
 MAX_PIXELS = 2**20
-"""Pictures of one size are encoded together, up to so many pixels."""
+"""Images of one size are encoded together, up to so many pixels."""
 
 
-class PictureEncoder:
-    """Holds a sequence back until its pictures are encoded, except those that the prefix cache covers.
+class ImageEncoder:
+    """Holds a sequence back until its images are encoded, except those that the prefix cache covers.
 
-    Between two steps it works for a SHARE of the step's time. The pictures of the first sequence in order come first.
-    invariant: whether each picture is encoded alone, in parts of one size, so that its features depend on nothing else.
+    Between two steps it works for a SHARE of the step's time. The images of the first sequence in order come first.
+    invariant: whether each image is encoded alone, in parts of one size, so that its features depend on nothing else.
     fail: ends a sequence. clock: seconds.
     """
 
     def __init__(
         self,
-        pictures: Pictures,
+        images: Images,
         scheduler: Scheduler,
         fail: Callable[[Sequence, FinishReason, str], None],
         clock: Callable[[], float],
         invariant: bool = False,
     ) -> None:
-        self._pictures = pictures
+        self._images = images
         self._scheduler = scheduler
         self._fail = fail
         self._clock = clock
         self._is_invariant = invariant
         self._most_pixels = 0 if invariant else MAX_PIXELS
-        self._numbers: list[int] = []  # of the pictures that are being encoded
+        self._numbers: list[int] = []  # of the images that are being encoded
         self._work: Iterator[mx.array] | None = None
         self._state: mx.array | None = None
-        self._alone = False  # whether the next picture is encoded alone: several together have failed
+        self._alone = False  # whether the next image is encoded alone: several together have failed
         self._ended = clock()
 
     @property
@@ -61,7 +61,7 @@ class PictureEncoder:
         return bool(self._scheduler.held)
 
     def advance(self) -> None:
-        """Do a part of the work, and queue the sequences whose pictures are encoded."""
+        """Do a part of the work, and queue the sequences whose images are encoded."""
         started = self._clock()
         seconds = min(MOST_SECONDS, SHARE * (started - self._ended)) if self._scheduler.running else MOST_SECONDS
         last = self._ended = started
@@ -75,7 +75,7 @@ class PictureEncoder:
 
     def _next_part(self) -> bool:
         """Returns False if there is nothing to do now."""
-        if not any(map(self._pictures.is_shown, self._numbers)):
+        if not any(map(self._images.is_shown, self._numbers)):
             self._work = None  # the requests have ended
         if self._work is None and not self._begin():
             return False
@@ -87,7 +87,7 @@ class PictureEncoder:
             mx.eval(self._state)
         except StopIteration:
             assert self._state is not None
-            self._pictures.put(self._numbers, self._state)
+            self._images.put(self._numbers, self._state)
             self._work, self._state, self._alone = None, None, False
             self._release()
         except Exception as error:
@@ -95,9 +95,9 @@ class PictureEncoder:
         return True
 
     def _begin(self) -> bool:
-        """Choose the next pictures: the first that is missing of the first sequence, and others of its size."""
+        """Choose the next images: the first that is missing of the first sequence, and others of its size."""
         self._release()
-        if not self._pictures.has_room(self._scheduler.held):
+        if not self._images.has_room(self._scheduler.held):
             return False
         missing = dict.fromkeys(
             number
@@ -106,15 +106,15 @@ class PictureEncoder:
         )
         if not missing:
             return False
-        first = self._pictures.pixels(next(iter(missing)))
-        together = [number for number in missing if self._pictures.pixels(number).shape == first.shape]
+        first = self._images.pixels(next(iter(missing)))
+        together = [number for number in missing if self._images.pixels(number).shape == first.shape]
         most = 1 if self._alone else max(1, self._most_pixels // (first.shape[0] * first.shape[1]))
         self._numbers = together[:most]
-        self._work = self._pictures.encode(self._numbers)
+        self._work = self._images.encode(self._numbers)
         return True
 
     def _missing(self, sequence: Sequence) -> list[int]:
-        return self._pictures.missing(sequence, self._scheduler.blocks.num_available_tokens(sequence))
+        return self._images.missing(sequence, self._scheduler.blocks.num_available_tokens(sequence))
 
     def _release(self) -> None:
         for sequence in list(self._scheduler.held.values()):
@@ -122,8 +122,8 @@ class PictureEncoder:
                 self._scheduler.release(sequence.sequence_id)
 
     def _recover(self, error: Exception) -> None:
-        """Encode the pictures one by one, so that only the sequences with the faulty one end."""
-        logger.exception("%d pictures could not be encoded", len(self._numbers))
+        """Encode the images one by one, so that only the sequences with the faulty one end."""
+        logger.exception("%d images could not be encoded", len(self._numbers))
         synchronize()
         if is_out_of_memory(error):
             mx.clear_cache()
@@ -132,7 +132,7 @@ class PictureEncoder:
             self._alone = True
             return
         reason = FinishReason.MEMORY if is_out_of_memory(error) else FinishReason.ERROR
-        message = f"a picture could not be encoded: {type(error).__name__}: {error}"
+        message = f"an image could not be encoded: {type(error).__name__}: {error}"
         for sequence in list(self._scheduler.held.values()):
             if set(self._numbers) & set(self._missing(sequence)):
                 self._fail(sequence, reason, message)

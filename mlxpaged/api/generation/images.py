@@ -20,21 +20,21 @@ from mlxpaged.engine.info import EngineInfo
 from mlxpaged.models.tokenizer import ChatTemplateError
 from mlxpaged.process_memory import require_memory
 from mlxpaged.scheduler.admission import PromptTooLongError
-from mlxpaged.vision.headers import PictureError
-from mlxpaged.vision.picture import Picture, PictureFormat, Pixels
-from mlxpaged.vision.reading import CheckedPicture, ClientPicture, check
+from mlxpaged.vision.headers import ImageError
+from mlxpaged.vision.image import ImageFormat, Pixels, PromptImage
+from mlxpaged.vision.reading import CheckedImage, ClientImage, check
 
-MAX_PICTURES = 100
+MAX_IMAGES = 100
 """Images of a request. Anthropic's limit."""
 BYTES_PER_PIXEL = 12
-"""Memory that decoding takes: a picture with transparency is held three times."""
+"""Memory that decoding takes: an image with transparency is held three times."""
 HTTP_URL = re.compile("https?:", re.IGNORECASE)
 SENTINEL = re.compile(f"({START}[0-9a-f]{{32}}{END})")
 
 
 @dataclass(frozen=True)
-class ShownPicture:
-    """digest, pixels: as in Picture. tokens: what the prompt has in its place."""
+class ShownImage:
+    """digest, pixels: as in PromptImage. tokens: what the prompt has in its place."""
 
     digest: bytes
     pixels: Pixels
@@ -43,23 +43,23 @@ class ShownPicture:
 
 @dataclass(frozen=True)
 class Prompt:
-    """token_ids: with those of the pictures."""
+    """token_ids: with those of the images."""
 
     token_ids: list[int]
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """The pictures of a conversation, by their sentinels. form: None if there are none. token_text: of its
+class Images:
+    """The images of a conversation, by their sentinels. form: None if there are none. token_text: of its
     `template_token`."""
 
-    form: PictureFormat | None = None
+    form: ImageFormat | None = None
     token_text: str = ""
-    shown: Mapping[str, ShownPicture] = field(default_factory=dict)
+    shown: Mapping[str, ShownImage] = field(default_factory=dict)
 
     def in_parts(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-        """Returns the messages for the chat template, with the content of those with pictures as a list of parts; and
+        """Returns the messages for the chat template, with the content of those with images as a list of parts; and
         the sentinels in their order."""
         order: list[str] = []
         changed = []
@@ -75,7 +75,7 @@ class Pictures:
         return changed, order
 
     def in_text(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-        """Does the same for templates that show no parts: a picture is the token that a template writes for it. Those
+        """Does the same for templates that show no parts: an image is the token that a template writes for it. Those
         of Mistral do not show a tool's parts, and refuse a message of the user right after a result."""
         texts = dict.fromkeys(self.shown, self.token_text)
         changed = [
@@ -85,7 +85,7 @@ class Pictures:
         return changed, self.in_parts(messages)[1]
 
     def placed(self, token_ids: list[int], order: Sequence[str]) -> Prompt:
-        """Puts the pictures into a rendered prompt. Raises ChatTemplateError if it does not show all of them."""
+        """Puts the images into a rendered prompt. Raises ChatTemplateError if it does not show all of them."""
         if self.form is None:
             return Prompt(token_ids)
         num_shown = token_ids.count(self.form.template_token)
@@ -93,17 +93,17 @@ class Pictures:
             message = f"the model's chat template shows {num_shown} of the {len(self.shown)} images"
             raise ChatTemplateError(message)
         placed: list[int] = []
-        pictures, start = [], 0
+        images, start = [], 0
         for shown in map(self.shown.__getitem__, order):
             end = token_ids.index(self.form.template_token, start)
             join(placed, token_ids[start:end], self.form.joins)
             join(placed, shown.tokens, self.form.joins)
             first, placeholder = len(placed) - len(shown.tokens), self.form.placeholder
             positions = tuple(first + i for i, token in enumerate(shown.tokens) if token == placeholder)
-            pictures.append(Picture(shown.digest, shown.pixels, positions))
+            images.append(PromptImage(shown.digest, shown.pixels, positions))
             start = end + 1
         join(placed, token_ids[start:], self.form.joins)
-        return Prompt(placed, tuple(pictures))
+        return Prompt(placed, tuple(images))
 
 
 def join(placed: list[int], more: list[int], joins: Mapping[tuple[int, int], int]) -> None:
@@ -144,31 +144,31 @@ def with_texts(content: str, texts: Mapping[str, str]) -> str:
     return SENTINEL.sub(text_of, content)
 
 
-async def resolve(http: Request, chat: Chat, info: EngineInfo) -> tuple[Chat, Pictures]:
+async def resolve(http: Request, chat: Chat, info: EngineInfo) -> tuple[Chat, Images]:
     """Returns the conversation with a text in the place of each part that the model does not take or that cannot be
-    read, and the pictures that are left in it, decoded. All limits are checked before one is decoded. Raises ApiError.
+    read, and the images that are left in it, decoded. All limits are checked before one is decoded. Raises ApiError.
 
     Such a part in the newest turn is an error: no answer pretends to have seen it. One in an earlier turn or in a
     tool's result, which the client sends again each time, does not end the session: the model is told why it was left
     out, and so is the client."""
     if not chat.media:
-        return chat, Pictures()
-    form, server = info.pictures, server_of(http)
+        return chat, Images()
+    form, server = info.images, server_of(http)
     left: dict[str, str] = {}  # why each part is left out, by its sentinel
     for each in chat.media:
-        if form is None or each.part.picture is None:
+        if form is None or each.part.image is None:
             if each.is_newest:
-                because = f": {info.no_pictures_because}" if info.no_pictures_because else ""
+                because = f": {info.no_images_because}" if info.no_images_because else ""
                 message = f"{unsupported(each)}{because}{advice(http)}"
                 raise bad_parameter(each.param, message, code="unsupported_media")
             left[each.sentinel] = f"this model takes text {'only' if form is None else 'and images only'}"
-    pictures = Pictures()
+    images = Images()
     kept = [each for each in chat.media if each.sentinel not in left]
     if form is not None and kept:
         checked = await check_all(http, kept, form, info, left)
         shown = await decode_all(http, kept, form, checked, left)
         if shown:
-            pictures = Pictures(form, info.tokenizer.text_with_specials([form.template_token]), shown)
+            images = Images(form, info.tokenizer.text_with_specials([form.template_token]), shown)
     if left:
         named = {each.field: each for each in chat.media if each.sentinel in left}
         for name, each in reversed(named.items()):
@@ -180,7 +180,7 @@ async def resolve(http: Request, chat: Chat, info: EngineInfo) -> tuple[Chat, Pi
         }
         messages = [message | {"content": with_texts(message["content"], texts)} for message in chat.messages]
         chat = replace(chat, messages=messages, media=[each for each in kept if each.sentinel not in left])
-    return chat, pictures
+    return chat, images
 
 
 def unsupported(each: Shown) -> str:
@@ -190,27 +190,27 @@ def unsupported(each: Shown) -> str:
 def advice(http: Request) -> str:
     """The end of an error about an image: the loaded models that take some."""
     infos = [model.engine.info for model in models_for(http, server_of(http)) if model.is_loaded and model.engine]
-    names = [repr(info.model) for info in infos if isinstance(info, EngineInfo) and info.pictures is not None]
+    names = [repr(info.model) for info in infos if isinstance(info, EngineInfo) and info.images is not None]
     return f"; use {' or '.join(names)}" if names else ""
 
 
 async def check_all(
-    http: Request, media: Sequence[Shown], form: PictureFormat, info: EngineInfo, left: dict[str, str]
-) -> dict[str, CheckedPicture]:
-    """Checks pictures by their headers, and notes in `left` those that are left out. Raises ApiError."""
-    if len(media) > MAX_PICTURES:
-        message = f"there are {len(media)} images in the request; the limit is {MAX_PICTURES}"
-        raise bad_parameter(media[MAX_PICTURES].param, message, code="too_many_images")
-    found: dict[str, CheckedPicture] = {}
+    http: Request, media: Sequence[Shown], form: ImageFormat, info: EngineInfo, left: dict[str, str]
+) -> dict[str, CheckedImage]:
+    """Checks images by their headers, and notes in `left` those that are left out. Raises ApiError."""
+    if len(media) > MAX_IMAGES:
+        message = f"there are {len(media)} images in the request; the limit is {MAX_IMAGES}"
+        raise bad_parameter(media[MAX_IMAGES].param, message, code="too_many_images")
+    found: dict[str, CheckedImage] = {}
     num_tokens = 0
     for each in media:
-        picture = each.part.picture
-        assert picture is not None
-        http.state.body_size = max(0, http.state.body_size - len(picture.data))  # what is left is text
+        image = each.part.image
+        assert image is not None
+        http.state.body_size = max(0, http.state.body_size - len(image.data))  # what is left is text
         try:
-            data = await fetched(http, picture)
-            checked = await server_of(http).check_picture(partial(check, picture, form, data))
-        except PictureError as error:
+            data = await fetched(http, image)
+            checked = await server_of(http).check_image(partial(check, image, form, data))
+        except ImageError as error:
             leave_out(each, error, left)
             continue
         found[each.sentinel] = checked
@@ -221,41 +221,41 @@ async def check_all(
     return found
 
 
-async def fetched(http: Request, picture: ClientPicture) -> bytes | None:
-    """Returns the file of a picture that is a URL, from a host that the operator allows; None for other pictures.
-    Raises PictureError."""
+async def fetched(http: Request, image: ClientImage) -> bytes | None:
+    """Returns the file of an image that is a URL, from a host that the operator allows; None for other images.
+    Raises ImageError."""
     server = server_of(http)
-    if not (picture.is_url and server.http.image_hosts and HTTP_URL.match(picture.data)):
+    if not (image.is_url and server.http.image_hosts and HTTP_URL.match(image.data)):
         return None
-    return await server.image_hosts.fetch(picture.data)
+    return await server.image_hosts.fetch(image.data)
 
 
 async def decode_all(
     http: Request,
     media: Sequence[Shown],
-    form: PictureFormat,
-    checked: Mapping[str, CheckedPicture],
+    form: ImageFormat,
+    checked: Mapping[str, CheckedImage],
     left: dict[str, str],
-) -> dict[str, ShownPicture]:
-    """Decodes pictures, and notes in `left` those that are left out. Raises ApiError."""
+) -> dict[str, ShownImage]:
+    """Decodes images, and notes in `left` those that are left out. Raises ApiError."""
     server = server_of(http)
-    found: dict[str, ShownPicture] = {}
+    found: dict[str, ShownImage] = {}
     for each in media:
-        if (picture := checked.get(each.sentinel)) is None:
+        if (image := checked.get(each.sentinel)) is None:
             continue
-        require_memory(BYTES_PER_PIXEL * picture.header.width * picture.header.height, "the image")
+        require_memory(BYTES_PER_PIXEL * image.header.width * image.header.height, "the image")
         try:
-            pixels = await server.decode_picture(partial(server.pictures.pixels, picture))
-        except PictureError as error:
+            pixels = await server.decode_image(partial(server.images.pixels, image))
+        except ImageError as error:
             leave_out(each, error, left)
             continue
-        tokens = form.tokens(picture.width, picture.height)
-        found[each.sentinel] = ShownPicture(picture.digest, pixels, tokens)
+        tokens = form.tokens(image.width, image.height)
+        found[each.sentinel] = ShownImage(image.digest, pixels, tokens)
     return found
 
 
-def leave_out(each: Shown, error: PictureError, left: dict[str, str]) -> None:
-    """Raises ApiError if the picture is in the newest turn."""
+def leave_out(each: Shown, error: ImageError, left: dict[str, str]) -> None:
+    """Raises ApiError if the image is in the newest turn."""
     if each.is_newest:
         raise bad_parameter(each.param, f"the image {error}", code="invalid_image")
     left[each.sentinel] = f"it {error}"

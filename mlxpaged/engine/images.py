@@ -1,8 +1,8 @@
-"""The pictures of an engine's requests: their ids in sequences, and the features that a tower has made of them.
+"""The images of an engine's requests: their ids in sequences, and the features that a tower has made of them.
 
-Picture n has ids FIRST_CONTENT_ID + n * MAX_ROWS and up, one for each row of its features. Pictures of one digest have
+Image n has ids FIRST_CONTENT_ID + n * MAX_ROWS and up, one for each row of its features. Images of one digest have
 one number in all requests that may share blocks of the prefix cache. A number is given once, so an id never stands for
-two pictures.
+two images.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.request import Request
 from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.step import FIRST_CONTENT_ID, Row, Step
-from mlxpaged.vision.picture import LARGEST, Picture, Pixels
+from mlxpaged.vision.image import LARGEST, Pixels, PromptImage
 from mlxpaged.vision.positions import Positions, shifts_of
 from mlxpaged.vision.tower import Vision
 
 MAX_ROWS = 2**20
-"""Rows of features that a picture may have."""
+"""Rows of features that an image may have."""
 
 MAX_KNOWN = 2**16
-"""Digests that are remembered. A picture that was forgotten gets a new number, and is not found in the prefix cache."""
+"""Digests that are remembered. An image that was forgotten gets a new number, and is not found in the prefix cache."""
 
 FEATURE_BYTES = 2**28
 """Features that are kept for later requests, beside those that a prompt needs now."""
@@ -37,8 +37,8 @@ FEATURE_BYTES = 2**28
 
 @dataclass
 class Shown:
-    """A picture that requests show. needed_until: by the id of each sequence, the sequence and the number of its tokens
-    up to the last row of the picture."""
+    """An image that requests show. needed_until: by the id of each sequence, the sequence and the number of its tokens
+    up to the last row of the image."""
 
     pixels: Pixels
     needed_until: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
@@ -52,20 +52,20 @@ class Shown:
 
 
 def cannot_see(vision: Vision, config: EngineConfig) -> str:
-    """The reason for which the engine cannot compute pictures whole; empty if it can, or need not."""
+    """The reason for which the engine cannot compute images whole; empty if it can, or need not."""
     if vision.mutual == "none":
         return ""
     if config.batch_invariant:
-        return "tokens of its pictures see one another, and --batch-invariant computes each token by itself"
+        return "tokens of its images see one another, and --batch-invariant computes each token by itself"
     rows, columns = vision.format.grid(*vision.format.size(*LARGEST))
     least = rows * columns + config.max_num_seqs
     if config.max_num_batched_tokens < least:
         most = rows * columns
-        return f"a picture has up to {most} tokens, which take one step: --max-num-batched-tokens {least} allows that"
+        return f"an image has up to {most} tokens, which take one step: --max-num-batched-tokens {least} allows that"
     return ""
 
 
-class Pictures:
+class Images:
     """Belongs to the engine thread. budget_bytes: see FEATURE_BYTES.
 
     If several ranks compute a model, rank 0 encodes, and calls on_put(number, grid, features) and on_drop(number). The
@@ -90,31 +90,31 @@ class Pictures:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def content_ids(self, request: Request) -> list[int]:
-        """Returns the tokens of a prompt with the ids of its pictures' rows."""
+        """Returns the tokens of a prompt with the ids of its images' rows."""
         ids = list(request.prompt_token_ids)
-        for picture in request.pictures:
-            first = FIRST_CONTENT_ID + self._number(picture, request.cache_salt) * MAX_ROWS
-            for row, position in enumerate(picture.positions):
+        for image in request.images:
+            first = FIRST_CONTENT_ID + self._number(image, request.cache_salt) * MAX_ROWS
+            for row, position in enumerate(image.positions):
                 ids[position] = first + row
         return ids
 
-    def _number(self, picture: Picture, salt: tuple[str, ...]) -> int:
-        number = self._numbers.pop((picture.digest, salt), None)
+    def _number(self, image: PromptImage, salt: tuple[str, ...]) -> int:
+        number = self._numbers.pop((image.digest, salt), None)
         if number is None:
             number, self._next = self._next, self._next + 1
-        self._numbers[picture.digest, salt] = number
+        self._numbers[image.digest, salt] = number
         if len(self._numbers) > MAX_KNOWN:
             self._numbers.popitem(last=False)
         return number
 
     def add(self, sequence: Sequence, request: Request) -> None:
-        """Keep the pixels of a sequence's pictures until `remove`: they may be encoded again."""
-        numbers = [self._number(picture, request.cache_salt) for picture in request.pictures]
+        """Keep the pixels of a sequence's images until `remove`: they may be encoded again."""
+        numbers = [self._number(image, request.cache_salt) for image in request.images]
         self._of_sequence[sequence.sequence_id] = numbers
-        for number, (picture, grid) in zip(numbers, self._with_grids(request), strict=True):
+        for number, (image, grid) in zip(numbers, self._with_grids(request), strict=True):
             self._grids[number] = grid
-            shown = self._shown.setdefault(number, Shown(picture.pixels))
-            shown.needed_until[sequence.sequence_id] = sequence, picture.positions[-1] + 1
+            shown = self._shown.setdefault(number, Shown(image.pixels))
+            shown.needed_until[sequence.sequence_id] = sequence, image.positions[-1] + 1
 
     def shifts(self, request: Request) -> ListOf[tuple[int, int]]:
         """Returns those of the request's sequence, see Row."""
@@ -122,14 +122,14 @@ class Pictures:
 
     def spans(self, request: Request) -> ListOf[tuple[int, int]]:
         """Returns those of the request's sequence, see Sequence."""
-        whole = request.pictures if self._is_mutual else ()
-        return [(picture.positions[0], picture.positions[-1] + 1) for picture in whole]
+        whole = request.images if self._is_mutual else ()
+        return [(image.positions[0], image.positions[-1] + 1) for image in whole]
 
-    def _with_grids(self, request: Request) -> list[tuple[Picture, tuple[int, int]]]:
-        return [(each, self._format.grid(*reversed(each.pixels.shape[:2]))) for each in request.pictures]
+    def _with_grids(self, request: Request) -> list[tuple[PromptImage, tuple[int, int]]]:
+        return [(each, self._format.grid(*reversed(each.pixels.shape[:2]))) for each in request.images]
 
     def remove(self, sequence_id: int) -> None:
-        """A sequence has ended, perhaps one without pictures."""
+        """A sequence has ended, perhaps one without images."""
         for number in self._of_sequence.pop(sequence_id, ()):
             if shown := self._shown.get(number):
                 shown.needed_until.pop(sequence_id, None)
@@ -142,7 +142,7 @@ class Pictures:
     # -- features ------------------------------------------------------------------------------------------------
 
     def missing(self, sequence: Sequence, num_computed: int) -> list[int]:
-        """Returns the numbers of a sequence's pictures that have no features and are not within its first
+        """Returns the numbers of a sequence's images that have no features and are not within its first
         `num_computed` tokens."""
         return [
             number
@@ -151,14 +151,14 @@ class Pictures:
         ]
 
     def is_shown(self, number: int) -> bool:
-        """Whether a request has the picture."""
+        """Whether a request has the image."""
         return number in self._shown
 
     def pixels(self, number: int) -> Pixels:
         return self._shown[number].pixels
 
     def encode(self, numbers: ListOf[int]) -> Iterator[mx.array]:
-        """Yields the states of the tower, and at the end the features, for `put`. The pictures have one size."""
+        """Yields the states of the tower, and at the end the features, for `put`. The images have one size."""
         return self._tower.encode(mx.array(np.stack([self.pixels(number) for number in numbers])))
 
     def put(self, numbers: ListOf[int], features: mx.array) -> None:
@@ -171,7 +171,7 @@ class Pictures:
         self.evict()
 
     def receive(self, number: int, grid: tuple[int, int], features: mx.array) -> None:
-        """Keep the features [k, D] of a picture that rank 0 has encoded."""
+        """Keep the features [k, D] of an image that rank 0 has encoded."""
         self._grids[number], self._features[number] = grid, features
 
     def forget(self, number: int) -> None:
@@ -207,7 +207,7 @@ class Pictures:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def prepare(self, step: Step) -> None:
-        """Encode the pictures of a step whose features are missing.
+        """Encode the images of a step whose features are missing.
 
         That is rare: their blocks were found in the prefix cache when they were queued and are gone, or they are
         computed once more after a preemption.
@@ -221,7 +221,7 @@ class Pictures:
             self._features.move_to_end(number)
 
     def begin(self, step: Step) -> None:
-        """The step's rows of pictures replace rows of the embedding until `end`. All have features."""
+        """The step's rows of images replace rows of the embedding until `end`. All have features."""
         ids = np.asarray(step.token_ids)
         where: IntArray = np.flatnonzero(ids >= FIRST_CONTENT_ID).astype(np.int32)
         numbers, rows = np.divmod(ids[where] - FIRST_CONTENT_ID, MAX_ROWS)

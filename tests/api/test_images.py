@@ -1,5 +1,5 @@
 """Images for a model that takes them: what each API's form becomes in the engine's request. The model is scripted, and
-its format of pictures is made up; no tower runs."""
+its format of images is made up; no tower runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlx_lm.utils import load_tokenizer
 from PIL import Image
 
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.api.generation.pictures import MAX_PICTURES, Pictures, ShownPicture
+from mlxpaged.api.generation.images import MAX_IMAGES, Images, ShownImage
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.request import Request
 from mlxpaged.models.tokenizer import Tokenizer
@@ -28,8 +28,8 @@ from mlxpaged.registry.model import Model
 from mlxpaged.registry.registry import Registry
 from mlxpaged.vision import reading
 from mlxpaged.vision.gemma_format import Gemma3Format
-from mlxpaged.vision.picture import Pixels
-from mlxpaged.vision.reading import CheckedPicture, ClientPicture, Detail, check, decode
+from mlxpaged.vision.image import Pixels
+from mlxpaged.vision.reading import CheckedImage, ClientImage, Detail, check, decode
 from tests.api.helpers import DEADLINE, Background, raw, stream_events
 from tests.scripted import follow, make_scripted_model
 from tests.support import RunningServer, running_server, wait_until
@@ -70,19 +70,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         follow(server, lambda prompt: "I see.")
         info = server.engine.info
         assert info is not None
-        info.pictures = grid_of(info.tokenizer)
+        info.images = grid_of(info.tokenizer)
         yield server
 
 
 @pytest.fixture
 def submitted(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Request]]:
-    """What reaches the engine, which then computes the prompts without their pictures."""
+    """What reaches the engine, which then computes the prompts without their images."""
     found: list[Request] = []
     submit = server.engine.submit
 
     def recorded(requests: Sequence[Request]) -> Any:
         found.extend(requests)
-        return submit([dataclasses.replace(each, pictures=()) for each in requests])
+        return submit([dataclasses.replace(each, images=()) for each in requests])
 
     monkeypatch.setattr(server.engine, "submit", recorded)
     yield found
@@ -95,7 +95,7 @@ def grid_of(tokenizer: Tokenizer) -> Grid:
 
 def form_of(server: RunningServer) -> Grid:
     assert server.engine.info is not None
-    form = server.engine.info.pictures
+    form = server.engine.info.images
     assert isinstance(form, Grid)
     return form
 
@@ -121,22 +121,22 @@ def prompt_of(server: RunningServer, request: Request) -> str:
 
 
 def shown(form: Grid, data: bytes, detail: Detail = "auto") -> str:
-    """What a prompt has in a picture's place."""
-    checked = check(ClientPicture(text_of(data), False, detail), form)
+    """What a prompt has in an image's place."""
+    checked = check(ClientImage(text_of(data), False, detail), form)
     return (PATCH * (checked.width // 8) + ROW) * (checked.height // 8)
 
 
-def check_pictures(server: RunningServer, request: Request, *files: bytes, detail: Detail = "auto") -> None:
-    """Each file's pixels, digest and placeholders are those of the request's picture."""
+def check_images(server: RunningServer, request: Request, *files: bytes, detail: Detail = "auto") -> None:
+    """Each file's pixels, digest and placeholders are those of the request's image."""
     form = form_of(server)
-    assert len(request.pictures) == len(files)
+    assert len(request.images) == len(files)
     covered: list[int] = []
-    for picture, data in zip(request.pictures, files, strict=True):
-        checked = check(ClientPicture(text_of(data), False, detail), form)
-        assert picture.digest == checked.digest
-        np.testing.assert_array_equal(picture.pixels, decode(checked))
-        assert len(picture.positions) == checked.width * checked.height // 64
-        covered += picture.positions
+    for image, data in zip(request.images, files, strict=True):
+        checked = check(ClientImage(text_of(data), False, detail), form)
+        assert image.digest == checked.digest
+        np.testing.assert_array_equal(image.pixels, decode(checked))
+        assert len(image.positions) == checked.width * checked.height // 64
+        covered += image.positions
     assert covered == [i for i, token in enumerate(request.prompt_token_ids) if token == form.placeholder]
 
 
@@ -192,7 +192,7 @@ def test_every_form_of_an_image_reaches_the_engine(
     form = form_of(server)
     said = said.format(shown(form, RED), shown(form, BLUE))
     assert prompt_of(server, request) == f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
-    check_pictures(server, request, RED, BLUE)
+    check_images(server, request, RED, BLUE)
     usage = answer.get("usage", {})
     counted = usage.get("prompt_tokens", usage.get("input_tokens", answer.get("prompt_eval_count")))
     assert counted == len(request.prompt_token_ids)
@@ -202,7 +202,7 @@ def test_a_stream_is_as_an_answer_at_once(server: RunningServer, submitted: list
     body = {"model": "seeing", "max_tokens": 4, "messages": [user(url_part(RED))]}
     events = stream_events(server, CHAT, body | {"stream_options": {"include_usage": True}})
     [request] = submitted
-    check_pictures(server, request, RED)
+    check_images(server, request, RED)
     assert events[-2]["usage"]["prompt_tokens"] == len(request.prompt_token_ids)
 
 
@@ -230,7 +230,7 @@ def test_the_official_clients_send_images(server: RunningServer, submitted: list
     assert len(submitted) == 3
     for request in submitted:
         assert request.prompt_token_ids == submitted[0].prompt_token_ids
-        check_pictures(server, request, RED)
+        check_images(server, request, RED)
 
 
 @pytest.mark.parametrize(
@@ -240,17 +240,17 @@ def test_the_official_clients_send_images(server: RunningServer, submitted: list
         (RESPONSES, {"input": [user(input_part(RED, detail="low"))]}),
     ],
 )
-def test_little_detail_is_part_of_the_picture(
+def test_little_detail_is_part_of_the_image(
     server: RunningServer, submitted: list[Request], path: str, body: dict[str, Any]
 ) -> None:
     answered(server, path, body)
-    check_pictures(server, submitted[0], RED, detail="low")
+    check_images(server, submitted[0], RED, detail="low")
 
 
-def test_all_answers_to_a_prompt_have_its_pictures(server: RunningServer, submitted: list[Request]) -> None:
+def test_all_answers_to_a_prompt_have_its_images(server: RunningServer, submitted: list[Request]) -> None:
     answered(server, CHAT, {"messages": [user(url_part(RED))], "n": 2})
     for request in submitted:
-        check_pictures(server, request, RED)
+        check_images(server, request, RED)
     assert len(submitted) == 2
 
 
@@ -261,13 +261,13 @@ def test_images_of_earlier_turns_are_shown_too(server: RunningServer, submitted:
         user(text("B"), url_part(BLUE)),
     ]
     answered(server, CHAT, {"messages": turns})
-    check_pictures(server, submitted[0], RED, BLUE)
+    check_images(server, submitted[0], RED, BLUE)
 
 
 def test_a_stored_response_keeps_its_images(server: RunningServer, submitted: list[Request]) -> None:
     first = answered(server, RESPONSES, {"input": [user(input_part(RED))]})
     answered(server, RESPONSES, {"input": [user(input_part(BLUE))], "previous_response_id": first["id"]})
-    check_pictures(server, submitted[1], RED, BLUE)
+    check_images(server, submitted[1], RED, BLUE)
     broken = {"type": "input_image", "image_url": url_of(b"<svg/>")}
     refused = post(server, RESPONSES, {"input": [user(broken)], "previous_response_id": first["id"]})
     assert refused.json()["error"]["param"] == "input.0.content.0"
@@ -333,7 +333,7 @@ def test_an_image_of_a_tool_stands_in_its_result(
     """Even if the template shows no list of parts there."""
     set_template(server, monkeypatch, globals()[template])
     answered(server, path, body)
-    check_pictures(server, submitted[0], RED)
+    check_images(server, submitted[0], RED)
     *_, result, _ = prompt_of(server, submitted[0]).split("<|im_start|>")
     image = shown(form_of(server), RED)
     assert result == f"tool\n{image + 'R' if path == OLLAMA else 'R' + image}<|im_end|>\n"
@@ -356,7 +356,7 @@ def test_images_of_several_roles_are_in_their_order(
     form = form_of(server)
     one, other = shown(form, RED), shown(form, BLUE)
     for request in submitted:
-        check_pictures(server, request, RED, BLUE, RED)
+        check_images(server, request, RED, BLUE, RED)
         assert prompt_of(server, request).endswith(
             f"<|im_start|>tool\n{one}<|im_end|>\n<|im_start|>tool\n{other}<|im_end|>\n"
             f"<|im_start|>user\nB<image>{one}<|im_end|>\n<|im_start|>assistant\n"
@@ -390,22 +390,22 @@ def test_a_template_that_does_not_show_each_image_once_is_an_error(
 def test_newlines_around_an_image_are_the_tokens_that_a_tokenizer_makes_of_them() -> None:
     joins = {(1, 2): 3, (2, 1): 3, (2, 2): 4}
     form = Gemma3Format(start=10, placeholder=12, end=11, newlines=2, side=8, rows=1, joins=joins)
-    shown = ShownPicture(b"", np.zeros((8, 8, 3), np.uint8), form.tokens(8, 8))
-    pictures = Pictures(form, "<start_of_image>", {"one": shown, "two": shown})
-    prompt = pictures.placed([7, 1, 10, 10, 8, 1], ["one", "two"])
+    shown = ShownImage(b"", np.zeros((8, 8, 3), np.uint8), form.tokens(8, 8))
+    images = Images(form, "<start_of_image>", {"one": shown, "two": shown})
+    prompt = images.placed([7, 1, 10, 10, 8, 1], ["one", "two"])
     assert prompt.token_ids == [7, 3, 10, 12, 11, 4, 10, 12, 11, 2, 8, 1]
-    assert [each.positions for each in prompt.pictures] == [(3,), (7,)]
-    prompt = pictures.placed([7, 10, 1, 10], ["one", "two"])
+    assert [each.positions for each in prompt.images] == [(3,), (7,)]
+    prompt = images.placed([7, 10, 1, 10], ["one", "two"])
     assert prompt.token_ids == [7, 2, 10, 12, 11, 3, 2, 10, 12, 11, 2]
-    assert [each.positions for each in prompt.pictures] == [(3,), (8,)]
+    assert [each.positions for each in prompt.images] == [(3,), (8,)]
 
 
 @pytest.mark.parametrize("typed", [IMAGE, PATCH, ACROSS[:1], "<ima", "ge>", "\ue000" + "0" * 32 + "\ue001"])
 def test_what_a_client_types_is_no_image(server: RunningServer, submitted: list[Request], typed: str) -> None:
     answered(server, CHAT, {"messages": [user(text(typed), url_part(RED), text(typed))]})
     answered(server, CHAT, {"messages": [user(text(typed))]})
-    check_pictures(server, submitted[0], RED)
-    assert submitted[1].pictures == ()
+    check_images(server, submitted[0], RED)
+    assert submitted[1].images == ()
     assert form_of(server).placeholder not in submitted[1].prompt_token_ids
     if "<" not in typed:
         assert prompt_of(server, submitted[0]).count(typed) == 2
@@ -421,7 +421,7 @@ def test_a_batch_takes_images(server: RunningServer, submitted: list[Request]) -
         wait_until(lambda: client.get(f"/v1/batches/{created['id']}").json()["status"] == "completed")
         counts = client.get(f"/v1/batches/{created['id']}").json()["request_counts"]
     assert counts == {"total": 1, "completed": 1, "failed": 0}
-    check_pictures(server, submitted[0], RED)
+    check_images(server, submitted[0], RED)
 
 
 # Errors
@@ -478,7 +478,7 @@ def test_a_hostile_file_is_refused_with_the_reason(server: RunningServer, path: 
     "url", ["http://169.254.169.254/x.png", "https://example.com/a.png", "file:///etc/passwd", "/a"]
 )
 def test_no_url_is_fetched_and_no_file_opened(server: RunningServer, path: str, url: str) -> None:
-    check_refusal(post(server, path, wrong(path, url)), path, "send the picture itself, as a data: URL with base64")
+    check_refusal(post(server, path, wrong(path, url)), path, "send the image itself, as a data: URL with base64")
 
 
 def test_images_of_allowed_hosts_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,20 +503,20 @@ def test_images_of_allowed_hosts_are_fetched(tmp_path: Path, monkeypatch: pytest
         with running_server(config, http=HttpConfig(image_hosts=(here,))) as server:
             info = server.engine.info
             assert info is not None
-            info.pictures = grid_of(info.tokenizer)
+            info.images = grid_of(info.tokenizer)
             found: list[Request] = []
             submit = server.engine.submit
 
             def recorded(requests: Sequence[Request]) -> Any:
                 found.extend(requests)
-                return submit([dataclasses.replace(each, pictures=()) for each in requests])
+                return submit([dataclasses.replace(each, images=()) for each in requests])
 
             monkeypatch.setattr(server.engine, "submit", recorded)
             source = {"type": "url", "url": f"http://{here}/a.png"}
             answered(server, CHAT, {"messages": [user({"type": "image_url", "image_url": source["url"]})]})
             answered(server, MESSAGES, {"messages": [user({"type": "image", "source": source})]})
             for request in found:
-                check_pictures(server, request, RED)
+                check_images(server, request, RED)
             assert len(found) == 2
             other = {"type": "image_url", "image_url": "http://127.0.0.1:1/a.png"}
             refused = post(server, CHAT, {"messages": [user(text("What is this?"), other)]})
@@ -558,7 +558,7 @@ def test_an_image_that_cannot_be_read_ends_no_session(
         assert response.status_code == 200, response.text
         assert response.headers["x-mlxpaged-ignored"] == "messages.content.image_url"
     for request in submitted:
-        check_pictures(server, request, RED)
+        check_images(server, request, RED)
         assert f"[an image was left out: {said}" in prompt_of(server, request)
 
 
@@ -579,14 +579,14 @@ def test_too_many_images_are_refused_before_any_is_read(server: RunningServer, m
     response = post(server, CHAT, {"messages": [user(*[url_part(RED)] * 200)]})
     assert response.status_code == 400
     error = response.json()["error"]
-    assert error["message"].endswith(f"there are 200 images in the request; the limit is {MAX_PICTURES}")
+    assert error["message"].endswith(f"there are 200 images in the request; the limit is {MAX_IMAGES}")
     assert (error["param"], error["code"]) == ("messages.0.content.100", "too_many_images")
 
 
 def test_images_that_do_not_fit_the_context_are_refused_before_any_is_decoded(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    large = use_large_pictures(server, monkeypatch, 8 * 130)
+    large = use_large_images(server, monkeypatch, 8 * 130)
     monkeypatch.setattr(reading, "load_pillow", None)
     error = post(server, CHAT, {"messages": [user(url_part(large))]}).json()["error"]
     assert (error["param"], error["code"]) == ("messages.0.content.0", "context_length_exceeded")
@@ -596,43 +596,43 @@ def test_images_that_do_not_fit_the_context_are_refused_before_any_is_decoded(
 def test_images_and_text_that_do_not_fit_together_are_refused(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    large = use_large_pictures(server, monkeypatch, 8 * 80)
+    large = use_large_images(server, monkeypatch, 8 * 80)
     error = post(server, CHAT, {"messages": [user(text("A" * 2000), url_part(large))]}).json()["error"]
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
 
 
-def use_large_pictures(server: RunningServer, monkeypatch: pytest.MonkeyPatch, longest: int) -> bytes:
-    """Until the test ends, pictures may have sides of this length. Returns one that has."""
+def use_large_images(server: RunningServer, monkeypatch: pytest.MonkeyPatch, longest: int) -> bytes:
+    """Until the test ends, images may have sides of this length. Returns one that has."""
     form = form_of(server)
     large = Grid(form.template_token, form.placeholder, form.end_of_row, longest)
-    monkeypatch.setattr(server.engine.info, "pictures", large)
+    monkeypatch.setattr(server.engine.info, "images", large)
     return encoded(Image.new("RGB", (longest, longest)))
 
 
-def test_a_picture_that_is_sent_again_is_decoded_once(
+def test_an_image_that_is_sent_again_is_decoded_once(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, submitted: list[Request]
 ) -> None:
     fresh = encoded(halves(48, 24, "green", "yellow"))
     decoded: list[bytes] = []
-    monkeypatch.setattr(reading, "decode", lambda picture: (decoded.append(picture.digest), decode(picture))[1])
+    monkeypatch.setattr(reading, "decode", lambda image: (decoded.append(image.digest), decode(image))[1])
     for turns in ([user(url_part(fresh))], [user(url_part(fresh)), user(url_part(fresh))]):
         answered(server, CHAT, {"messages": turns})
     assert len(decoded) == 1
-    check_pictures(server, submitted[1], fresh, fresh)
+    check_images(server, submitted[1], fresh, fresh)
 
 
-def test_two_pictures_are_read_at_a_time_and_streams_go_on(
+def test_two_images_are_read_at_a_time_and_streams_go_on(
     server: RunningServer, submitted: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A text is answered meanwhile, and a file that is no picture is refused."""
+    """A text is answered meanwhile, and a file that is no image is refused."""
     go_on, lock = threading.Event(), threading.Lock()
     running: list[int] = [0]
 
-    def held(picture: CheckedPicture) -> Pixels:
+    def held(image: CheckedImage) -> Pixels:
         with lock:
             running.append(running[-1] + 1)
         assert go_on.wait(DEADLINE)
-        pixels = decode(picture)
+        pixels = decode(image)
         with lock:
             running.append(running[-1] - 1)
         return pixels
@@ -665,7 +665,7 @@ def test_a_server_without_pillow_says_so(server: RunningServer, monkeypatch: pyt
     monkeypatch.setattr(reading, "load_pillow", missing)
     response = post(server, CHAT, {"messages": [user(url_part(encoded(halves(24, 24))))]})
     assert response.status_code == 501
-    assert response.json()["error"]["message"] == "pictures need Pillow: pip install 'mlxpaged[vision]'"
+    assert response.json()["error"]["message"] == "images need Pillow: pip install 'mlxpaged[vision]'"
 
 
 # Models
@@ -687,8 +687,8 @@ def test_what_each_model_can_do_is_listed(server: RunningServer) -> None:
 
 
 def test_a_model_in_other_processes_takes_text_only(server: RunningServer) -> None:
-    """What it knows of itself comes from them without its format of pictures."""
-    assert pickle.loads(pickle.dumps(server.engine.info)).pictures is None
+    """What it knows of itself comes from them without its format of images."""
+    assert pickle.loads(pickle.dumps(server.engine.info)).images is None
 
 
 def test_a_model_that_takes_no_images_names_those_that_do(server: RunningServer) -> None:
@@ -700,8 +700,8 @@ def test_a_model_that_takes_no_images_names_those_that_do(server: RunningServer)
 
 
 def test_a_model_that_lost_its_tower_says_why(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.engine.info, "pictures", None)
-    monkeypatch.setattr(server.engine.info, "no_pictures_because", "its checkpoint has no vision tower")
+    monkeypatch.setattr(server.engine.info, "images", None)
+    monkeypatch.setattr(server.engine.info, "no_images_because", "its checkpoint has no vision tower")
     error = post(server, CHAT, {"messages": [user(url_part(RED))]}).json()["error"]
     said = "messages.0.content.0: images are not supported by this model: its checkpoint has no vision tower"
     assert error["message"] == said
@@ -712,5 +712,5 @@ def test_what_no_model_takes_is_left_out_beside_images(server: RunningServer, su
     turns = [user(url_part(RED), audio), {"role": "assistant", "content": "y"}, user(text("A"))]
     response = post(server, CHAT, {"messages": turns})
     assert response.headers["x-mlxpaged-ignored"] == "messages.content.input_audio"
-    check_pictures(server, submitted[0], RED)
+    check_images(server, submitted[0], RED)
     assert "\n[an audio was left out: this model takes text and images only]<" in prompt_of(server, submitted[0])

@@ -1,4 +1,4 @@
-"""A picture of a request, between the client's bytes and the features that a tower makes of it. It needs no MLX."""
+"""An image of a request, between the client's bytes and the features that a tower makes of it. It needs no MLX."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy.typing as npt
 Pixels = npt.NDArray[np.uint8]
 
 LARGEST = (16_384, 16_384)
-"""Width and height of a picture for which `PictureFormat.size` gives the largest that the tower takes."""
+"""Width and height of an image for which `ImageFormat.size` gives the largest that the tower takes."""
 
 Resampling = Literal["BICUBIC", "BILINEAR"]
-"""The filter for pictures of another size, by its name in Pillow."""
+"""The filter for images of another size, by its name in Pillow."""
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture in a prompt, as the engine takes it.
+class PromptImage:
+    """An image in a prompt, as the engine takes it.
 
     digest: 16 bytes, a hash of all that its features depend on: the client's bytes, and how they were read.
     pixels: [H, W, 3], RGB, at the size that the tower takes.
@@ -32,12 +32,12 @@ class Picture:
     positions: tuple[int, ...]
 
 
-class PictureFormat(Protocol):
-    """How a model's prompts show a picture. All of it follows from the model's configuration."""
+class ImageFormat(Protocol):
+    """How a model's prompts show an image. All of it follows from the model's configuration."""
 
     @property
     def template_token(self) -> int:
-        """The token that the chat template writes for a picture."""
+        """The token that the chat template writes for an image."""
         ...
 
     @property
@@ -47,12 +47,12 @@ class PictureFormat(Protocol):
 
     @property
     def settings(self) -> bytes:
-        """What a picture's pixels depend on beside the client's bytes. It is a part of a digest."""
+        """What an image's pixels depend on beside the client's bytes. It is a part of a digest."""
         ...
 
     @property
     def resampling(self) -> Resampling:
-        """How a picture gets the size that the tower takes."""
+        """How an image gets the size that the tower takes."""
         ...
 
     @property
@@ -62,14 +62,14 @@ class PictureFormat(Protocol):
         ...
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """Returns the width and height at which the tower takes a picture of this width and height."""
+        """Returns the width and height at which the tower takes an image of this width and height."""
         ...
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Returns how many rows and columns of placeholders `tokens` has for a picture of this size."""
+        """Returns how many rows and columns of placeholders `tokens` has for an image of this size."""
         ...
 
     def tokens(self, width: int, height: int) -> list[int]:
-        """Returns the tokens that a prompt has in place of `template_token`, for a picture of a size that `size` has
+        """Returns the tokens that a prompt has in place of `template_token`, for an image of a size that `size` has
         returned."""
         ...

@@ -1,4 +1,4 @@
-"""Answers about pictures are those of mlx-lm's model with the features in place of its embeddings, in any batch."""
+"""Answers about images are those of mlx-lm's model with the features in place of its embeddings, in any batch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from mlxpaged.models.sharding import Share
 from mlxpaged.scheduler.sequence import FinishReason, SequenceStatus
 from mlxpaged.step import FIRST_CONTENT_ID
 from mlxpaged.vision.blocks import LEAST, MOST, pace
-from mlxpaged.vision.picture import Picture
+from mlxpaged.vision.image import PromptImage
 from tests.engine.helpers import make_core
-from tests.engine.seeing import PatchTower, expected_answer, load_seeing, picture, shown
+from tests.engine.seeing import PatchTower, expected_answer, image, load_seeing, shown
 from tests.models.architectures import make_architecture
 from tests.support import make_adapter
 
-Prompt = tuple[list[int], tuple[Picture, ...]]
+Prompt = tuple[list[int], tuple[PromptImage, ...]]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def text(seed: int, length: int) -> list[int]:
     return [rng.randrange(10, 250) for _ in range(length)]
 
 
-WIDE, TALL, LARGE = picture(1, 64, 32), picture(2, 24, 72), picture(3, 80, 80)
+WIDE, TALL, LARGE = image(1, 64, 32), image(2, 24, 72), image(3, 80, 80)
 
 PROMPTS: list[Prompt] = [
     shown(text(1, 5), WIDE, text(2, 6)),
@@ -63,8 +63,8 @@ PROMPTS: list[Prompt] = [
 
 def request(name: str, prompt: Prompt, fork_of: str | None = None, **params: Any) -> Request:
     options = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | params
-    tokens, pictures = prompt
-    return Request(name, tokens, SamplingParams(**options), time.monotonic(), fork_of=fork_of, pictures=pictures)
+    tokens, images = prompt
+    return Request(name, tokens, SamplingParams(**options), time.monotonic(), fork_of=fork_of, images=images)
 
 
 def finish(core: EngineCore) -> dict[str, RequestOutput]:
@@ -112,35 +112,37 @@ def test_each_alone(seeing: tuple[ServedModel, PatchTower], expected: list[list[
     ],
     ids=["step", "batch-invariant"],
 )
-def test_an_engine_that_cannot_compute_pictures_whole_takes_none(
+def test_an_engine_that_cannot_compute_images_whole_takes_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], reason: str
 ) -> None:
     path = make_architecture(tmp_path / "m", "gemma3_text")
     core = make_core(load_seeing(path, mutual="all")[0], **options)
-    assert core.pictures is None
+    assert core.images is None
     assert reason in core.served.no_vision_because
     assert reason in caplog.text
     assert answers(core, [PROMPTS[3]]) == [expected_answer(path, *PROMPTS[3])]
 
 
-def test_other_pictures_give_other_answers(path: Path, expected: list[list[int]]) -> None:
+def test_other_images_give_other_answers(path: Path, expected: list[list[int]]) -> None:
     """Without this, the tests above would prove little."""
     for prompt, answer in zip(PROMPTS, expected, strict=True):
         if prompt[1]:
-            changed = tuple(Picture(each.digest, each.pixels[::-1, ::-1].copy(), each.positions) for each in prompt[1])
+            changed = tuple(
+                PromptImage(each.digest, each.pixels[::-1, ::-1].copy(), each.positions) for each in prompt[1]
+            )
             assert expected_answer(path, prompt[0], changed) != answer
 
 
-def test_a_conversation_encodes_each_picture_once(path: Path, seeing: tuple[ServedModel, PatchTower]) -> None:
-    """8 turns with 3 pictures: each turn computes its new tokens and at most a block."""
+def test_a_conversation_encodes_each_image_once(path: Path, seeing: tuple[ServedModel, PatchTower]) -> None:
+    """8 turns with 3 images: each turn computes its new tokens and at most a block."""
     served, tower = seeing
     core = make_core(served)
-    parts: list[Sequence[int] | Picture] = []
+    parts: list[Sequence[int] | PromptImage] = []
     computed = 0
     for turn in range(8):
-        new: list[Sequence[int] | Picture] = [text(100 + turn, 20)]
+        new: list[Sequence[int] | PromptImage] = [text(100 + turn, 20)]
         if turn in (0, 3, 4):
-            new.append(picture(50 + turn, 48, 48))
+            new.append(image(50 + turn, 48, 48))
         new.append(text(200 + turn, 9))
         parts += new
         prompt = shown(*parts)
@@ -153,33 +155,33 @@ def test_a_conversation_encodes_each_picture_once(path: Path, seeing: tuple[Serv
     assert len(tower.calls) == 3
 
 
-def test_a_picture_that_the_prefix_cache_covers_is_not_encoded(
+def test_an_image_that_the_prefix_cache_covers_is_not_encoded(
     seeing: tuple[ServedModel, PatchTower], expected: list[list[int]]
 ) -> None:
     served, tower = seeing
     core = make_core(served)
     prompt = shown(text(1, 5), WIDE, text(2, 60))
     first = answers(core, [prompt])
-    core.pictures.budget = 0  # type: ignore[union-attr]
-    core.pictures.evict()  # type: ignore[union-attr]
+    core.images.budget = 0  # type: ignore[union-attr]
+    core.images.evict()  # type: ignore[union-attr]
     assert answers(core, [prompt]) == first
     assert len(tower.calls) == 1
 
 
-def test_another_picture_of_this_size_is_not_found_in_the_prefix_cache(
+def test_another_image_of_this_size_is_not_found_in_the_prefix_cache(
     path: Path, seeing: tuple[ServedModel, PatchTower]
 ) -> None:
     served, _ = seeing
     core = make_core(served)
     for seed in (1, 2):
-        prompt = shown(text(1, 32), picture(seed, 64, 64), text(2, 40))
+        prompt = shown(text(1, 32), image(seed, 64, 64), text(2, 40))
         core.add(request("r", prompt))
         output = finish(core)["r"]
         assert list(output.token_ids) == expected_answer(path, *prompt)
         assert output.num_cached_tokens == (0 if seed == 1 else 32)
 
 
-def test_one_picture_of_many_requests_is_encoded_once(seeing: tuple[ServedModel, PatchTower]) -> None:
+def test_one_image_of_many_requests_is_encoded_once(seeing: tuple[ServedModel, PatchTower]) -> None:
     served, tower = seeing
     core = make_core(served, blocks=200)
     got = answers(core, [shown(text(1, 5), LARGE, text(2 + i, 6)) for i in range(16)])
@@ -189,9 +191,9 @@ def test_one_picture_of_many_requests_is_encoded_once(seeing: tuple[ServedModel,
     assert core.stats().images == ImageStats(encoded_total=1, feature_bytes=features)
 
 
-def test_pictures_of_one_size_are_encoded_together(seeing: tuple[ServedModel, PatchTower]) -> None:
+def test_images_of_one_size_are_encoded_together(seeing: tuple[ServedModel, PatchTower]) -> None:
     served, tower = seeing
-    answers(make_core(served), [shown(picture(60 + i, 40, 40), text(i, 4)) for i in range(5)])
+    answers(make_core(served), [shown(image(60 + i, 40, 40), text(i, 4)) for i in range(5)])
     assert tower.calls == [(5, 40, 40, 3)]
 
 
@@ -234,8 +236,8 @@ def test_features_that_were_dropped_are_made_again(
     """A budget of nothing keeps only what prompts need at the moment."""
     served, tower = seeing
     core = make_core(served, prefix_caching=False)
-    assert core.pictures is not None
-    core.pictures.budget = 0
+    assert core.images is not None
+    core.images.budget = 0
     assert [answers(core, [prompt])[0] for prompt in (*PROMPTS, *PROMPTS)] == expected * 2
     assert len(tower.calls) > 6
 
@@ -244,8 +246,8 @@ def test_features_are_dropped_though_the_other_ranks_are_lost(seeing: tuple[Serv
     """So that all requests can be ended. The next step raises RankLostError."""
     core = make_core(seeing[0])
     answers(core, [PROMPTS[0]])
-    assert core.pictures is not None
-    assert core.pictures.nbytes > 0
+    assert core.images is not None
+    assert core.images.nbytes > 0
 
     def fail(message: bytes) -> None:
         raise ConnectionError("no rank is there")
@@ -253,16 +255,16 @@ def test_features_are_dropped_though_the_other_ranks_are_lost(seeing: tuple[Serv
     group: Any = Share(0, 2)
     core.runner.ranks = Ranks(group, fail)
     core.runner.lead()
-    core.pictures.budget = 0
-    core.pictures.evict()
-    assert core.pictures.nbytes == 0
+    core.images.budget = 0
+    core.images.evict()
+    assert core.images.nbytes == 0
 
 
-def test_a_picture_that_cannot_be_encoded_ends_its_requests_alone(
+def test_an_image_that_cannot_be_encoded_ends_its_requests_alone(
     seeing: tuple[ServedModel, PatchTower], expected: list[list[int]]
 ) -> None:
     served, tower = seeing
-    bad = picture(9, 64, 32)
+    bad = image(9, 64, 32)
     tower.faulty = int(bad.pixels[0, 0, 0])
     core = make_core(served)
     core.add(request("text", PROMPTS[3]))
@@ -271,10 +273,10 @@ def test_a_picture_that_cannot_be_encoded_ends_its_requests_alone(
     last = finish(core)
     assert [list(last[name].token_ids) for name in ("text", "good")] == [expected[3], expected[0]]
     assert last["bad"].finish_reason is FinishReason.ERROR
-    assert "this picture cannot be encoded" in str(last["bad"].error)
+    assert "this image cannot be encoded" in str(last["bad"].error)
 
 
-def test_a_request_that_is_cancelled_before_its_picture_is_encoded(
+def test_a_request_that_is_cancelled_before_its_image_is_encoded(
     seeing: tuple[ServedModel, PatchTower], expected: list[list[int]]
 ) -> None:
     served, tower = seeing
@@ -286,7 +288,7 @@ def test_a_request_that_is_cancelled_before_its_picture_is_encoded(
     assert tower.calls == [(1, 32, 64, 3)]
 
 
-def test_a_picture_of_a_request_that_is_cancelled_meanwhile_is_given_up(
+def test_an_image_of_a_request_that_is_cancelled_meanwhile_is_given_up(
     seeing: tuple[ServedModel, PatchTower], expected: list[list[int]]
 ) -> None:
     served, tower = seeing
@@ -326,7 +328,7 @@ def test_penalties_and_log_probabilities(seeing: tuple[ServedModel, PatchTower])
         assert max(output) < FIRST_CONTENT_ID
 
 
-def test_a_model_without_a_tower_refuses_pictures(path: Path) -> None:
+def test_a_model_without_a_tower_refuses_images(path: Path) -> None:
     from mlxpaged.models.loader import load_model
 
     core = make_core(load_model(str(path)))
@@ -335,7 +337,7 @@ def test_a_model_without_a_tower_refuses_pictures(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("step", "parts"), [(0.0, 1), (0.08, 1), (0.14, 2), (5.0, 3)])
-def test_streams_go_on_while_a_picture_is_encoded(
+def test_streams_go_on_while_an_image_is_encoded(
     seeing: tuple[ServedModel, PatchTower], step: float, parts: int
 ) -> None:
     """Between two steps the encoder works for half of a step's time, and at most 0.1 s, but for one part. It takes
@@ -350,7 +352,7 @@ def test_streams_go_on_while_a_picture_is_encoded(
     while not any(output.token_ids for output in core.step()):
         pass
     core.step()
-    core.add(request("picture", shown(LARGE, text(1, 3)), max_tokens=1))
+    core.add(request("image", shown(LARGE, text(1, 3)), max_tokens=1))
     busy = []
     while core.has_work():
         before = tower.steps
@@ -376,7 +378,7 @@ def test_parts_that_take_too_long_get_smaller(
     assert (min(pace.patches.values()) < MOST) is smaller
 
 
-def test_status_counts_a_request_that_waits_for_its_picture(seeing: tuple[ServedModel, PatchTower]) -> None:
+def test_status_counts_a_request_that_waits_for_its_image(seeing: tuple[ServedModel, PatchTower]) -> None:
     core = make_core(seeing[0])
     core.add(request("r", PROMPTS[0]))
     assert core.scheduler.stats().waiting == 1
@@ -393,9 +395,9 @@ def test_requests_that_share_no_blocks_share_no_features(seeing: tuple[ServedMod
     assert tower.calls == [(2, 32, 64, 3)]
 
 
-def test_a_request_that_waits_for_its_picture_is_in_the_status(seeing: tuple[ServedModel, PatchTower]) -> None:
+def test_a_request_that_waits_for_its_image_is_in_the_status(seeing: tuple[ServedModel, PatchTower]) -> None:
     core = make_core(seeing[0])
     core.add(request("text", PROMPTS[2]))
-    core.add(request("picture", PROMPTS[0]))
-    assert [each.request_id for each in core.status().waiting] == ["text", "picture"]
+    core.add(request("image", PROMPTS[0]))
+    assert [each.request_id for each in core.status().waiting] == ["text", "image"]
     finish(core)
