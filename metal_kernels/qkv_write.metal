@@ -9,6 +9,8 @@
 // factor on elements that are rotated; key_pool, value_pool [blocks, KV_HEADS, BLOCK, DK or DV]; after: token of the
 // last kernel that touched the pools. Inputs that a variant does not read have any value.
 // queries [T, HEADS, DK]; done [1]: the token
+// If QUANTIZED, the pools are packed, and scales are as in kv_quantize.metal. Keys go through threadgroup memory, one for
+// each of ROWS simdgroups, because a group's elements are not those of neighbouring lanes.
 //
 // TRADITIONAL: a pair is two neighbours of the first ROTATED elements, else an element of their first half and one of
 // their second half.
@@ -17,6 +19,10 @@
 constexpr int HALF = ROTATED / 2;
 constexpr int PAIRS = DK / 2;
 constexpr int PAIRS_OF_LANE = (PAIRS + 31) / 32;
+#ifdef QUANTIZED
+threadgroup T key_rows[ROWS * DK];
+threadgroup T* key_row = key_rows + int(thread_position_in_threadgroup.y) * DK;
+#endif
 const int lane = int(thread_position_in_grid.x);
 const int head = int(thread_position_in_grid.y);
 const size_t token = thread_position_in_grid.z;
@@ -74,16 +80,36 @@ if (is_query || is_key) {
       y = x * sine + y * cosine;
       x = rotated;
     }
+#ifdef QUANTIZED
+    if (is_key) {
+      key_row[at] = static_cast<T>(x);
+      key_row[other] = static_cast<T>(y);
+      continue;
+    }
+#endif
     device T* to = is_query ? queries + (token * HEADS + head) * DK : const_cast<device T*>(key_pool) + row * DK;
     to[at] = static_cast<T>(x);
     to[other] = static_cast<T>(y);
   }
+#ifdef QUANTIZED
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  if (is_key && slot >= 0) {
+    quantize<KEY_BITS, KEY_GROUP, DK>(
+        key_row, (device uint*)key_pool + row * DK * KEY_BITS / 32, const_cast<device T*>(scales) + row * SCALES, lane);
+  }
+#endif
 } else if (slot >= 0) {
   from += (HEADS + KV_HEADS) * DK + kv_head * DV;
+#ifdef QUANTIZED
+  quantize<VALUE_BITS, VALUE_GROUP, DV>(
+      from, (device uint*)value_pool + row * DV * VALUE_BITS / 32,
+      const_cast<device T*>(scales) + row * SCALES + KEY_SCALES, lane);
+#else
   for (int column = lane * 4; column < DV; column += 128) {
     *(device vec<T, 4>*)(const_cast<device T*>(value_pool) + row * DV + column) =
         *(const device vec<T, 4>*)(from + column);
   }
+#endif
 }
 if (lane == 0 && head == 0 && token == 0) {
   done[0] = 1;

@@ -22,16 +22,17 @@ inline float4 dequantized(const device T* pool, const device T* scales, size_t r
   const float scale = static_cast<float>(scales[group]);
   const float bias = static_cast<float>(scales[SIZE / GROUP + group]);
   float4 result = float4(0.0f);
+#pragma clang loop unroll(full)
   for (int e = 0; e < N; e++) {
     result[e] = scale * static_cast<float>((word >> (BITS * e)) & ((1 << BITS) - 1)) + bias;
   }
   return result;
 }
 
-// A simdgroup quantizes the row that begins at `from`: each lane has neighbouring elements of a group. The larger end of
-// a group's range is exact, and so is zero if it is in the range.
-template <int BITS, int GROUP, int SIZE, typename T>
-inline void quantize(const device T* from, device uint* to, device T* scales, int lane) {
+// A simdgroup quantizes the row that begins at `from`, in device or threadgroup memory: each lane has neighbouring
+// elements of a group. The larger end of a group's range is exact, and so is zero if it is in the range.
+template <int BITS, int GROUP, int SIZE, typename P, typename T>
+inline void quantize(P from, device uint* to, device T* scales, int lane) {
   constexpr int EACH = GROUP / 32;
   constexpr int LANES = 32 / (EACH * BITS);
   constexpr float STEPS = (1 << BITS) - 1;
@@ -40,6 +41,7 @@ inline void quantize(const device T* from, device uint* to, device T* scales, in
     float x[EACH];
     float least = 3.402823466e+38f;
     float greatest = -3.402823466e+38f;
+#pragma clang loop unroll(full)
     for (int e = 0; e < EACH; e++) {
       x[e] = static_cast<float>(from[column + e]);
       least = min(least, x[e]);
@@ -58,6 +60,7 @@ inline void quantize(const device T* from, device uint* to, device T* scales, in
       bias = edge;
     }
     uint word = 0;  // of this lane, then of the lanes that share 32 bits
+#pragma clang loop unroll(full)
     for (int e = 0; e < EACH; e++) {
       word |= uint(min(max(metal::rint((x[e] - bias) / scale), 0.0f), STEPS)) << (BITS * e);
     }

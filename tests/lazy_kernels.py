@@ -89,14 +89,27 @@ def kv_write(inputs: Sequence[Any], t: dict[str, Any], _shape: Any) -> list[mx.a
 
 
 def qkv_write(inputs: Sequence[Any], t: dict[str, Any], _shape: Any) -> list[mx.array]:
-    rows, positions, slots, written, query_weight, key_weight, frequencies, settings, *pools, token = inputs
+    *first, key_pool, value_pool, token = inputs
+    queries, keys, values, slots = split_rows(first, t)
+    return [queries, *kv_write([keys, values, slots, key_pool, value_pool, token], t, None)]
+
+
+def qkv_write_quantized(inputs: Sequence[Any], t: dict[str, Any], _shape: Any) -> list[mx.array]:
+    *first, key_pool, value_pool, token, scales = inputs
+    queries, keys, values, slots = split_rows(first, t)
+    return [queries, *kv_quantize([keys, values, slots, key_pool, value_pool, token, scales], t, None)]
+
+
+def split_rows(inputs: Sequence[Any], t: dict[str, Any]) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Queries, the keys and values that are written, and slots."""
+    rows, positions, slots, written, query_weight, key_weight, frequencies, settings = inputs
     query_eps, key_eps, log_base, scale, factor = settings.tolist()
     norms = (Norm(query_weight, query_eps), Norm(key_weight, key_eps)) if t["NORMS"] else None
     base, freqs = (None, frequencies) if t["FREQUENCIES"] else (2**log_base, None)
     rope = Rope(t["ROTATED"], t["TRADITIONAL"], base, scale, freqs, factor) if t["ROTATED"] else None
     layout = KVLayout(t["KV_HEADS"], t["DK"], t["DV"], t["T"], t["BLOCK"])
     queries, keys, values = (x.squeeze(2) for x in Qkv(t["HEADS"], norms, rope).split(rows, layout, positions))
-    return [queries, *kv_write([keys[:written], values[:written], slots, *pools, token], t, None)]
+    return queries, keys[:written], values[:written], slots
 
 
 def paged_decode(inputs: Sequence[Any], t: dict[str, Any], shape: Any) -> list[mx.array]:
@@ -205,6 +218,7 @@ KERNELS = {
     "paged_attention": paged_attention,
     "paged_decode": paged_decode,
     "kv_quantize": kv_quantize,
+    "qkv_write_quantized": qkv_write_quantized,
     "paged_attention_quantized": of_quantized(paged_attention),
     "paged_decode_quantized": of_quantized(paged_decode),
     "merge_partials": merge_partials,

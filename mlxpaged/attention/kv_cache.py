@@ -164,7 +164,7 @@ class LayerKVCache:
         expected = meta.num_tokens, row_size(self.layout, qkv.num_query_heads)
         if rows.shape != expected or rows.dtype != self.layout.dtype:
             raise ValueError(f"rows must be {self.layout.dtype} {expected}, got {rows.dtype} {rows.shape}")
-        if self.fuses and isinstance(self._pool, MetalPool) and self.layout.quantization is None:
+        if self.fuses and isinstance(self._pool, MetalPool):
             return self._pool.write_rows(rows, qkv, meta)
         queries, keys, values = (x.squeeze(2) for x in qkv.split(rows, self.layout, meta.positions))
         self.write(keys, values, meta)

@@ -180,6 +180,7 @@ class MetalPool:
         weights = [rows, rows] if qkv.norms is None else [norm.weight for norm in qkv.norms]
         freqs = None if qkv.rope is None else qkv.rope.freqs
         heads = kind.num_query_heads + 2 * self.num_kv_heads
+        rows_at_once = min(HEADS_AT_ONCE, heads)
         queries, self._memory.token = kernels.launch(
             "qkv_write",
             [
@@ -191,6 +192,7 @@ class MetalPool:
                 rows if freqs is None else freqs,
                 qkv.settings,
                 *self._arrays,
+                *(self._memory.bound[SCALES:] if self._quantized else ()),
             ],
             [
                 *self._row_template,
@@ -199,10 +201,13 @@ class MetalPool:
                 ("TRADITIONAL", kind.traditional),
                 ("FREQUENCIES", kind.frequencies),
                 ("NORMS", kind.norms),
+                *([("ROWS", rows_at_once)] if self._quantized else []),
             ],
             grid=(32, heads, len(rows)),
-            threadgroup=(32, min(HEADS_AT_ONCE, heads), 1),
+            threadgroup=(32, rows_at_once, 1),
             outputs=[((len(rows), kind.num_query_heads, size), self.layout.dtype), ((1,), mx.int32)],
+            threadgroup_memory=rows_at_once * size * self.layout.dtype.size if self._quantized else 0,
+            quantized=self._quantized,
         )
         return queries
 

@@ -75,7 +75,9 @@ class QkvShape:
     def __str__(self) -> str:
         layout, dtype = self.layout, str(self.layout.dtype).removeprefix("mlx.core.")
         sizes = f"{layout.key_size}" + f"/{layout.value_size}" * (layout.value_size != layout.key_size)
-        return f"{self.kind}, {layout.num_kv_heads} KV heads of {sizes}, {dtype}, blocks of {layout.block_size}"
+        quantized = f", {layout.quantization}" * (layout.quantization is not None)
+        heads = f"{self.kind}, {layout.num_kv_heads} KV heads of {sizes}"
+        return f"{heads}, {dtype}, blocks of {layout.block_size}{quantized}"
 
 
 @dataclass(frozen=True, eq=False)

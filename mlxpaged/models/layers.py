@@ -53,9 +53,7 @@ class KV:
         return AttentionShape(self.num_query_heads, layout, self.window, self.sinks, self.chunk, self.softcap)
 
     def qkv_shape(self, block_size: int) -> QkvShape | None:
-        """The kernel that its layer takes if it is fused; no kernel quantizes rows of joined projections."""
-        fuses = self.qkv is not None and self.quantization is None
-        return QkvShape(self.kv_layout(block_size), self.qkv) if self.qkv is not None and fuses else None
+        return None if self.qkv is None else QkvShape(self.kv_layout(block_size), self.qkv)
 
 
 @dataclass(frozen=True)

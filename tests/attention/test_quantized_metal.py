@@ -12,8 +12,9 @@ from mlxpaged.attention import metal as metal_backend
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import AttentionShape, KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.qkv import QkvKind, QkvShape
 from mlxpaged.attention.quantization import Quantization, quantization_of
-from mlxpaged.attention.self_check import CASES, self_check
+from mlxpaged.attention.self_check import CASES, check_fusions, fused_steps, self_check
 from mlxpaged.attention.tuning import CONTIGUOUS, MATRIX, Tuning
 from tests.attention.metal_cases import TOLERANCE, Case
 from tests.attention.test_quantization import INT8, LAYOUTS, PLACE
@@ -131,3 +132,35 @@ def test_the_self_check_passes_for_quantized_layers(metal: None, kind: Quantizat
     shape = AttentionShape(4, KVLayout(2, 64, 64, mx.float32, 16, quantization=kind))
     checks = self_check([shape])
     assert [(check.case, check.problem) for check in checks] == [(case, None) for case in CASES]
+
+
+FUSED = {
+    "Llama": (64, "int8", QkvKind(4, 64)),
+    "Qwen 3": (128, "int4", QkvKind(4, 128, norms=True)),
+    "neighbours of a part": (96, "int4", QkvKind(9, 48, traditional=True, norms=True)),
+    "frequencies": (256, "int8", QkvKind(2, 256, frequencies=True)),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_fused_layer_stores_quantized_keys_and_values(metal: None, name: str, dtype: mx.Dtype) -> None:
+    """The rounding of the rotation may choose the neighbour of an element in a few places."""
+    size, kind, qkv = FUSED[name]
+    layout = KVLayout(2, size, size, dtype, 16, quantization=quantization_of(kind, size, size))
+    shape = QkvShape(layout, qkv)
+    [check] = check_fusions([shape])
+    assert check.problem is None
+    stored = [fused_steps(shape, each)[-2:] for each in ("metal", "gather")]
+    for got, expected in zip(*stored, strict=True):
+        assert float(mx.abs(expected).max()) > 1
+        assert float((got == expected).mean()) > 0.98
+
+
+def test_a_fused_row_is_read_once_and_no_pool_is(metal_on_cpu: Interpreter) -> None:
+    layout = KVLayout(2, 64, 64, mx.float16, 16, quantization=INT8)
+    fused_steps(QkvShape(layout, QkvKind(4, 64, norms=True)), "metal")
+    launch = metal_on_cpu.last_launch("qkv_write_quantized")
+    assert launch.loads["rows"] == 10 * 8 * 64
+    assert launch.loads["key_pool"] == launch.loads["value_pool"] == launch.loads["scales"] == 0
+    assert launch.store_bytes["key_pool"] == launch.store_bytes["value_pool"] == 10 * 2 * 64

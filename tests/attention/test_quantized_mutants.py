@@ -12,11 +12,21 @@ from mlxpaged.attention import kernels
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.qkv import Qkv, QkvKind, QkvShape
 from mlxpaged.attention.quantization import Quantization, quantization_of
+from mlxpaged.attention.self_check import QUANTUM, fused_steps
 from mlxpaged.attention.tuning import CONTIGUOUS, MATRIX, Tuning
 from tests.attention.metal_cases import TOLERANCE, Case
 from tests.attention.mutants import Mutant, Scenario, check_mutant, scenarios
-from tests.metal_on_cpu import Divergence, Interpreter, MetalError, OutOfBounds, UninitialisedOutput, is_supported
+from tests.metal_on_cpu import (
+    DataRace,
+    Divergence,
+    Interpreter,
+    MetalError,
+    OutOfBounds,
+    UninitialisedOutput,
+    is_supported,
+)
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="needs the kernels to run on the CPU")
 
@@ -83,7 +93,68 @@ def write_nibbles() -> bool:
     return written(Quantization(8, 128, 4, 64), 128) and written(Quantization(8, 32, 4, 32), 96)
 
 
+def fused() -> bool:
+    """Twelve heads, in two threadgroups."""
+    layout = KVLayout(2, 64, 64, mx.float32, 16, quantization=Quantization(8, 64, 4, 32))
+    shape = QkvShape(layout, QkvKind(8, 64, norms=True))
+    results = zip(fused_steps(shape, "metal"), fused_steps(shape, "gather"), strict=True)
+    return all(float(mx.abs(got - expected).max()) < QUANTUM for got, expected in results)
+
+
+def unwritten() -> bool:
+    layout = KVLayout(1, 64, 64, mx.float32, 8, quantization=Quantization(8, 64, 8, 64))
+    kv = LayerKVCache.from_layout(2, layout, "metal")
+    meta = AttentionMetadata.build([2], [2], [[1]], block_size=8)
+    object.__setattr__(meta, "padded_slots", mx.full((8,), -1, mx.int32))
+    kv.write_rows(mx.ones((2, 3 * 64)), Qkv(1, None, None), meta)
+    return not any(bool(array.any()) for array in kv.read_blocks([0, 1]))
+
+
 MUTANTS: dict[str, Mutant] = {
+    "keys that are quantized before they are complete": (
+        "qkv_write",
+        "  simdgroup_barrier(mem_flags::mem_threadgroup);\n",
+        "",
+        fused,
+        DataRace,
+    ),
+    "a barrier that some simdgroups skip": (
+        "qkv_write",
+        "  simdgroup_barrier(mem_flags::mem_threadgroup);\n",
+        "  if (is_key) { threadgroup_barrier(mem_flags::mem_threadgroup); }\n",
+        fused,
+        Divergence,
+    ),
+    "one key for all simdgroups": (
+        "qkv_write",
+        "key_rows + int(thread_position_in_threadgroup.y) * DK",
+        "key_rows",
+        fused,
+        DataRace,
+    ),
+    "room for one key": ("qkv_write", "key_rows[ROWS * DK]", "key_rows[DK]", fused, OutOfBounds),
+    "a fused key that is not written": ("qkv_write", "is_key && slot >= 0)", "is_key)", unwritten, MetalError),
+    "the scales of a fused value for those of its key": (
+        "qkv_write",
+        "row * SCALES + KEY_SCALES, lane",
+        "row * SCALES, lane",
+        fused,
+        DataRace,
+    ),
+    "keys in place of queries": (
+        "qkv_write",
+        "    if (is_key) {\n      key_row",
+        "    if (is_query) {\n      key_row",
+        fused,
+        MetalError,
+    ),
+    "halves of a key exchanged": (
+        "qkv_write",
+        "key_row[at] = static_cast<T>(x);",
+        "key_row[at] = static_cast<T>(y);",
+        fused,
+        None,
+    ),
     "the scale of the first group": (
         "paged_decode",
         "at / DK, c * LANES * 4, key_lane",

@@ -277,5 +277,5 @@ def test_quantized_kv_gives_the_same_tokens_on_either_backend(
     assert metal.stats().scheduler.preemptions_total > 0
     if interpreter is not None:
         kernels = {launch.kernel for launch in interpreter.launches}
-        quantized = {f"{name}_quantized" for name in ("paged_attention", "paged_decode", "kv_gather")}
-        assert {*quantized, "kv_quantize", "block_move"} <= kernels
+        names = "paged_attention", "paged_decode", "kv_gather", "qkv_write"
+        assert {*(f"{name}_quantized" for name in names), "block_move"} <= kernels
