@@ -92,6 +92,7 @@ def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:
     from mlxpaged.models.layers import quantized
     from mlxpaged.models.loader import context_length
     from mlxpaged.models.preflight import weight_files
+    from mlxpaged.models.quantized_kv import cannot_quantize
 
     config = read_object(directory / "config.json")
     weights = sum(size or 0 for size in weight_files(sizes).values())
@@ -107,8 +108,9 @@ def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:
     fits = "its whole context fits" if tokens == longest else f"a context of {tokens} tokens fits"
     yield f"memory    {megabytes(free)} are free beside its weights: {fits}"
     for dtype in KV_CACHE_DTYPES[1:]:
-        more = min(longest, fit(quantized(specs, dtype), free).tokens)
-        if tokens < more:
+        candidate = quantized(specs, dtype)
+        more = min(longest, fit(candidate, free).tokens)
+        if tokens < more and not cannot_quantize(specs, candidate, longest):
             yield f"          a context of {more} tokens, with --kv-cache-dtype {dtype}"
     if tokens < longest:
         yield f"          to limit it: --max-model-len {max(1, tokens)}"

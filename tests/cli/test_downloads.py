@@ -137,6 +137,7 @@ def test_the_context_that_fits_beside_the_weights_is_said(
     assert result.status == 0
     assert "a context of 1000 tokens fits" in result.stdout
     assert "a context of 3200 tokens, with --kv-cache-dtype int8" in result.stdout
+    assert "a context of 4000 tokens, with --kv-cache-dtype int4" in result.stdout
     assert "--max-model-len 1000" in result.stdout
 
 
