@@ -54,12 +54,9 @@ def hash_block(parent_key: bytes, tokens: Sequence[int]) -> bytes:
 
 def value(chain: Iterable[CachedBlock]) -> None:
     """These blocks are worth storing: their prefix was found again, or took long to compute. chain: from the first
-    block of a prompt to the one after which a sequence goes on. Images and what follows them are not stored, because
-    other processes number them anew."""
+    block of a prompt to the one after which a sequence goes on."""
     record = None
     for record in chain:
-        if not record.is_valuable and max(record.tokens) >= FIRST_CONTENT_ID:
-            return
         record.is_valuable = True
     if record is not None:
         record.is_start = True
@@ -85,6 +82,9 @@ class PrefixCache:
         self._groups = groups
         self._windowed = [group for group, window in enumerate(groups.windows) if window is not None]
         self.on_drop: Callable[[CachedBlock], None] | None = None
+        self.content_of: Callable[[int], bytes] = lambda token_id: b""
+        """What a token id from FIRST_CONTENT_ID on stands for. It is a part of the key: other processes may give the id
+        to something else."""
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -102,7 +102,11 @@ class PrefixCache:
         size = self._pool.block_size
         for index in range(len(keys), num_tokens // size):
             parent_key = keys[-1] if keys else self._root + seed
-            keys.append(hash_block(parent_key, token_ids[index * size : (index + 1) * size]))
+            tokens = token_ids[index * size : (index + 1) * size]
+            if max(tokens) >= FIRST_CONTENT_ID:
+                contents = dict.fromkeys(self.content_of(token) for token in tokens if token >= FIRST_CONTENT_ID)
+                parent_key += b"".join(contents)
+            keys.append(hash_block(parent_key, tokens))
 
     def match(
         self, keys: Sequence[bytes], token_ids: Sequence[int], prefix: Sequence[CachedBlock] = ()

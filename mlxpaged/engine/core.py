@@ -87,6 +87,8 @@ class EngineCore(Worker):
         self.drafting = None if drafter is None else Drafting(scheduler, self.requests, drafter)
         encoder = None
         if images is not None:
+            if scheduler.prefix_cache is not None:
+                scheduler.prefix_cache.content_of = images.content_of
             invariant = runner.tile_size is not None
             encoder = ImageEncoder(images, scheduler, self.requests.end_held, clock, invariant)
         parts = scheduler, runner, resizer, sampler, grammars, headroom, self.requests, clock

@@ -1,12 +1,13 @@
 """The images of an engine's requests: their ids in sequences, and the features that a tower has made of them.
 
 Image n has ids FIRST_CONTENT_ID + n * MAX_ROWS and up, one for each row of its features. Images of one digest have
-one number in all requests that may share blocks of the prefix cache. A number is given once, so an id never stands for
-two images.
+one number in all requests that may share blocks of the prefix cache, and nearly always in all processes. The keys of
+the prefix cache have the digest too, so blocks of another image with the same number are never found.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
@@ -25,11 +26,17 @@ from mlxpaged.vision.image import LARGEST, Pixels, PromptImage
 from mlxpaged.vision.positions import Positions, shifts_of
 from mlxpaged.vision.tower import Vision
 
+MAX_NUMBERS = 2**42
+"""Numbers of images: ids are int64."""
+
 MAX_ROWS = 2**20
 """Rows of features that an image may have."""
 
 MAX_KNOWN = 2**16
-"""Digests that are remembered. An image that was forgotten gets a new number, and is not found in the prefix cache."""
+"""Digests that are remembered."""
+
+Key = tuple[bytes, tuple[str, ...]]
+"""The digest of an image, and the salt of the requests that share it."""
 
 FEATURE_BYTES = 2**28
 """Features that are kept for later requests, beside those that a prompt needs now."""
@@ -49,6 +56,10 @@ class Shown:
             owner.num_committed_tokens < end and owner.sequence_id not in held
             for owner, end in self.needed_until.values()
         )
+
+
+def number_of(key: Key) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") % MAX_NUMBERS
 
 
 def cannot_see(vision: Vision, config: EngineConfig) -> str:
@@ -79,8 +90,8 @@ class Images:
         self._tower, self._rows, self._format, self._axes = vision.tower, vision.rows, vision.format, vision.axes
         self._is_mutual = vision.mutual != "none"
         self.budget = budget_bytes
-        self._numbers: OrderedDict[tuple[bytes, tuple[str, ...]], int] = OrderedDict()
-        self._next = 0
+        self._numbers: OrderedDict[Key, int] = OrderedDict()
+        self._keys: dict[int, Key] = {}
         self._shown: dict[int, Shown] = {}
         self._of_sequence: dict[int, list[int]] = {}
         self._grids: dict[int, tuple[int, int]] = {}  # rows and columns of features, of those that are shown or kept
@@ -99,13 +110,22 @@ class Images:
         return ids
 
     def _number(self, image: PromptImage, salt: tuple[str, ...]) -> int:
-        number = self._numbers.pop((image.digest, salt), None)
+        key = image.digest, salt
+        number = self._numbers.pop(key, None)
         if number is None:
-            number, self._next = self._next, self._next + 1
-        self._numbers[image.digest, salt] = number
+            number = number_of(key)
+            while self._keys.get(number, key) != key:  # it is another image's
+                number = (number + 1) % MAX_NUMBERS
+        self._numbers[key], self._keys[number] = number, key
         if len(self._numbers) > MAX_KNOWN:
-            self._numbers.popitem(last=False)
+            _, forgotten = self._numbers.popitem(last=False)
+            if forgotten not in self._grids:
+                del self._keys[forgotten]
         return number
+
+    def content_of(self, token_id: int) -> bytes:
+        """What an id in a sequence stands for, in all processes."""
+        return repr(self._keys[(token_id - FIRST_CONTENT_ID) // MAX_ROWS]).encode()
 
     def add(self, sequence: Sequence, request: Request) -> None:
         """Keep the pixels of a sequence's images until `remove`: they may be encoded again."""

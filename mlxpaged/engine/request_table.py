@@ -104,7 +104,7 @@ class RequestTable:
         set_deadlines(sequence, request)
         running = RunningRequest(request, sequence, self._served.tokenizer, matcher, parent)
         running.resume(request.resumed, self._clock())
-        is_loading = images is None and self._tier is not None and self._tier.wants(sequence)
+        is_loading = self._tier is not None and self._tier.wants(sequence)
         self._scheduler.add(sequence, is_held=images is not None, is_loading=is_loading)
         if images is not None:
             images.add(sequence, request)

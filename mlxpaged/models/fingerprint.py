@@ -11,11 +11,16 @@ from mlxpaged.models.preflight import WEIGHTS
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
+SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.json")
+"""Files that say how a model, and its vision tower, compute."""
+
+
 def fingerprint(directory: Path) -> str:
     """Digest of a model's weights and configuration. The weights are read once, at 1 to 2 GB a second, except for those
     in the hub's cache, whose files have their digests as names."""
     found = hashlib.sha256()
-    for path in [directory / "config.json", *sorted(directory.glob(WEIGHTS))]:
+    settings = (directory / name for name in SETTINGS)
+    for path in [*filter(Path.is_file, settings), *sorted(directory.glob(WEIGHTS))]:
         found.update(f"{path.name}:{file_digest(path)}\n".encode())
     return found.hexdigest()
 

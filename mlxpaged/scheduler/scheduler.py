@@ -74,6 +74,7 @@ class Scheduler:
         self._forks: dict[int, list[Sequence]] = {}  # by parent: forks that wait until its prompt is computed
         self.held: dict[int, Sequence] = {}  # by id: those that wait for their images
         self.loading: dict[int, Sequence] = {}  # by id: those whose prefix is read from a disk
+        self._held_later: set[int] = set()  # those of them that wait for their images then
         self.valuable_seconds = math.inf  # a prefix that takes longer to compute is worth storing
         self._changed: set[int] = set()  # sequences whose blocks get their contents in the step being scheduled
         self._preemption = Preemption(self.blocks, self.running, self.waiting, clock)
@@ -101,14 +102,23 @@ class Scheduler:
         parent = sequence.fork_of
         if parent is not None and parent.sequence_id in self.sequences and parent.num_output_tokens == 0:
             self._forks.setdefault(parent.sequence_id, []).append(sequence)
-        elif is_held or is_loading:
-            (self.held if is_held else self.loading)[sequence.sequence_id] = sequence
+        elif is_loading:
+            self.loading[sequence.sequence_id] = sequence
+            if is_held:
+                self._held_later.add(sequence.sequence_id)
+        elif is_held:
+            self.held[sequence.sequence_id] = sequence
         else:
             self.waiting.add(sequence)
 
     def release(self, sequence_id: int) -> None:
-        """Queue a sequence that was held or loading."""
-        self.waiting.add((self.held if sequence_id in self.held else self.loading).pop(sequence_id))
+        """Queue a sequence that was held or loading. One that was both is held first."""
+        sequence = (self.held if sequence_id in self.held else self.loading).pop(sequence_id)
+        if sequence_id in self._held_later:
+            self._held_later.remove(sequence_id)
+            self.held[sequence_id] = sequence
+        else:
+            self.waiting.add(sequence)
 
     def finish(self, sequence_id: int, reason: FinishReason) -> Sequence:
         """End a sequence in any state and release all that it holds. Raises KeyError if it has already ended."""
@@ -116,7 +126,9 @@ class Scheduler:
         siblings = self._forks.get(sequence.fork_of.sequence_id, []) if sequence.fork_of is not None else []
         if sequence in siblings:
             siblings.remove(sequence)
-        elif (self.held.pop(sequence_id, None) or self.loading.pop(sequence_id, None)) is None:
+        elif (self.held.pop(sequence_id, None) or self.loading.pop(sequence_id, None)) is not None:
+            self._held_later.discard(sequence_id)
+        else:
             (self.running if sequence.status is SequenceStatus.RUNNING else self.waiting).remove(sequence)
         self._queue_forks(sequence)
         if sequence.kv.table is not None and reason not in (FinishReason.ERROR, FinishReason.MEMORY):

@@ -268,7 +268,7 @@ def test_other_failures_have_anthropics_format_too(server: RunningServer, client
             (http.get("/v1/messages"), 405, "invalid_request_error"),
             (http.post("/v1/messages/nothing"), 404, "not_found_error"),
             (http.post("/v1/messages", content=b"{"), 400, "invalid_request_error"),
-            (http.post("/v1/messages", content=b" " * (17 << 20)), 413, "request_too_large"),
+            (http.post("/v1/messages", content=b" " * (33 << 20)), 413, "request_too_large"),
         ):
             assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
             assert response.json()["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlxpaged.cache import prefix_cache
 from mlxpaged.cache.block_pool import BlockPool
 from mlxpaged.cache.block_table import BlockTable
-from mlxpaged.cache.prefix_cache import PrefixCache, value
+from mlxpaged.cache.prefix_cache import PrefixCache
 from mlxpaged.cache.table_rows import TableRows
 from mlxpaged.step import FIRST_CONTENT_ID
 
@@ -153,12 +153,16 @@ def test_blocks_after_an_evicted_one_are_not_published_because_no_prompt_could_f
     assert pool.usage().cached == 0
 
 
-def test_images_and_what_follows_them_are_not_worth_storing() -> None:
-    """Their ids are those of this process."""
-    pool, cache = make()
-    chain = store(pool, cache, [1, 2, 3, 4, 5, 6, FIRST_CONTENT_ID, 8, 9, 10, 11, 12]).chain
-    value(chain)
-    assert [record.is_valuable for record in chain] == [True, False, False]
+def test_what_ids_of_content_stand_for_is_a_part_of_the_keys() -> None:
+    """Two processes may give one id to two images."""
+    tokens = [1, 2, 3, 4, 5, FIRST_CONTENT_ID, FIRST_CONTENT_ID + 1, 8, 9, 10, 11, 12]
+    keys: dict[bytes, list[bytes]] = {}
+    for content in (b"cat", b"dog"):
+        _, cache = make()
+        cache.content_of = {FIRST_CONTENT_ID: content, FIRST_CONTENT_ID + 1: content}.__getitem__
+        keys[content] = []
+        cache.extend_keys(keys[content], tokens, len(tokens))
+    assert [cat == dog for cat, dog in zip(keys[b"cat"], keys[b"dog"], strict=True)] == [True, False, False]
 
 
 def test_blocks_that_leave_the_pool_are_told_before_they_are_forgotten() -> None:

@@ -30,6 +30,9 @@ from mlxpaged.models.fingerprint import fingerprint
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.vision.image import PromptImage
+from tests.engine.seeing import expected_answer, image, load_seeing, shown
+from tests.models.architectures import make_architecture
 from tests.support import make_adapter, make_tiny_model, poison_new_blocks
 
 Tokens = list[int]
@@ -519,3 +522,29 @@ def test_an_emptied_cache_is_empty_on_the_disk_too(make_core: MakeCore) -> None:
 def test_the_tier_needs_a_prefix_cache() -> None:
     with pytest.raises(ValueError, match="--no-prefix-cache"):
         EngineConfig(prefix_cache_dir=Path("x"), prefix_caching=False)
+
+
+def test_images_are_found_after_a_restart(make_core: MakeCore, tmp_path: Path) -> None:
+    """Those of a prefix on the disk are not encoded; one after it is. Another image of this size is not found."""
+
+    def shown_text(seed: int, last: int) -> tuple[Tokens, tuple[PromptImage, ...]]:
+        return shown(prompt_of(1, 20), image(seed, 64, 64), prompt_of(2, 60), image(last, 32, 32), prompt_of(3, 5))
+
+    model = make_architecture(tmp_path / "m", "qwen3")
+    first = shown_text(1, 2)
+    expected = {seeds: expected_answer(model, *shown_text(*seeds), num_tokens=8) for seeds in ((1, 2), (1, 3), (4, 2))}
+    served, _ = load_seeing(model)
+    before = make_core(model=served)
+    assert answer(before, first[0], images=first[1]) == expected[1, 2]
+    assert answer(before, first[0], images=first[1]) == expected[1, 2]
+    before.keep_prefixes()
+    before.close()
+    served, tower = load_seeing(model)
+    after = make_core(model=served)
+    for seeds, calls in (((1, 3), [(1, 32, 32, 3)]), ((4, 2), [(1, 64, 64, 3), (1, 32, 32, 3)])):
+        tower.calls.clear()
+        tokens, images = shown_text(*seeds)
+        assert answer(after, tokens, images=images) == expected[seeds]
+        assert tower.calls == calls
+    assert after.tier is not None
+    assert after.tier.stats().blocks_loaded_total == 4

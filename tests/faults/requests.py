@@ -61,7 +61,7 @@ async def wrong_method(context: Context, i: int) -> Outcome:
 
 @fault("a body over the limit", 12, parallel=2)
 async def large_body(context: Context, i: int) -> Outcome:
-    return refused(CHAT, await context.post(CHAT, b" " * (17 * 2**20)), 413)
+    return refused(CHAT, await context.post(CHAT, b" " * (33 * 2**20)), 413)
 
 
 @fault("too many headers", 200)
