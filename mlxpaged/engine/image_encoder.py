@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import statistics
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import mlx.core as mx
@@ -20,9 +22,12 @@ logger = logging.getLogger(__name__)
 MOST_SECONDS = 0.1
 """The encoder works at most so long between two steps, and at least for one part: streams keep the pace of reading."""
 
-SHARE = 0.5
-"""The encoder works at most for this part of a step's time between two steps. A step takes longer beside it, because
-tower and text model share caches: so streams keep about half of their pace, and not two thirds."""
+MULTIPLE, LEAST_SHARE = 1.75, 0.25
+"""A step and the encoder's work after it take at most so many times as long as a step without an encoder. A step takes
+longer beside it, where tower and text model share caches. The encoder gets at least this share of the step's time."""
+
+PLAIN_STEPS = 9
+"""Latest steps without the encoder, whose median counts."""
 
 MAX_PIXELS = 2**20
 """Images of one size are encoded together, up to so many pixels."""
@@ -31,7 +36,7 @@ MAX_PIXELS = 2**20
 class ImageEncoder:
     """Holds a sequence back until its images are encoded, except those that the prefix cache covers.
 
-    Between two steps it works for a SHARE of the step's time. The images of the first sequence in order come first.
+    Streams keep more than half of their pace, see MULTIPLE. The images of the first sequence in order come first.
     invariant: whether each image is encoded alone, in parts of one size, so that its features depend on nothing else.
     fail: ends a sequence. clock: seconds.
     """
@@ -55,6 +60,7 @@ class ImageEncoder:
         self._state: mx.array | None = None
         self._alone = False  # whether the next image is encoded alone: several together have failed
         self._ended = clock()
+        self._plain: deque[float] = deque(maxlen=PLAIN_STEPS)
 
     @property
     def has_work(self) -> bool:
@@ -63,7 +69,9 @@ class ImageEncoder:
     def advance(self) -> None:
         """Do a part of the work, and queue the sequences whose images are encoded."""
         started = self._clock()
-        seconds = min(MOST_SECONDS, SHARE * (started - self._ended)) if self._scheduler.running else MOST_SECONDS
+        seconds = min(MOST_SECONDS, self._allowed(started - self._ended)) if self._scheduler.running else MOST_SECONDS
+        if not self.has_work:
+            self._plain.append(started - self._ended)
         last = self._ended = started
         while self.has_work and self._next_part():
             last, self._ended = self._ended, self._clock()
@@ -72,6 +80,11 @@ class ImageEncoder:
                 pace.adapt(took, seconds)
             if self._ended + took - started > seconds:  # another one would take too long
                 break
+
+    def _allowed(self, step: float) -> float:
+        """Seconds of work after a step that took so long."""
+        plain = statistics.median(self._plain) if self._plain else step
+        return max(LEAST_SHARE * step, MULTIPLE * plain - step)
 
     def _next_part(self) -> bool:
         """Returns False if there is nothing to do now."""
