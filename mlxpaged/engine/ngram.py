@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence as ListOf
 
 from mlxpaged.engine.running_request import RunningRequest
+from mlxpaged.step import FIRST_CONTENT_ID
 
 LENGTH = 3
 """Tokens of an n-gram."""
@@ -78,7 +79,7 @@ class NgramIndex:
         drafts: list[int] = []
         for at in range(place, place + most):  # a match near the end is the period of a repetition
             token = tokens[at] if at < end else drafts[at - end]
-            if token == NONE:
+            if token == NONE or token >= FIRST_CONTENT_ID:  # rows of images are never drafts
                 break
             drafts.append(token)
         return drafts, best

@@ -24,6 +24,7 @@ from mlxpaged.engine.status import NO_DRAFTS
 from mlxpaged.models.loader import load_model
 from mlxpaged.step import Step
 from tests.engine.helpers import make_core
+from tests.engine.seeing import image, load_seeing, shown
 from tests.models.architectures import make_architecture
 
 RIGHT = 0.7
@@ -334,3 +335,20 @@ def test_nothing_is_kept_of_a_request_that_has_ended(llama: Path) -> None:
     core.step()
     core.abort_all("enough")
     assert drafter.num_sequences == 0
+
+
+def test_drafts_beside_images(llama: Path) -> None:
+    """Rows of an image are never drafts, though they came after the same tokens before."""
+    beside = [7, 8, 9, 10]
+    tokens, images = shown([*prompt(1, 20), *beside], image(1, 64, 32), [*prompt(2, 9), *beside])
+    params = SamplingParams(max_tokens=30, temperature=0.0, logit_bias=dict.fromkeys(beside, 30.0))
+    asked = [Request("a", tokens, params, 0.0, images=images), Request("b", prompt(3, 40), params, 0.0)]
+    served, _ = load_seeing(llama)
+    expected = answers(make_core(served), asked)
+    served, tower = load_seeing(llama)
+    core = make_core(served, speculative="ngram")
+    assert core.drafting is not None
+    core.drafting.lengths = as_many
+    assert tokens_of(answers(core, asked)) == tokens_of(expected)
+    assert core.stats().drafts.accepted_total > 0
+    assert tower.calls == [(1, 32, 64, 3)]

@@ -6,6 +6,7 @@ import random
 
 from mlxpaged.engine.ngram import LENGTH, PLACES, TOKENS_AT_ONCE, NgramIndex
 from mlxpaged.models.loader import DEMO_PATH, read_tokenizer
+from mlxpaged.step import FIRST_CONTENT_ID
 
 
 def index_of(tokens: list[int]) -> NgramIndex:
@@ -28,6 +29,11 @@ def test_a_prediction_is_searched_too_and_ends_before_the_prompt() -> None:
     assert index.continuation(5, 8) == ([], 0), "its tokens are added first"
     index.extend(tokens, 5)
     assert index.continuation(5, 8) == ([4, 5], 3)
+
+
+def test_rows_of_an_image_are_not_proposed() -> None:
+    tokens = [1, 2, 3, 4, FIRST_CONTENT_ID, 9, 1, 2, 3]
+    assert index_of(tokens).continuation(9, 5) == ([4], 3)
 
 
 def test_nothing_is_proposed_for_new_text() -> None:
