@@ -48,7 +48,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     """Token budget of a step."""
     max_prompt_logits: int = 2048
-    """Prompt tokens of a step whose logits are computed, for prompt log-probabilities. It limits the step's memory."""
+    """Prompt tokens of a step whose logits are computed, for prompt log-probabilities, and draft tokens, which take
+    at most half. It limits the step's memory."""
     prefill_mode: str = "mixed"
     """Whether a step may contain both prompts and decoding sequences ("mixed") or one of the two ("separate")."""
     decode_preference: float = 0.5

@@ -107,11 +107,13 @@ class PrefillLimits:
         costs = self._cost.decoding_costs()
         return None if costs is None else costs.decode_seconds
 
-    def budget(self, contexts: ListOf[int], decoding: Iterable[int], tokens: int, num_prompts: int) -> PrefillBudget:
-        """The budget of a step of at most `tokens`. contexts: of the tokens that it has already. decoding: context
-        lengths of all decoding sequences; they wait for the step if it has no tokens. num_prompts: that wait or are
-        computed."""
-        logits, tiles = self._config.max_prompt_logits, self._tiles
+    def budget(
+        self, contexts: ListOf[int], decoding: Iterable[int], tokens: int, logits: int, num_prompts: int
+    ) -> PrefillBudget:
+        """The budget of a step of at most `tokens`, and of so many logits of prompt tokens. contexts: of the tokens
+        that it has already. decoding: context lengths of all decoding sequences; they wait for the step if it has no
+        tokens. num_prompts: that wait or are computed."""
+        tiles = self._tiles
         num_rows = len(contexts)
         if contexts:
             share = int((1 - self._config.decode_preference) * tokens)

@@ -54,6 +54,10 @@ class ScheduleBuilder:
         self._sequences[sequence_id] = sequence
 
     @property
+    def num_drafts(self) -> int:
+        return sum(max(0, num_sampled - 1) for *_, num_sampled, _, _, _, _ in self._rows)
+
+    @property
     def contexts(self) -> list[int]:
         """The context length of each token so far."""
         return [

@@ -84,7 +84,8 @@ class Scheduler:
         self.max_tokens = config.max_num_batched_tokens
         """Token budget of the next step: less if memory is short. Decoding sequences are in it all the same."""
         self.admits = True
-        """Whether waiting sequences are admitted while others run: not after an allocation that failed."""
+        """Whether waiting sequences are admitted while others run, and drafts verified: not after an allocation that
+        failed."""
         self._starvation_admissions = self._prefix_hit_tokens = self._prompt_tokens = 0
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -351,11 +352,14 @@ class Scheduler:
     def _add_decodes(self, builder: ScheduleBuilder) -> None:
         decoding = list(filter(is_decoding, self.running))
         reserved = len(decoding) * len(self.blocks.groups)  # for the next tokens of the others
+        # Half of the logits is left to prompts, so that no stream of drafts keeps one waiting.
+        most = min(self.max_tokens - len(decoding), self.config.max_prompt_logits // 2) if self.admits else 0
         for sequence in decoding:
             if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, 1, builder):
-                drafts, sequence.drafts = sequence.drafts, ()
+                drafts, sequence.drafts = sequence.drafts[: max(0, most)], ()
                 if drafts:
                     drafts = drafts[: self.blocks.grow_for_drafts(sequence, len(drafts), reserved)]
+                    most -= len(drafts)
                 self._add(builder, sequence, 1, drafts)
 
     def _add_prompts(self, builder: ScheduleBuilder) -> None:
@@ -368,7 +372,8 @@ class Scheduler:
             return
         decoding = (len(sequence.token_ids) for sequence in filter(is_decoding, self.running))
         num_prompts = len(prefilling) + len(waiting)
-        budget = self._prefill.budget(builder.contexts, decoding, self.max_tokens, num_prompts)
+        logits = self.config.max_prompt_logits - builder.num_drafts
+        budget = self._prefill.budget(builder.contexts, decoding, self.max_tokens, logits, num_prompts)
         refused = 0
         for sequence in short_first(heapq.merge(prefilling, waiting, key=ORDER)):
             if budget.tokens <= 0:

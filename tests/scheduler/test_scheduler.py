@@ -37,6 +37,29 @@ def test_no_step_exceeds_the_token_budget_and_decodes_are_never_left_out() -> No
     assert all(sum(n for _, n in batch) <= 10 for batch in simulation.batches)
 
 
+def test_drafts_are_cut_to_the_token_budget_and_to_half_of_the_logits() -> None:
+    def drafts_of_step(max_tokens: int, admits: bool = True, logits: int = 2048) -> list[int]:
+        scheduler = make_scheduler(max_num_batched_tokens=64, max_prompt_logits=logits)
+        sequences = [sequence(number, 3, max_tokens=20) for number in (1, 2, 3)]
+        for each in sequences:
+            scheduler.add(each)
+        scheduler.update(scheduler.schedule(), {1: [7], 2: [7], 3: [7]})
+        for each in sequences:
+            each.drafts = [7] * 8
+        scheduler.max_tokens, scheduler.admits = max_tokens, admits
+        scheduler.add(sequence(4, 9, logprobs=True))
+        step = scheduler.schedule()
+        drafts = [row.num_sampled - 1 for row in step.rows[:3]]
+        assert sum(drafts) + sum(len(row.prompt_logprobs) for row in step.rows) <= logits
+        return drafts
+
+    assert drafts_of_step(64) == [8, 8, 8]
+    assert drafts_of_step(14) == [8, 3, 0]
+    assert drafts_of_step(2) == [0, 0, 0]
+    assert drafts_of_step(64, logits=20) == [8, 2, 0]
+    assert drafts_of_step(64, admits=False) == [0, 0, 0], "memory was short"
+
+
 def test_only_the_last_chunk_of_a_prompt_samples() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8)
     scheduler.add(sequence(1, 20))
