@@ -76,6 +76,11 @@ class Row(NamedTuple):
         return len(self.token_ids) == max(1, self.num_sampled)
 
     @property
+    def drafts(self) -> Sequence[int]:
+        """Those of its tokens that may be rejected."""
+        return self.token_ids[1:] if self.num_sampled > 1 else ()
+
+    @property
     def sampled(self) -> range:
         """The positions of the tokens that are sampled."""
         end = self.logits.stop + 1

@@ -104,9 +104,11 @@ class Drafting:
         left = sequence.max_tokens - (len(sequence.token_ids) - sequence.num_prompt_tokens) - 1
         asked = running.request.params.speculative
         most = min(left, MOST_DRAFTS if asked is None or asked is True else int(asked))
-        if most <= 0 or not can_draft(running):
+        if most <= 0 or not sequence.num_output_tokens or sequence.num_step_failures:
             return NOTHING
         matcher = running.matcher
+        if matcher is None and running.thinking is not None and (tag := running.thinking.closing()[:most]):
+            return Proposal(tag, is_certain=True)
         if matcher is not None and (forced := matcher.forced()[:most]):
             return Proposal(forced[: matcher.count_allowed(forced)], is_certain=True)
         drafts, match = self.drafter.propose(running, most)
@@ -126,7 +128,7 @@ class Drafting:
         """Returns the first of the tokens that a row has sampled: up to the first one that is not the next draft, or
         that ends the answer."""
         running = self._requests.by_sequence.get(row.sequence_id)
-        drafts = row.token_ids[1:] if row.num_sampled > 1 else ()
+        drafts = row.drafts
         if running is None or not drafts:
             if (acceptance := self._acceptance.get(row.sequence_id)) is not None:
                 acceptance.observe(0, 0, 0)
@@ -150,11 +152,3 @@ class Drafting:
     def forget(self, sequence_id: int) -> None:
         self._acceptance.pop(sequence_id, None)
         self.drafter.forget(sequence_id)
-
-
-def can_draft(running: RunningRequest) -> bool:
-    """Whether its tokens may be sampled before those that come before them are known: not if a penalty or a limit on
-    thinking follows each token."""
-    sequence = running.sequence
-    follows = running.request.params.penalizes or running.thinking is not None
-    return not follows and sequence.num_output_tokens > 0 and sequence.num_step_failures == 0

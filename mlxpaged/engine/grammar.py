@@ -167,7 +167,7 @@ class Grammars:
             mask = without(mask, self._wrapped.eos_token_ids)
             if not mask.any():
                 return
-            preferred = [token_id for token_id in self._trial_ids if mask[token_id // 32] >> token_id % 32 & 1]
+            preferred = [token_id for token_id in self._trial_ids if is_allowed(mask, token_id)]
             matcher.consume_token(rng.choice(preferred) if number % 2 and preferred else token_of(mask, rng))
             check(matcher)
             if time.thread_time() > until:
@@ -274,6 +274,10 @@ def token_of(mask: Mask, rng: random.Random) -> int:
     return int(32 * word) + rng.choice([bit for bit in range(32) if bits >> bit & 1])
 
 
+def is_allowed(mask: Mask, token_id: int) -> bool:
+    return bool(mask[token_id // 32] >> token_id % 32 & 1)
+
+
 def preferring(mask: Mask, avoided: Collection[int]) -> Mask:
     """The mask without these tokens, or the mask itself if nothing else would be allowed."""
     rest = without(mask, avoided) if avoided else mask
@@ -286,10 +290,6 @@ class GrammarMatcher:
     def __init__(self, matcher: LLMatcher, avoided: Collection[int] = ()) -> None:
         self.matcher = matcher
         self.avoided = avoided
-
-    def allows(self, token_id: int) -> bool:
-        """Whether the answer may continue with this token."""
-        return bool(self.matcher.validate_tokens([token_id]))
 
     def forced(self) -> list[int]:
         """The next tokens if there is no choice."""

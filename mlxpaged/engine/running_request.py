@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence as ListOf
 
-from mlxpaged.engine.grammar import GrammarMatcher, Mask
+from mlxpaged.engine.grammar import GrammarMatcher, Mask, is_allowed
 from mlxpaged.engine.logprobs import PromptLogprobs, PromptRows, TokenLogprobs
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.sampler import SampledToken, SamplingRow
@@ -60,13 +60,15 @@ class RunningRequest:
         too_short = position - self.sequence.num_prompt_tokens < self.request.params.min_tokens
         return self.sequence.stop_token_ids if too_short else frozenset()
 
-    def forced(self) -> int | None:
-        """The token that must come next, if any. It waits while the grammar wants an incomplete character finished."""
-        token = None if self.thinking is None else self.thinking.forced()
-        return token if token is None or self.matcher is None or self.matcher.allows(token) else None
+    def forced(self, drafts: ListOf[int], mask: Mask | None) -> int | None:
+        """The token that must come after these drafts, if any. It waits while the grammar wants an incomplete character
+        finished. mask: the tokens that the grammar allows there."""
+        token = None if self.thinking is None else self.thinking.after(drafts).forced()
+        return token if token is None or mask is None or is_allowed(mask, token) else None
 
-    def sampling_row(self, position: int, mask: Mask | None) -> SamplingRow:
-        """The sampler's input for the token at `position`. mask: the tokens that the grammar allows there."""
+    def sampling_row(self, position: int, mask: Mask | None, drafts: ListOf[int]) -> SamplingRow:
+        """The sampler's input for the token at `position`. mask: the tokens that the grammar allows there. drafts: the
+        tokens before it that may be rejected."""
         sequence = self.sequence
         return SamplingRow(
             sequence.sequence_id,
@@ -77,7 +79,8 @@ class RunningRequest:
             position,
             forbidden=self.forbidden(position) if mask is None else (),
             mask=mask,
-            forced=self.forced(),
+            forced=self.forced(drafts, mask),
+            drafts=drafts,
         )
 
     def advance(self, sampled: SampledToken, now: float) -> RequestOutput:

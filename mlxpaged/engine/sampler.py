@@ -25,7 +25,8 @@ class SamplingRow(NamedTuple):
     """One row of logits. position: of the token to sample. token_ids: prompt and answer, known up to `position`.
 
     forbidden: tokens that must not be sampled. mask: the tokens that a grammar allows. forced: the token to take,
-    for any logits.
+    for any logits. drafts: the tokens before `position` that `token_ids` does not have. The rows of a sequence with
+    drafts follow one another, each with one draft more. Each may be rejected by the row before it.
     """
 
     sequence_id: int
@@ -37,6 +38,12 @@ class SamplingRow(NamedTuple):
     forbidden: Collection[int] = ()
     mask: Mask | None = None
     forced: int | None = None
+    drafts: Sequence[int] = ()
+
+    def token_at(self, position: int) -> int:
+        """A token before `self.position`."""
+        first_draft = self.position - len(self.drafts)
+        return self.drafts[position - first_draft] if position >= first_draft else self.token_ids[position]
 
     @property
     def plain(self) -> bool:
@@ -108,17 +115,22 @@ class Sampler:
 
     def sample(self, logits: mx.array, rows: Sequence[SamplingRow]) -> Samples:
         """logits[R, V]: of any float type, one row for each entry of `rows`."""
+        if self._one_by_one and len(rows) > 1 and not all(row.plain for row in rows):
+            samples = joined([self._samples(logits[i : i + 1], [row]) for i, row in enumerate(rows)])
+        else:
+            samples = self._samples(logits, rows)
+        self._counts.add(rows, samples.tokens)
+        return samples
+
+    def _samples(self, logits: mx.array, rows: Sequence[SamplingRow]) -> Samples:
         if all(row.plain for row in rows):
             return Samples(mx.argmax(logits, axis=-1).astype(mx.int32))
-        if self._one_by_one and len(rows) > 1:
-            return joined([self.sample(logits[i : i + 1], [row]) for i, row in enumerate(rows)])
         raw = logits.astype(mx.float32)
         scores = masked(self._counts.penalize(biased(raw, rows), rows), rows)
         tokens = self._sample(scores, rows)
         forced = {i: row.forced for i, row in enumerate(rows) if row.forced is not None}
         if forced:
             tokens[mx.array(list(forced))] = mx.array(list(forced.values()), dtype=mx.int32)
-        self._counts.add(rows, tokens)
         logprobs = token_logprobs(raw, tokens, rows)
         return Samples(tokens, () if logprobs is None else (logprobs,))
 
@@ -195,8 +207,19 @@ class TokenCounts:
             if row.sequence_id not in self._row_of:
                 self._count_afresh(row)
         at = mx.array([self._row_of[row.sequence_id] for row in chosen])
-        answer = self._answer[at]
-        seen = (self._prompt[at] + answer) > 0
+        prompt, answer = self._prompt[at], self._answer[at]
+        drafts = [(i, token) for i, row in enumerate(chosen) for token in row.drafts]
+        if drafts:
+            answer = answer.at[tuple(mx.array(drafts).T)].add(1)
+        left = [
+            (i, token)
+            for i, row in enumerate(chosen)
+            for position in range(row.position - len(row.drafts), row.position)
+            for token in leaves(row, position)
+        ]
+        if left:
+            prompt = prompt.at[tuple(mx.array(left).T)].add(-1)
+        seen = (prompt + answer) > 0
         repetition = column([row.params.repetition_penalty for row in chosen])
         presence = column([row.params.presence_penalty for row in chosen])
         frequency = column([row.params.frequency_penalty for row in chosen])
@@ -209,14 +232,20 @@ class TokenCounts:
         return penalized
 
     def add(self, rows: Sequence[SamplingRow], tokens: mx.array) -> None:
-        where = [i for i, row in enumerate(rows) if row.sequence_id in self._row_of]
+        """Count the tokens that were sampled for these rows, except those after a draft that was rejected."""
+        where = [i for i, row in enumerate(rows) if row.sequence_id in self._row_of] if self._row_of else []
         if where:
             at = mx.array([self._row_of[rows[i].sequence_id] for i in where])
-            self._answer = self._answer.at[at, tokens[mx.array(where)]].add(1)
-            leaving = [(self._row_of[rows[i].sequence_id], token) for i in where for token in leaves(rows[i])]
+            counts = follow_accepted(rows, tokens)[mx.array(where)]
+            self._answer = self._answer.at[at, tokens[mx.array(where)]].add(counts)
+            leaving = [
+                (self._row_of[rows[i].sequence_id], number, token)
+                for number, i in enumerate(where)
+                for token in leaves(rows[i], rows[i].position)
+            ]
             if leaving:
-                index, token_ids = mx.array(leaving).T
-                self._prompt = self._prompt.at[index, token_ids].add(-1)
+                index, number, token_ids = mx.array(leaving).T
+                self._prompt = self._prompt.at[index, token_ids].add(-counts[number])
             mx.async_eval(self._prompt, self._answer)
 
     def _count_afresh(self, row: SamplingRow) -> None:
@@ -243,13 +272,25 @@ class TokenCounts:
         return np.bincount(of_text, minlength=self._vocab_size).astype(np.int32)
 
 
-def leaves(row: SamplingRow) -> Sequence[int]:
-    """The token that is no longer among the last repetition_context_size ones after this row's token, if any. It is
-    known: only the latest token can still be on the device."""
+def follow_accepted(rows: Sequence[SamplingRow], tokens: mx.array) -> mx.array:
+    """For each row, 1 if the rows before it have sampled all its drafts, else 0: int32 [R]."""
+    most = max(len(row.drafts) for row in rows)
+    if not most:
+        return mx.ones(len(rows), mx.int32)
+    expected = mx.array([row.drafts[-1] if row.drafts else 0 for row in rows], mx.int32)
+    is_first = mx.array([not row.drafts for row in rows])
+    equal = is_first | (expected == mx.concatenate([tokens[:1], tokens[:-1]]))
+    before = [[i - min(back, len(row.drafts)) for back in range(most)] for i, row in enumerate(rows)]
+    return mx.all(equal[mx.array(before)], axis=-1).astype(mx.int32)
+
+
+def leaves(row: SamplingRow, position: int) -> Sequence[int]:
+    """The token that is no longer among the last repetition_context_size ones after the one at `position`, if any. It
+    is known: only the latest token can still be on the device."""
     window = row.params.repetition_context_size
-    if window is None or row.position < window:
+    if window is None or position < window:
         return ()
-    token = row.token_ids[row.position - window]
+    token = row.token_at(position - window)
     return () if token >= FIRST_CONTENT_ID else (token,)
 
 

@@ -231,9 +231,9 @@ class StepLoop:
         running = [(self._requests.by_sequence[row.sequence_id], row) for row in rows]
         masks = self._masks([(each.matcher, each, row) for each, row in running if each.matcher is not None])
         return [
-            each.sampling_row(at, None if each.matcher is None else next(masks))
+            each.sampling_row(at, None if each.matcher is None else next(masks), row.drafts[:number])
             for each, row in running
-            for at in row.sampled
+            for number, at in enumerate(row.sampled)
         ]
 
     def _masks(self, constrained: ListOf[tuple[GrammarMatcher, RunningRequest, Row]]) -> Iterator[Mask]:
@@ -246,9 +246,7 @@ class StepLoop:
             if row.num_sampled == 1:
                 yield next(together)
             else:
-                yield from self._grammars.masks_along(
-                    matcher, row.token_ids[1:], list(map(each.forbidden, row.sampled))
-                )
+                yield from self._grammars.masks_along(matcher, row.drafts, list(map(each.forbidden, row.sampled)))
 
     def _process(self, step: InFlightStep) -> None:
         """Commit the tokens of a step, and turn them into outputs."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterable, Sequence
 
 
 class ThinkingBudget:
@@ -23,7 +24,18 @@ class ThinkingBudget:
 
     def forced(self) -> int | None:
         """The token that must come next; None if any token may."""
-        return self._end[self._closing] if self._inside and self._left <= 0 else None
+        return next(iter(self.closing()), None)
+
+    def closing(self) -> list[int]:
+        """The tokens that must come next: the rest of the closing tag once the limit is reached."""
+        return self._end[self._closing :] if self._inside and self._left <= 0 else []
+
+    def after(self, token_ids: Iterable[int]) -> ThinkingBudget:
+        """What it would be after these tokens."""
+        later = copy.copy(self)
+        for token_id in token_ids:
+            later.add(token_id)
+        return later
 
     def add(self, token_id: int) -> None:
         """Note the next token. If another one was forced, the closing tag is forced again from its start."""

@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from mlxpaged.engine.ngram import NgramDrafter
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.status import NO_DRAFTS
 from mlxpaged.models.loader import load_model
 from mlxpaged.step import Step
 from tests.engine.helpers import make_core
@@ -260,13 +260,59 @@ def test_models_with_states_decode_without_drafts(tmp_path: Path, caplog: pytest
     assert "decodes without drafts" in caplog.text
 
 
-def test_requests_whose_tokens_depend_on_those_before_have_no_drafts(llama: Path) -> None:
-    plain, core = both(llama)
-    asked = [Request("r0", prompt(0, 9), SamplingParams(max_tokens=12, temperature=0.0, repetition_penalty=1.3), 0.0)]
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.4},
+    {"repetition_penalty": 2.0, "repetition_context_size": 3, "logit_bias": dict.fromkeys(range(10, 15), 4.0)},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.8, "repetition_context_size": 20, "temperature": 0.8, "seed": 5},
+    {"frequency_penalty": -0.5, "min_p": 0.1, "temperature": 1.0, "seed": 6},
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"blocks": 8}, {"batch_invariant": True}], ids=["", "recompute", "invariant"])
+def test_penalties_count_the_drafts_before_a_token(llama: Path, options: dict[str, Any]) -> None:
+    plain, core = both(llama, **options)
+    asked = [
+        Request(
+            f"r{i}",
+            prompt(i, 9),
+            SamplingParams(**{"temperature": 0.0, "max_tokens": 40, "ignore_eos": True} | each),
+            float(i),
+        )
+        for i, each in enumerate(PENALTIES)
+    ]
+    without = answers(plain, [replace(each, params=replace(each.params, **NO_PENALTIES)) for each in asked])
     expected = answers(plain, asked)
+    assert not set(tokens_of(expected).values()) & set(tokens_of(without).values()), "the penalties matter"
     use_oracle(core, tokens_of(expected))
     assert tokens_of(answers(core, asked)) == tokens_of(expected)
-    assert core.stats().drafts == NO_DRAFTS
+    assert core.stats().drafts.accepted_total > 60
+
+
+NO_PENALTIES: dict[str, Any] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+@pytest.mark.parametrize("limit", [0, 1, 5, 30])
+def test_the_end_of_thinking_is_forced_after_drafts(llama: Path, limit: int) -> None:
+    """The bias makes the model open a block again whenever it can."""
+    served = load_model(str(llama))
+    served.tokenizer.think_start_ids, served.tokenizer.think_end_ids = [3], [4, 5, 6]
+    plain, core = make_core(served), make_core(served, speculative="ngram")
+    params = SamplingParams(
+        max_tokens=40,
+        temperature=0.9,
+        seed=1,
+        ignore_eos=True,
+        thinking_budget=limit,
+        begins_thinking=True,
+        logit_bias={3: 3.0},
+    )
+    asked = [Request("r0", prompt(0, 9), params, 0.0), Request("r1", prompt(1, 9), replace(params, top_k=9), 0.0)]
+    expected = answers(plain, asked)
+    assert any(output.token_ids[limit : limit + 3] == (4, 5, 6) for output in expected.values())
+    use_oracle(core, tokens_of(expected))
+    assert tokens_of(answers(core, asked)) == tokens_of(expected)
+    assert core.stats().drafts.accepted_total > 30
 
 
 SCHEMA = {
