@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from mlxpaged.api.recent_latencies import RecentLatencies
 from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.engine.status import EngineStats
+from mlxpaged.engine.status import DRAFTERS, EngineStats
 from mlxpaged.registry.model import Model, ModelState
 from mlxpaged.scheduler.sequence import FinishReason
 
@@ -61,8 +61,6 @@ COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("embedding_tokens", "Tokens of inputs that were embedded", lambda stats: stats.embeddings.tokens_total),
     ("embedding_steps", "Forward passes for embeddings", lambda stats: stats.embeddings.steps_total),
     ("images_encoded", "Images that were encoded", lambda stats: stats.images.encoded_total),
-    ("draft_tokens", "Draft tokens that were verified", lambda stats: stats.drafts.drafted_total),
-    ("draft_tokens_accepted", "Draft tokens that were sampled", lambda stats: stats.drafts.accepted_total),
     (
         "prefix_hit_tokens",
         "Prompt tokens taken from the prefix cache",
@@ -138,6 +136,13 @@ class Metrics(Collector):
                 for state in states:
                     gauge.add_metric([model, state], getattr(read_usage(stats), state))
             yield gauge
+        for which, field in (("", "drafted"), ("_accepted", "accepted")):
+            text = f"Draft tokens that were {'sampled' if which else 'verified'}, by what drafted them"
+            counter = CounterMetricFamily(f"mlxpaged_draft_tokens{which}", text, labels=["model", "drafter"])
+            for model, stats in models.items():
+                for drafter, counts in zip(DRAFTERS, stats.drafts.counts, strict=True):
+                    counter.add_metric([model, drafter], getattr(counts, field))
+            yield counter
         for family, values in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, text, read in values:
                 metric = family(f"mlxpaged_{name}", text, labels=["model"])

@@ -17,7 +17,7 @@ from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.disk_tier import TierStats
 from mlxpaged.engine.errors import EngineState, EngineUnavailableError
 from mlxpaged.engine.info import EngineInfo
-from mlxpaged.engine.status import EngineStatus, SequenceState
+from mlxpaged.engine.status import DRAFTERS, NO_DRAFTS, EngineStatus, SequenceState
 from mlxpaged.registry.model import Model
 
 
@@ -105,6 +105,7 @@ def describe_engine(engine: AsyncEngine, found: EngineStatus) -> dict[str, Any]:
 
 def memory_of(engine: AsyncEngine, found: EngineStatus, info: EngineInfo) -> dict[str, Any]:
     blocks, swap = found.scheduler.blocks, found.scheduler.swap
+    drafts = NO_DRAFTS if engine.stats is None else engine.stats.drafts
     return {
         "blocks": {
             "used": blocks.used,
@@ -122,9 +123,11 @@ def memory_of(engine: AsyncEngine, found: EngineStatus, info: EngineInfo) -> dic
         "swap": {"used": swap.used, "total": swap.used + swap.free},
         "prefix_cache_disk": None if engine.stats is None else describe_tier(engine.stats.tier),
         "speculative": {
-            "drafter": None if engine.config.speculative == "off" else engine.config.speculative,
-            "drafted_tokens": 0 if engine.stats is None else engine.stats.drafts.drafted_total,
-            "accepted_tokens": 0 if engine.stats is None else engine.stats.drafts.accepted_total,
+            "drafters": info.drafters,
+            "no_mtp_because": info.no_mtp_because or None,
+            "drafted_tokens": drafts.drafted_total,
+            "accepted_tokens": drafts.accepted_total,
+            "by_drafter": {name: counts._asdict() for name, counts in zip(DRAFTERS, drafts.counts, strict=True)},
         },
         "ranks": None if info.cluster is None else list(info.cluster.ranks),
         "attention": {

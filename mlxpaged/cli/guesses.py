@@ -63,7 +63,7 @@ FLAGS = {
 }
 """The same for flags, without their dashes."""
 
-NO_DRAFTS = "draft tokens come from the text itself: --speculative ngram"
+NO_DRAFTS = "drafts come from the text and the model's own draft head, not from another model: --speculative auto"
 ABSENT = {
     **dict.fromkeys(("draft-model", "model-draft", "md", "num-draft-tokens", "speculative-config"), NO_DRAFTS),
     **dict.fromkeys(("ngl", "n-gpu-layers", "gpu-layers"), "all layers run on the GPU"),

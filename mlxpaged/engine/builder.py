@@ -23,6 +23,7 @@ from mlxpaged.engine.disk_tier import DiskTier, open_store
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.embedding_core import EmbeddingCore
 from mlxpaged.engine.grammar import Grammars
+from mlxpaged.engine.head_drafter import HeadDrafter
 from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.images import FEATURE_BYTES, Images, cannot_see
 from mlxpaged.engine.memory import START_TOKENS, StateMemory, kv_blocks, least_step, state_checkpoints, swap_slots
@@ -39,7 +40,7 @@ from mlxpaged.engine.step_memory import bytes_per_key, measure_encoding, measure
 from mlxpaged.engine.wired_memory import choose_wiring
 from mlxpaged.models.cache_groups import cache_layout, one_group
 from mlxpaged.models.device_memory import free_device_memory
-from mlxpaged.models.embedding import EmbeddingModel
+from mlxpaged.models.embedding import EmbeddingModel, weight_bytes
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.fingerprint import fingerprint
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes, unfused
@@ -159,17 +160,34 @@ def build_engine(
         tier,
         no_tier_because,
         drafter_of(config, served),
+        head_drafter_of(config, served, scheduler, runner, sampler),
     )
 
 
 def drafter_of(config: EngineConfig, served: ServedModel) -> NgramDrafter | None:
     """What proposes draft tokens; None if nothing does."""
-    if config.speculative == "off":
+    if config.speculative not in ("ngram", "auto"):
         return None
     if keeps_states(served.layers) or is_per_sequence(served.layers):
         logger.warning("%s decodes without drafts: its layers keep states, which cannot be taken back", served.name)
         return None
     return NgramDrafter()
+
+
+def head_drafter_of(
+    config: EngineConfig, served: ServedModel, scheduler: Scheduler, runner: ModelRunner, sampler: Sampler
+) -> HeadDrafter | None:
+    """Drafts by the model's draft head; None if it has none, or none is wanted."""
+    if served.mtp is None:
+        if config.loads_draft_head:
+            level = logging.WARNING if config.speculative == "mtp" else logging.INFO
+            logger.log(level, "no draft head drafts for %s: %s", served.name, served.no_mtp_because)
+        return None
+    if keeps_states(served.layers) or is_per_sequence(served.layers):
+        return None  # as in `drafter_of`
+    # A draft reads the head's weights and the output head, which is as large as the embedding.
+    read = served.mtp.nbytes + weight_bytes(served.mtp.embed)
+    return HeadDrafter(scheduler, runner, sampler, read / served.weight_bytes)
 
 
 def cannot_store(
@@ -229,7 +247,7 @@ def load_core(
     group = None if ranks is None else ranks.group
     served = load_model(
         *(config.model, name, config.tool_parser, turns, *options, group, config.joins),
-        *(config.max_image_pixels, config.kv_cache_dtype),
+        *(config.max_image_pixels, config.kv_cache_dtype, config.loads_draft_head, config.mtp),
     )
     turns.take()
     step_bytes = measure_step(served, config)

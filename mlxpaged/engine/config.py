@@ -23,7 +23,7 @@ ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 WIRED_MEMORY = ("auto", "on", "off")
 """auto: on Macs with 24 GB and more."""
 
-SPECULATIVE = ("off", "ngram")
+SPECULATIVE = ("off", "auto", "ngram", "mtp")
 """ngram: what came after the same tokens earlier in the prompt or the answer."""
 
 KV_CACHE_DTYPES = ("auto", "int8", "int4")
@@ -62,6 +62,7 @@ class EngineConfig:
     prefill_mode: str = "mixed"  # "mixed": a step computes prompts and decodes; "separate": one of the two
     decode_preference: float = 0.5  # share of a step's token budget (mixed) or of the steps (separate) for decoding
     speculative: str = "off"  # one of SPECULATIVE: what proposes draft tokens, which a step verifies together
+    mtp: str | None = None  # file, directory or repository with the model's draft head; None: its own files
     max_step_ms: float | None = None  # limit for steps with prompts; 0: no limit; None: the scheduler's default
     batch_invariant: bool = False  # whether an answer is the same, to the bit, in any batch
     default_priority: Priority = Priority.NORMAL  # of requests that set none
@@ -83,6 +84,10 @@ class EngineConfig:
     retune: bool = False  # whether attention_tuning "auto" measures again
     joins: bool = True  # whether operations of the model's modules are joined, so that a step launches fewer of them
 
+    @property
+    def loads_draft_head(self) -> bool:
+        return self.speculative in ("auto", "mtp") and not self.batch_invariant
+
     def __post_init__(self) -> None:
         self._check_attention()
         self._check_batch_invariant()
@@ -93,6 +98,8 @@ class EngineConfig:
             raise ValueError(f"wired_memory must be one of {', '.join(WIRED_MEMORY)}, got {self.wired_memory!r}")
         if self.speculative not in SPECULATIVE:
             raise ValueError(f"speculative must be one of {', '.join(SPECULATIVE)}, got {self.speculative!r}")
+        if self.mtp is not None and not self.loads_draft_head:
+            raise ValueError("mtp needs speculative auto or mtp, and an engine that is not batch-invariant")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             known = ", ".join(KV_CACHE_DTYPES)
             raise ValueError(f"kv_cache_dtype must be one of {known}, got {self.kv_cache_dtype!r}")

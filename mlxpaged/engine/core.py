@@ -11,6 +11,7 @@ from mlxpaged.engine.disk_tier import NO_TIER, DiskTier
 from mlxpaged.engine.drafting import Drafter, Drafting
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder
 from mlxpaged.engine.grammar import Grammars
+from mlxpaged.engine.head_drafter import HeadDrafter
 from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.image_encoder import ImageEncoder
 from mlxpaged.engine.images import Images
@@ -65,6 +66,7 @@ class EngineCore(Worker):
         tier: DiskTier | None = None,
         no_tier_because: str = "",
         drafter: Drafter | None = None,
+        head_drafter: HeadDrafter | None = None,
     ) -> None:
         super().__init__(embedder)
         self.served = served
@@ -84,7 +86,9 @@ class EngineCore(Worker):
         config = scheduler.config
         self.states = StateMemory(state_bytes(served.layers), config.max_num_seqs, config.num_checkpoints)
         self.requests = RequestTable(served, scheduler, grammars, clock, self._forget, images, tier)
-        self.drafting = None if drafter is None else Drafting(scheduler, self.requests, drafter)
+        self.drafting = None
+        if drafter is not None or head_drafter is not None:
+            self.drafting = Drafting(scheduler, self.requests, drafter, head_drafter)
         encoder = None
         if images is not None:
             if scheduler.prefix_cache is not None:

@@ -7,18 +7,24 @@ the tokens of an answer are those that are sampled without drafts, whatever is d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
 from typing import NamedTuple, Protocol
 
+import mlx.core as mx
+
+from mlxpaged.engine.head_drafter import MOST_BY_HEAD, HeadDrafter, LaunchedDrafts
 from mlxpaged.engine.request_table import RequestTable
 from mlxpaged.engine.running_request import RunningRequest
-from mlxpaged.engine.sampler import SampledToken
-from mlxpaged.engine.status import NO_DRAFTS, DraftStats
-from mlxpaged.scheduler.draft_budget import MOST_DRAFTS, PRIORS, Acceptance, draft_lengths
+from mlxpaged.engine.sampler import SampledToken, SamplingRow
+from mlxpaged.engine.status import NO_DRAFTS
+from mlxpaged.scheduler.draft_budget import BY_HEAD, MOST_DRAFTS, PRIORS, Acceptance, draft_lengths
 from mlxpaged.scheduler.scheduler import Scheduler, is_decoding
 from mlxpaged.scheduler.sequence import Sequence
-from mlxpaged.step import Row
+from mlxpaged.step import Row, Step
+
+logger = logging.getLogger(__name__)
 
 MOST_DRAFT_ROWS = 64
 """Drafts of a step. Times of steps are measured up to 128 rows."""
@@ -35,39 +41,55 @@ class Drafter(Protocol):
 
 
 class Proposal(NamedTuple):
-    """Tokens that may come next. match: how many tokens of the text they were found by. is_certain: whether no other
-    tokens are allowed."""
+    """Tokens that may come next. match: how many tokens of the text they were found by, or BY_HEAD. is_certain: whether
+    no other tokens are allowed."""
 
     drafts: list[int]
     match: int = 0
     is_certain: bool = False
 
+    @property
+    def drafter(self) -> str:
+        """One of DRAFTERS."""
+        return "grammar" if self.is_certain else "mtp" if self.match == BY_HEAD else "ngram"
+
 
 NOTHING = Proposal([])
 
-Lengths = Callable[[ListOf[int], ListOf[ListOf[float]]], list[int]]
-"""Contexts and chances of all decoding sequences -> drafts of each, see `draft_lengths`."""
+Lengths = Callable[[ListOf[int], ListOf[ListOf[float]], ListOf[float]], list[int]]
+"""Contexts, chances and costs of all decoding sequences -> drafts of each, see `draft_lengths`."""
 
 
 class Drafting:
-    """Belongs to the engine thread. lengths: decides how many drafts are verified; None: by the times of steps."""
+    """Belongs to the engine thread. drafter: finds drafts in the text; None if only grammars and the head draft. head:
+    of the model; None if it has none. lengths: decides how many drafts are verified, by the times of steps if it is not
+    replaced."""
 
     def __init__(
-        self, scheduler: Scheduler, requests: RequestTable, drafter: Drafter, lengths: Lengths | None = None
+        self, scheduler: Scheduler, requests: RequestTable, drafter: Drafter | None, head: HeadDrafter | None = None
     ) -> None:
         self._scheduler = scheduler
         self._requests = requests
         self.drafter = drafter
-        self.lengths = lengths or self._fastest
+        self.head = head
+        self.lengths: Lengths = self._fastest
         self._acceptance: dict[int, Acceptance] = {}
         self._shared = list(PRIORS)
         self._proposals: dict[int, Proposal] = {}  # those with drafts in the next step, by sequence id
         self.stats = NO_DRAFTS
 
+    @property
+    def names(self) -> list[str]:
+        """What drafts, of DRAFTERS."""
+        own = self.drafter is not None, self.head is not None
+        return ["grammar", *(name for name, drafts in zip(("ngram", "mtp"), own, strict=True) if drafts)]
+
     def choose(self) -> bool:
         """Give running sequences the drafts of the next step. Returns whether any has one. If a step is in flight, its
         tokens are missing here: process them, and choose again."""
         decoding = list(filter(is_decoding, self._scheduler.running))
+        if self.head is not None:
+            self.head.runs = self._head_pays(self.head, decoding)
         proposals = [self._propose(sequence) for sequence in decoding]
         self._proposals.clear()
         if not any(proposal.drafts for proposal in proposals):
@@ -76,8 +98,9 @@ class Drafting:
             return False
         chances = [self._chances(sequence, proposal) for sequence, proposal in zip(decoding, proposals, strict=True)]
         contexts = [len(sequence.token_ids) for sequence in decoding]
-        lengths = self.lengths(contexts, chances)
-        self._add_probe(decoding, contexts, [len(each) for each in chances], lengths)
+        costs = [0.0 if each.match != BY_HEAD or self.head is None else self.head.cost for each in proposals]
+        lengths = self.lengths(contexts, chances, costs)
+        self._add_probe(decoding, contexts, [len(each) for each in chances], costs, lengths)
         for sequence, proposal, length in zip(decoding, proposals, lengths, strict=True):
             sequence.drafts = proposal.drafts[:length]
             self._proposals[sequence.sequence_id] = proposal
@@ -89,14 +112,52 @@ class Drafting:
             return [1.0] * count
         return self._acceptance_of(sequence).chances(proposal.match, count)
 
+    def _head_pays(self, head: HeadDrafter, decoding: ListOf[Sequence]) -> bool:
+        """Whether the next step is to make drafts by the head: they are likely to be verified, or are to be tried
+        again. Before a sequence decodes, whether drafts that are all accepted would be worth it."""
+        if not decoding:
+            return any(self.lengths([1], [[1.0]], [head.cost]))
+        acceptances = [self._acceptance_of(sequence) for sequence in decoding]
+        contexts, costs = [len(sequence.token_ids) for sequence in decoding], [head.cost] * len(decoding)
+        if any(each.is_probe_due for each in acceptances):
+            return any(self.lengths(contexts, [[1.0]] * len(decoding), costs))
+        return any(self.lengths(contexts, [each.chances(BY_HEAD, MOST_BY_HEAD) for each in acceptances], costs))
+
+    def launch_head(self, step: Step, sampling: ListOf[SamplingRow], tokens: mx.array | None) -> LaunchedDrafts | None:
+        """Let the head draft after a step that was launched last, if that pays."""
+        if self.head is None or not self.head.runs:
+            return None
+        try:
+            return self.head.launch(step, sampling, tokens, self._scheduler.sequences)
+        except Exception:
+            logger.exception("the draft head fails: nothing is drafted by it from now on")
+            self.head = None
+            return None
+
+    def draft_further(self, accepted: Mapping[int, int], launched: LaunchedDrafts) -> None:
+        """Let the head draft after the tokens that a step has committed. accepted: its accepted drafts, by sequence."""
+        if self.head is None:
+            return
+        running = [self._requests.by_sequence[id] for id in accepted if id in self._requests.by_sequence]
+        running = [each for each in running if is_decoding(each.sequence) and each.sequence in self._scheduler.running]
+        contexts = [len(each.sequence.token_ids) for each in running]
+        chances = [self._acceptance_of(each.sequence).chances(BY_HEAD, MOST_BY_HEAD) for each in running]
+        lengths = self.lengths(contexts, chances, [self.head.cost] * len(running)) if running else []
+        self.head.draft(launched, accepted, running, lengths)
+
     def _add_probe(
-        self, decoding: ListOf[Sequence], contexts: ListOf[int], proposed: ListOf[int], lengths: list[int]
+        self,
+        decoding: ListOf[Sequence],
+        contexts: ListOf[int],
+        proposed: ListOf[int],
+        costs: ListOf[float],
+        lengths: list[int],
     ) -> None:
         """Let a sequence whose drafts were not worth verifying for long have one, if that would be worth it with drafts
         that are all accepted."""
         for i, sequence in enumerate(decoding):
             if proposed[i] and not lengths[i] and self._acceptance_of(sequence).is_probe_due:
-                lengths[i] = min(1, self.lengths(contexts, [[1.0] * min(1, count) for count in proposed])[i])
+                lengths[i] = min(1, self.lengths(contexts, [[1.0] * min(1, count) for count in proposed], costs)[i])
                 return
 
     def _propose(self, sequence: Sequence) -> Proposal:
@@ -111,15 +172,19 @@ class Drafting:
             return Proposal(tag, is_certain=True)
         if matcher is not None and (forced := matcher.forced()[:most]):
             return Proposal(forced[: matcher.count_allowed(forced)], is_certain=True)
-        drafts, match = self.drafter.propose(running, most)
-        return Proposal(drafts if matcher is None else drafts[: matcher.count_allowed(drafts)], match)
+        found = [] if self.drafter is None else [Proposal(*self.drafter.propose(running, most))]
+        if self.head is not None:
+            found.append(Proposal(self.head.propose(sequence, most), BY_HEAD))
+        if matcher is not None:
+            found = [each._replace(drafts=each.drafts[: matcher.count_allowed(each.drafts)]) for each in found]
+        return max(found, key=lambda each: sum(self._chances(sequence, each)), default=NOTHING)
 
-    def _fastest(self, contexts: ListOf[int], chances: ListOf[ListOf[float]]) -> list[int]:
+    def _fastest(self, contexts: ListOf[int], chances: ListOf[ListOf[float]], costs: ListOf[float]) -> list[int]:
         seconds = self._scheduler.decode_seconds()
         if seconds is None:
             return [0] * len(contexts)
         most = max(1, MOST_DRAFT_ROWS // len(contexts))
-        return draft_lengths(contexts, [each[:most] for each in chances], seconds)
+        return draft_lengths(contexts, [each[:most] for each in chances], seconds, costs)
 
     def _acceptance_of(self, sequence: Sequence) -> Acceptance:
         return self._acceptance.setdefault(sequence.sequence_id, Acceptance(self._shared))
@@ -141,14 +206,17 @@ class Drafting:
             and ends(drafts[accepted], before + accepted + 1) is None
         ):
             accepted += 1
-        self.stats = DraftStats(self.stats.drafted_total + len(drafts), self.stats.accepted_total + accepted)
         running.num_drafted += len(drafts)
         running.num_accepted += accepted
         proposal = self._proposals.get(row.sequence_id, NOTHING)
+        self.stats = self.stats.more(proposal.drafter, len(drafts), accepted)
         if not proposal.is_certain:
             self._acceptance_of(running.sequence).observe(proposal.match, len(drafts), accepted)
         return sampled[: accepted + 1]
 
     def forget(self, sequence_id: int) -> None:
         self._acceptance.pop(sequence_id, None)
-        self.drafter.forget(sequence_id)
+        if self.drafter is not None:
+            self.drafter.forget(sequence_id)
+        if self.head is not None:
+            self.head.forget(sequence_id)

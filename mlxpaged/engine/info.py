@@ -46,7 +46,7 @@ class EngineInfo:
         self.context_length = served.context_length
         self.longest = served.max_model_len  # most tokens of a prompt and its answer, in any pool
         self.sampling_defaults = config.sampling_defaults(served.sampling)
-        self.num_layers = len(served.layers)
+        self.num_layers = len(served.layers) - (served.mtp is not None)
         self.num_layers_per_sequence = sum(is_per_sequence([spec]) for spec in served.layers)  # called for each alone
         self.model_type = served.model_type
         self.num_parameters = served.num_parameters
@@ -71,7 +71,8 @@ class EngineInfo:
         self.no_reranker_because = served.no_reranker_because
         self.no_embeddings_because = core.no_embedder_because
         self.adapters = served.adapters.names
-        self.drafts = core.drafting is not None  # whether steps verify draft tokens
+        self.drafters = [] if core.drafting is None else core.drafting.names  # some of DRAFTERS
+        self.no_mtp_because = served.no_mtp_because
         # How prompts show images; None if it takes none.
         self.images = None if served.vision is None else served.vision.format
         self.no_images_because = served.no_vision_because

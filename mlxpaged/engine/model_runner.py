@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as ListOf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -49,6 +49,15 @@ class DeviceError(RuntimeError):
     """The device failed to run this step or an earlier one. The contents of the KV pools are lost."""
 
 
+class LastPass(NamedTuple):
+    """What the draft head needs of a forward pass. vector: the upload of the step. hidden[T, 1, D]: the states of its
+    tokens."""
+
+    step: HostStep
+    vector: mx.array
+    hidden: mx.array
+
+
 class ModelRunner:
     """Owns the KV pools and runs the model. It belongs to the thread that made it, because MLX streams are bound to a
     thread. Calls of `forward` from other threads are refused.
@@ -81,7 +90,9 @@ class ModelRunner:
         self._adapters = served.adapters.step
         self._images = images
         self._block_size = block_size
-        self._caches = ModelCaches(served.layers, num_blocks, block_size, backend, tunings, layout=layout)
+        self.mtp = served.mtp
+        sizes = served.layers, num_blocks, block_size
+        self._caches = ModelCaches(*sizes, backend, tunings, layout=layout, has_draft_head=self.mtp is not None)
         self.layers = self._caches.layers
         self.pools = self._caches.pools
         self._states = self._caches.states
@@ -90,7 +101,10 @@ class ModelRunner:
         self.swap = SwapSpace(self.pools, num_swap_slots, swap_dir) if num_swap_slots else None
         self.thread_id = threading.get_ident()
         self.model_calls = 0
-        self._graphs = StepGraphs(self._logits, self._caches)
+        if self.mtp is not None and self._rows is not None:
+            self._rows.keeps_hidden = True
+        self._last_pass: LastPass | None = None
+        self._graphs = StepGraphs(self._outputs, self._caches)
         self._last_step: HostStep | None = None
         mx.eval(self._caches.arrays)
         self.tile_size: int | None = None  # rows of each forward pass, if the engine is batch-invariant
@@ -217,9 +231,10 @@ class ModelRunner:
             vector = host.upload()
             # A replayed step has other kernels than one that is not, so the bits of a row would depend on which it is.
             if not self.overlaps or step.num_repeats is not None or images is not None:
-                logits = self._logits(host, vector, in_flight)
+                logits, *hidden = self._outputs(host, vector, in_flight)
             else:
-                logits = self._graphs.run(host, vector, in_flight, self._adapters.active)
+                logits, *hidden = self._graphs.run(host, vector, in_flight, self._adapters.active)
+            self._last_pass = LastPass(host, vector, *hidden) if hidden else None
             caches.commit(running)
         finally:
             caches.end()
@@ -238,7 +253,33 @@ class ModelRunner:
         self._last_step = grown or HostStep.build(step, self._block_size, more, *layers)
         return self._last_step
 
-    def _logits(self, step: HostStep, vector: mx.array, sampled: mx.array | None) -> mx.array:
+    def draft(self, following: ListOf[int], sampled: mx.array | None, at: ListOf[int]) -> mx.array:
+        """The draft head's hidden states [T, 1, D] for the T tokens of the last `forward`, not yet evaluated. Writes
+        its keys and values into the blocks of these. following: the token after each. sampled[R]: those at the indices
+        `at`, which are on the device."""
+        last, self._last_pass = self._last_pass, None
+        assert last is not None
+        assert self.mtp is not None
+        tokens = mx.array([max(0, each) for each in following], mx.int32)
+        if sampled is not None:
+            tokens[mx.array(list(at))] = sampled
+        metas, _ = last.step.on_device(last.vector)
+        return self._caches.forward_draft(self.mtp, tokens, last.hidden, metas)
+
+    def draft_further(self, step: Step, following: mx.array, hidden: mx.array) -> mx.array:
+        """Does what `draft` does for a step of one token for each sequence, after `draft`. following[T]: the tokens
+        after these. hidden[T, 1, D]: the head's own states of the tokens before these."""
+        assert self.mtp is not None
+        host = HostStep.build(step, self._block_size, (), self._caches.views, self._caches.planners)
+        metas, _ = host.on_device(host.upload())
+        return self._caches.forward_draft(self.mtp, following, hidden, metas)
+
+    def project(self, hidden: mx.array) -> mx.array:
+        """Logits [T, V] of hidden states [T, 1, D]."""
+        assert self._rows is not None
+        return self._rows.project(hidden)[:, -1]
+
+    def _outputs(self, step: HostStep, vector: mx.array, sampled: mx.array | None) -> list[mx.array]:
         """The graph of a step. vector: its upload. sampled: tokens that replace the pending ones."""
         metas, (ids, wanted_rows, *indices) = step.on_device(vector)
         if sampled is not None:
@@ -254,7 +295,10 @@ class ModelRunner:
         finally:
             if self._rows is not None:
                 self._rows.rows = None
-        return logits[:, -1] if self._rows is not None else logits[wanted_rows, -1]
+        if self._rows is None:
+            return [logits[wanted_rows, -1]]
+        hidden, self._rows.hidden = self._rows.hidden, None
+        return [logits[:, -1]] if hidden is None else [logits[:, -1], hidden]
 
     def warm_up(self) -> None:
         """Run decode steps of one sequence and of two in the first blocks, before any block is in use, until they are

@@ -122,6 +122,11 @@ class Sampler:
         self._counts.add(rows, samples.tokens)
         return samples
 
+    def guess(self, logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+        """Tokens [R] that are likely to be sampled for these rows, by the logits [R, V] of a draft head: with the noise
+        and the filters of each row, and without penalties."""
+        return self._sample(biased(logits.astype(mx.float32), rows), rows)
+
     def _samples(self, logits: mx.array, rows: Sequence[SamplingRow]) -> Samples:
         if all(row.plain for row in rows):
             return Samples(mx.argmax(logits, axis=-1).astype(mx.int32))

@@ -29,11 +29,35 @@ class ImageStats(NamedTuple):
 NO_IMAGES = ImageStats(0, 0)
 
 
-class DraftStats(NamedTuple):
-    """Tokens that speculative decoding has verified, and those of them that were sampled."""
+class DraftCounts(NamedTuple):
+    """Draft tokens that were verified, and those of them that were sampled."""
 
-    drafted_total: int = 0
-    accepted_total: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+DRAFTERS = ("grammar", "ngram", "mtp")
+"""What drafts: a grammar or a limit on thinking that leaves no choice, the text, the model's draft head."""
+
+
+class DraftStats(NamedTuple):
+    """The counts of each of DRAFTERS, in order."""
+
+    counts: tuple[DraftCounts, ...] = (DraftCounts(),) * len(DRAFTERS)
+
+    @property
+    def drafted_total(self) -> int:
+        return sum(each.drafted for each in self.counts)
+
+    @property
+    def accepted_total(self) -> int:
+        return sum(each.accepted for each in self.counts)
+
+    def more(self, drafter: str, drafted: int, accepted: int) -> DraftStats:
+        counts = list(self.counts)
+        before = counts[index := DRAFTERS.index(drafter)]
+        counts[index] = DraftCounts(before.drafted + drafted, before.accepted + accepted)
+        return DraftStats(tuple(counts))
 
 
 NO_DRAFTS = DraftStats()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from mlxpaged.engine.head_drafter import LaunchedDrafts
 from mlxpaged.engine.logprobs import PromptRows
 from mlxpaged.engine.model_runner import device_errors
 from mlxpaged.engine.prompt_logits import StepLogprobs
@@ -42,7 +43,8 @@ class InFlightStep:
     scheduled: what the forward pass computes. rows: those whose sequences still ran when the previous step was
     processed. started: seconds on the engine's clock. logits[R + P, V]: as `ModelRunner.forward` returns them. prompts:
     the P prompt tokens. top: the most likely tokens to report for each of them. is_usual: whether other
-    steps take as long: it moves no blocks, and was not traced. sampled_ids: the sequence of each sampled token.
+    steps take as long: it moves no blocks, and was not traced. sampled_ids: the sequence of each sampled token. drafts:
+    of the draft head, for the next step.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class InFlightStep:
         self.scheduled = scheduled
         self.started = started
         self.is_usual = True
+        self.drafts: LaunchedDrafts | None = None
         self.rows: ListOf[Row] = scheduled.rows
         self.sampled_ids: list[int] = []
         self._prompt_logprobs: StepLogprobs | None = None
@@ -95,6 +98,7 @@ class InFlightStep:
             *(() if self.logits is None else (self.logits,)),
             *(self._samples.arrays if self._samples is not None else ()),
             *(self._prompt_logprobs.arrays if self._prompt_logprobs is not None else ()),
+            *((self.drafts.tokens,) if self.drafts is not None else ()),
         ]
 
     def set_samples(self, sampled_ids: list[int], samples: Samples | None) -> None:

@@ -34,8 +34,11 @@ TRACE_AT = 4
 MAX_GRAPHS = 64
 """Most signatures that are kept. The graph of a 28-layer model takes about half a megabyte."""
 
-Build = Callable[[HostStep, mx.array, mx.array | None], mx.array]
-"""Makes the logits of a step from its upload and from the tokens of the step in flight."""
+Outputs = list[mx.array]
+"""The logits of a step, and if there is a draft head, the hidden states that it needs."""
+
+Build = Callable[[HostStep, mx.array, mx.array | None], Outputs]
+"""Makes the outputs of a step from its upload and from the tokens of the step in flight."""
 
 
 @dataclass
@@ -60,8 +63,8 @@ class StepGraphs:
 
     def run(
         self, step: HostStep, vector: mx.array, sampled: mx.array | None, adapters: tuple[str | None, ...] = (None,)
-    ) -> mx.array:
-        """The logits of a step. vector: its upload. sampled: tokens of the step in flight. adapters: whose layers are
+    ) -> Outputs:
+        """The outputs of a step. vector: its upload. sampled: tokens of the step in flight. adapters: whose layers are
         in the graph."""
         caches = self._caches
         signature = step.signature if self.enabled and caches.only_decodes else None
@@ -76,7 +79,7 @@ class StepGraphs:
             self.num_traced += 1
         try:
             states = [layer.before for layer in caches.recurrent]
-            logits, tokens, after = graph.replay(
+            outputs, tokens, after = graph.replay(
                 vector, sampled, [memory.bindings for memory in self._memories], states
             )
         except Exception:
@@ -90,7 +93,7 @@ class StepGraphs:
         for layer, pending in zip(caches.recurrent, after, strict=True):
             layer.after = pending
         caches.step.attention_calls += graph.attention_calls
-        result: mx.array = logits
+        result: Outputs = outputs
         return result
 
     @contextmanager
@@ -131,9 +134,9 @@ class StepGraphs:
             for layer, before in zip(recurrent, states, strict=True):
                 layer.bind(before)
             try:
-                logits = self._build(step, vector, sampled)
+                outputs = self._build(step, vector, sampled)
                 graph.attention_calls = self._caches.step.attention_calls - calls
-                return logits, [memory.token for memory in self._memories], [layer.after for layer in recurrent]
+                return outputs, [memory.token for memory in self._memories], [layer.after for layer in recurrent]
             finally:
                 self._caches.step.attention_calls = calls
                 for memory, arrays in zip(self._memories, real, strict=True):

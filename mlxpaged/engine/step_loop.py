@@ -138,7 +138,8 @@ class StepLoop:
     def _choose_drafts(self, drafting: Drafting) -> None:
         """Decide what the next step verifies. How many tokens a step with drafts commits is known when its tokens are
         read, and drafts follow a token that is known: so no step is in flight before or after one with drafts."""
-        if self._in_flight is not None and self._in_flight.scheduled.has_drafts:
+        step = self._in_flight
+        if step is not None and (step.scheduled.has_drafts or step.drafts is not None):
             self.finish_in_flight()
         if drafting.choose() and self._in_flight is not None:
             self.finish_in_flight()
@@ -225,7 +226,12 @@ class StepLoop:
 
     def _launch_sampler(self, step: InFlightStep, rows: ListOf[Row]) -> None:
         ids = [row.sequence_id for row in rows for _ in range(row.num_sampled)]
-        step.set_samples(ids, self._sampler.sample(step.logits_of(ids), self._sampling_rows(rows)) if rows else None)
+        sampling = self._sampling_rows(rows)
+        samples = self._sampler.sample(step.logits_of(ids), sampling) if rows else None
+        step.set_samples(ids, samples)
+        if self._drafting is not None:
+            tokens = None if samples is None else samples.tokens
+            step.drafts = self._drafting.launch_head(step.scheduled, sampling, tokens)
 
     def _sampling_rows(self, rows: ListOf[Row]) -> list[SamplingRow]:
         running = [(self._requests.by_sequence[row.sequence_id], row) for row in rows]
@@ -283,6 +289,8 @@ class StepLoop:
         if prompt_logprobs or len(tokens) < len(step.rows):
             self._process_prompts(step.rows, prompt_logprobs, discarded)
         self._requests.advance(tokens)
+        if self._drafting is not None and step.drafts is not None:
+            self._drafting.draft_further({each: len(found) - 1 for each, found in tokens.items()}, step.drafts)
 
     def _process_prompts(
         self, rows: ListOf[Row], prompt_logprobs: Mapping[int, PromptResult], discarded: set[int]

@@ -16,6 +16,7 @@ from mlxpaged.attention.metadata import AttentionMetadata, HostStep, Planner, Ta
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 from mlxpaged.models.cache_groups import CacheLayout, one_group
+from mlxpaged.models.draft_head import Mtp
 from mlxpaged.models.layers import LayerSpec, PerSequence, Recurrent, kv_layers
 from mlxpaged.models.states import RecurrentLayer, SequenceCaches
 from mlxpaged.step import Row
@@ -25,8 +26,9 @@ class ModelCaches:
     """What an unmodified mlx-lm model gets as its caches: paged KV pools and recurrent states, by the specs.
 
     layout: places the KV layers in the pools; by default each has its own. pools: the memory of all blocks. layers: the
-    KV layers. views: the block tables that they use. states: the layers with states or caches of single sequences.
-    recurrent: those with states, which can be swapped out. Caches of single sequences cannot.
+    KV layers. views: the block tables that they use. draft: of the draft head, if the last spec is its. states: the
+    layers with states or caches of single sequences. recurrent: those with states, which can be swapped out. Caches of
+    single sequences cannot.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class ModelCaches:
         tunings: Mapping[AttentionShape, Tuning] | None = None,
         layer_types: tuple[type[PagedLayer], type[LatentLayer]] = (PagedLayer, LatentLayer),
         layout: CacheLayout | None = None,
+        has_draft_head: bool = False,
     ) -> None:
         self.step = StepContext()
         self.layers: list[PagedLayer] = []
@@ -53,6 +56,7 @@ class ModelCaches:
         self._places = iter(layout.layers)
         self.views = list(dict.fromkeys(each.view for each in layout.layers)) or [TableView()]
         self.caches = [self._make(spec) for spec in specs]
+        self.draft = self.caches.pop() if has_draft_head else None
 
     def _make(self, spec: LayerSpec) -> Any:
         if spec is None:
@@ -155,11 +159,25 @@ class ModelCaches:
             logits: mx.array = model(tokens[:, None], cache=self.caches)
             return logits
         finally:
-            for layer in self._latent:
-                layer.discard()
-            for pool in self.pools:
-                pool.end_step()
-            self.step.end()
+            self._end_pass()
+
+    def forward_draft(
+        self, mtp: Mtp, tokens: mx.array, hidden: mx.array, metas: Sequence[AttentionMetadata]
+    ) -> mx.array:
+        """Hidden states [T, 1, D] of the draft head, for the output head. tokens[T]: those after the tokens that
+        `metas` are of. hidden[T, 1, D]: the states of these."""
+        self.step.begin(metas)
+        try:
+            return mtp.head(mtp.embed(tokens[:, None]), hidden, self.draft)
+        finally:
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        for layer in self._latent:
+            layer.discard()
+        for pool in self.pools:
+            pool.end_step()
+        self.step.end()
 
     def commit(self, running: Container[int]) -> None:
         """Keep the new states. running: ids of all sequences that need a state; the states of others are dropped."""

@@ -17,13 +17,19 @@ logger = logging.getLogger(__name__)
 
 
 class RowSelection:
-    """The rows of the running step that the output head projects; None means all. is_projecting: during its call."""
+    """The rows of the running step that the output head projects; None means all. is_projecting: during its call.
+    project: the output head. hidden[T, 1, D]: its last input, all rows of it, if `keeps_hidden`."""
 
     def __init__(self) -> None:
         self.rows: mx.array | None = None
         self.is_projecting = False
+        self.keeps_hidden = False
+        self.hidden: mx.array | None = None
+        self.project: Callable[[mx.array], mx.array] = lambda hidden: hidden
 
     def __call__(self, hidden: mx.array) -> mx.array:
+        if self.keeps_hidden:
+            self.hidden = hidden
         return hidden if self.rows is None else hidden[self.rows]
 
 
@@ -59,3 +65,4 @@ def _subclass_in_place(head: Any, method: str, selection: RowSelection) -> None:
             selection.is_projecting = False
 
     head.__class__ = type(base.__name__, (base,), {method: project})
+    selection.project = lambda hidden: getattr(base, method)(head, hidden)

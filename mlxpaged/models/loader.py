@@ -28,8 +28,10 @@ from mlxpaged.models.adapters import (
     load_adapters,
 )
 from mlxpaged.models.device_memory import free_device_memory
+from mlxpaged.models.draft_head import Mtp, load_mtp
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder, weight_bytes
 from mlxpaged.models.errors import AdapterError, HubError, ModelNotFoundError, UnsupportedModelError, in_one_line
+from mlxpaged.models.files import check_entries
 from mlxpaged.models.gated_delta import route_gated_delta
 from mlxpaged.models.generation_config import end_tokens_of, read_generation_config
 from mlxpaged.models.head import RowSelection, select_rows_before_head
@@ -84,7 +86,8 @@ class ServedModel:
     no_reranker_because: the reason if `reranker` is None. sampling: the sampling parameters that its
     generation_config.json recommends, by name. vision: None if it takes no
     images. no_vision_because: the reason then, if it was made to. kv_cache_dtype: as `EngineConfig` has it.
-    kv_cache_dtype_because: why it is not the type that was asked for; empty if it is.
+    kv_cache_dtype_because: why it is not the type that was asked for; empty if it is. mtp: its draft head, whose layer
+    is the last of `layers`; None if none was asked for. no_mtp_because: the reason if it has none.
     """
 
     name: str
@@ -107,6 +110,8 @@ class ServedModel:
     no_vision_because: str = ""
     kv_cache_dtype: str = "auto"
     kv_cache_dtype_because: str = ""
+    mtp: Mtp | None = None
+    no_mtp_because: str = ""
 
     @property
     def kv_layers(self) -> list[KV]:
@@ -218,6 +223,8 @@ def load_model(
     joins: bool = True,
     most_pixels: int = MOST_PIXELS,
     kv_cache_dtype: str = "auto",
+    drafts: bool = False,
+    mtp_path: str | None = None,
 ) -> ServedModel:
     """Load weights and tokenizer and check that paged attention reproduces the model.
 
@@ -226,7 +233,8 @@ def load_model(
     reserved: memory that is needed beside the weights. is_reranker: True if the user says so, False if the name
     decides. adapters: to be loaded beside it. group: ranks that each load their share of it, all at the same time.
     joins: whether operations of its modules are joined (models/joins.py, models/fused_attention.py). most_pixels: of an
-    image; a larger one is reduced. Call it on the thread that will run the model. Raises ModelNotFoundError or
+    image; a larger one is reduced. drafts: whether its draft head is loaded, if it has one. mtp_path: where it is if
+    not in its own files. Call it on the thread that will run the model. Raises ModelNotFoundError or
     UnsupportedModelError.
     """
     turns = turns or Turns()
@@ -246,7 +254,10 @@ def load_model(
         num_parameters = int(get_total_parameters(model))
         if group is not None:
             shard(model, config, group, lambda: load_weights(path, lazy=True, get_model_classes=classes_of)[0])
+        mtp, no_mtp_because = find_mtp(model, path, mtp_path, group) if drafts else (None, "")
         read_weights(model, turns.report, READ_BYTES // num_ranks)
+        if mtp is not None:
+            read_weights(mtp.head, turns.report)
         tokenizer = turns.during(lambda: tokenizer_in(path, tool_parser, recommended.end_tokens))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from None
@@ -287,18 +298,22 @@ def load_model(
             f"{name} cannot be served: {kind} models are not supported yet, because {error}"
         ) from None
     reranker, no_reranker_because = find_reranker(name, tokenizer, is_reranker)
+    spec = None if mtp is None else mtp.spec(kv.layers)
+    if mtp is not None and (spec is None or rows is None):
+        mtp, no_mtp_because = None, "its layers or its output head are not known well enough"
+    added = (0 if mtp is None else mtp.nbytes) + (0 if vision is None else vision.tower.nbytes)
     return ServedModel(
         name=served_name or name,
         path=path,
         model_type=str(config.get("model_type", "")),
         model=model,
         tokenizer=tokenizer,
-        layers=kv.layers,
+        layers=kv.layers if mtp is None else [*kv.layers, spec],
         rows=rows,
         vocab_size=vocab_size,
         context_length=longest,
         max_model_len=served_len,
-        weight_bytes=weight_bytes(model) + installed.nbytes + (0 if vision is None else vision.tower.nbytes),
+        weight_bytes=weight_bytes(model) + installed.nbytes + added,
         num_parameters=num_parameters,
         reranker=reranker,
         no_reranker_because=no_reranker_because,
@@ -308,7 +323,39 @@ def load_model(
         no_vision_because=no_vision_because,
         kv_cache_dtype=kv.dtype,
         kv_cache_dtype_because=kv.reason,
+        mtp=mtp,
+        no_mtp_because=no_mtp_because,
     )
+
+
+def find_mtp(
+    model: Module, path: Path, mtp_path: str | None, group: mx.distributed.Group | None
+) -> tuple[Mtp | None, str]:
+    """The draft head, not read yet, or None and the reason. Raises UnsupportedModelError if that of another place does
+    not fit."""
+    if group is not None:
+        return None, "several ranks have no draft head"
+    try:
+        return load_mtp(model, path if mtp_path is None else resolve_mtp(mtp_path)), ""
+    except UnsupportedModelError as error:
+        if mtp_path is not None:
+            raise UnsupportedModelError(f"--mtp {mtp_path}: {error}") from None
+        return None, str(error)
+
+
+def resolve_mtp(name: str) -> Path:
+    """A local file or directory, or that of a hub repository, which is downloaded. Raises UnsupportedModelError."""
+    path = Path(name).expanduser()
+    if not path.exists():
+        if name.startswith((".", "/", "~")) or name.count("/") != 1:
+            raise UnsupportedModelError("there is no such file or directory")
+        try:
+            path = download_weights(name)
+        except ModelNotFoundError as error:
+            raise UnsupportedModelError(str(error)) from None
+    if path.is_dir():
+        check_entries(path)
+    return path
 
 
 def all_say(group: mx.distributed.Group, yes: bool) -> bool:

@@ -32,8 +32,11 @@ PRIOR_WEIGHT = 2.0
 LONG_MATCH = 8
 """Drafts after a match of at least so many tokens are accepted more often, and counted apart."""
 
-PRIORS = (0.5, 0.75)
-"""Chance of the first draft of a row before any was verified: after a short match, after a long one."""
+BY_HEAD = -1
+"""Instead of a match, for drafts of the model's own head."""
+
+PRIORS = (0.5, 0.75, 0.7)
+"""Chance of the first draft of a row before any was verified: after a short match, after a long one, by a head."""
 
 SHARED_DECAY = 0.98
 """As DECAY, for the chance of the first draft of a sequence that has none yet, which is that of all others."""
@@ -58,8 +61,8 @@ class Acceptance:
 
     def chances(self, match: int, count: int) -> list[float]:
         """The chance of each of `count` drafts that it and those before it are accepted. match: tokens of the text that
-        the drafts continue which were found elsewhere."""
-        kind = match >= LONG_MATCH
+        the drafts continue which were found elsewhere, or BY_HEAD."""
+        kind = kind_of(match)
         chances, chance, rate = [], 1.0, self._shared[kind]
         for tried, accepted in zip(self._tried[kind][:count], self._accepted[kind], strict=False):
             rate = (accepted + PRIOR_WEIGHT * rate) / (tried + PRIOR_WEIGHT)
@@ -76,7 +79,7 @@ class Acceptance:
         if drafted == 0:
             self._waited += 1
             return
-        kind = match >= LONG_MATCH
+        kind = kind_of(match)
         self._shared[kind] = SHARED_DECAY * self._shared[kind] + (1 - SHARED_DECAY) * (accepted > 0)
         for number in range(min(drafted, accepted + 1)):
             self._tried[kind][number] = DECAY * self._tried[kind][number] + 1
@@ -86,13 +89,22 @@ class Acceptance:
         self._waited = 0
 
 
+def kind_of(match: int) -> int:
+    """The index of PRIORS."""
+    return 2 if match == BY_HEAD else int(match >= LONG_MATCH)
+
+
 def draft_lengths(
-    contexts: ListOf[int], chances: ListOf[ListOf[float]], seconds: Callable[[int, int], float]
+    contexts: ListOf[int],
+    chances: ListOf[ListOf[float]],
+    seconds: Callable[[int, int], float],
+    costs: ListOf[float] = (),
 ) -> list[int]:
     """Returns how many of its drafts each decoding sequence verifies, one of LENGTHS or 0.
 
     contexts: context lengths of the sequences. chances: for each sequence, see `Acceptance.chances`. seconds: time of a
-    decoding step with so many rows that attend to so many keys together.
+    decoding step with so many rows that attend to so many keys together. costs: of a draft of each sequence before it
+    is verified, as a share of a step without drafts; those of several sequences are made at once. By default 0.
     """
     rows, keys, tokens = len(contexts), sum(contexts), float(len(contexts))
     lengths = [0] * rows
@@ -100,6 +112,7 @@ def draft_lengths(
     if plain <= 0:
         return lengths  # too little is known
     longest = SLOWEST * plain if not all(chances) else math.inf
+    making = 0.0
     most, best = LEAST_GAIN * tokens / plain, list(lengths)
     steps = [
         (sum(each[first:length]) / (length - first), i, length)
@@ -110,7 +123,8 @@ def draft_lengths(
     for chance, i, length in sorted(steps, key=lambda step: -step[0]):  # those of a sequence stay in order
         more = length - lengths[i]
         lengths[i], rows, keys, tokens = length, rows + more, keys + more * contexts[i], tokens + more * chance
-        took = seconds(rows, keys)
+        making = max(making, length * plain * costs[i] if costs else 0.0)
+        took = seconds(rows, keys) + making
         if took <= longest and tokens / took > most:
             most, best = tokens / took, list(lengths)
     return best

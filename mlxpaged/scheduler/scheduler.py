@@ -207,7 +207,7 @@ class Scheduler:
             if not builder:
                 self._add_decodes(builder)
         self.blocks.size.relieve()
-        return Step(builder.build(self._tables_of), self.blocks.take_moves())
+        return Step(builder.build(self.tables_of), self.blocks.take_moves())
 
     def observe(self, step: Step, seconds: float) -> None:
         """Learn from a step: the device computed all these rows, and nothing else, in `seconds`."""
@@ -406,7 +406,7 @@ class Scheduler:
         checkpoints = self.blocks.states.take_checkpoints(sequence, start, num_tokens)
         builder.add(sequence, start, num_sampled, restore, checkpoints, drafts)
 
-    def _tables_of(self, sequences: Iterable[Sequence]) -> IntArray:
+    def tables_of(self, sequences: Iterable[Sequence]) -> IntArray:
         """Block ids [n, G, b] of n sequences for each cache group; entries without a block are UNUSED."""
         tables = [sequence.kv.table for sequence in sequences]
         numbers = [number for table in tables if table is not None for number in table.row_numbers]

@@ -16,7 +16,7 @@ TEXT = "the river runs past the mill, the river runs past the inn, the river run
 def test_answers_are_those_without_drafts_and_usage_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the rule verifies all drafts, because what it decides depends on the machine."""
     monkeypatch.setattr(
-        "mlxpaged.engine.drafting.draft_lengths", lambda contexts, chances, seconds: [len(each) for each in chances]
+        "mlxpaged.engine.drafting.draft_lengths", lambda contexts, chances, *_: [len(each) for each in chances]
     )
     with running_server(EngineConfig(kv_cache_bytes=64_000_000, speculative="ngram")) as server:
         for options in ({"temperature": 0}, {"temperature": 0.8, "seed": 7}):
@@ -35,8 +35,10 @@ def test_answers_are_those_without_drafts_and_usage_counts_them(monkeypatch: pyt
         assert drafted["choices"][0]["message"]["content"] == text
         assert drafted["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] >= 30
         counted = metrics(server)
-        accepted, verified = (counted[f"mlxpaged_draft_tokens{which}_total"] for which in ("_accepted", ""))
+        accepted, verified = (counted[f"mlxpaged_draft_tokens{which}_total|ngram"] for which in ("_accepted", ""))
         assert 0 < accepted <= verified
         with raw(server) as client:
             status = client.get("/v1/status").json()["speculative"]
-        assert status == {"drafter": "ngram", "drafted_tokens": verified, "accepted_tokens": accepted}
+        assert status["drafters"] == ["grammar", "ngram"]
+        assert (status["drafted_tokens"], status["accepted_tokens"]) == (verified, accepted)
+        assert status["by_drafter"]["ngram"] == {"drafted": verified, "accepted": accepted}

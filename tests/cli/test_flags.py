@@ -47,6 +47,7 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     ("--max-num-batched-tokens", "99", "77", "max_num_batched_tokens", 99, 77),
     ("--max-step-ms", "0", "12.5", "max_step_ms", 0.0, 12.5),
     ("--speculative", "ngram", "off", "speculative", "ngram", "off"),
+    ("--speculative", "mtp", "auto", "speculative", "mtp", "auto"),
     ("--max-queue", "0", "5", "max_queue", 0, 5),
     ("--attention-backend", "gather", "auto", "attention_backend", "gather", "auto"),
     ("--attention-tuning", "paged:256", "CONTIGUOUS", "attention_tuning", "paged:256", "contiguous"),

@@ -157,7 +157,7 @@ def with_drafts(core: EngineCore) -> Outcome:
     """The sixteen requests with a bias that makes them repeat a token; all drafts are verified, if there are any."""
     outcome = Outcome()
     if core.drafting is not None:
-        core.drafting.lengths = lambda contexts, chances: [len(each) for each in chances]
+        core.drafting.lengths = lambda contexts, chances, costs: [len(each) for each in chances]
     for request in requests(0):
         core.add(replace(request, params=replace(request.params, logit_bias={50: 20.0})))
     step_to_the_end(core, outcome)

@@ -68,7 +68,7 @@ TABLE: tuple[Claim, ...] = (
     honoured(
         "prediction",
         {"type": "content", "content": "x"},
-        "draft tokens with [`--speculative ngram`](scheduling.md#speculative-decoding); else it changes nothing",
+        "draft tokens with [`--speculative auto`](scheduling.md#speculative-decoding); else it changes nothing",
     ),
     honoured("logprobs", True, "in streams too"),
     honoured("top_logprobs", 2, "up to 20", logprobs=True),

@@ -47,7 +47,7 @@ class Oracle:
         pass
 
 
-def as_many(contexts: ListOf[int], chances: ListOf[ListOf[float]]) -> list[int]:
+def as_many(contexts: ListOf[int], chances: ListOf[ListOf[float]], costs: ListOf[float] = ()) -> list[int]:
     """All drafts are verified."""
     return [len(each) for each in chances]
 
@@ -55,7 +55,7 @@ def as_many(contexts: ListOf[int], chances: ListOf[ListOf[float]]) -> list[int]:
 def every_other_step() -> Lengths:
     """Drafts are verified in every other step, so that steps with and without are in flight one after the other."""
     turns = itertools.cycle((False, False, True, True))
-    return lambda contexts, chances: as_many(contexts, chances) if next(turns) else [0] * len(contexts)
+    return lambda contexts, chances, costs: as_many(contexts, chances) if next(turns) else [0] * len(contexts)
 
 
 def use_oracle(core: EngineCore, answers: Mapping[str, ListOf[int]], seed: int = 1) -> Drafting:

@@ -20,9 +20,11 @@ from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.step import Step
-from tests.engine.test_drafting import every_other_step
+from tests.engine.test_draft_head import logged
+from tests.engine.test_drafting import as_many, every_other_step
 from tests.metal_on_cpu import Interpreter
 from tests.models.architectures import make_architecture
+from tests.models.draft_heads import make_drafting
 from tests.support import make_tiny_model, poison_new_blocks, run_requests
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -157,6 +159,26 @@ def test_steps_with_drafts_have_the_launches_of_decoding(
     assert core.stats().drafts.accepted_total >= 12
     if interpreter is not None:
         assert launched[True] <= launched[False]
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", pytest.param("glm4_moe_lite", marks=pytest.mark.models)])
+def test_a_draft_head_runs_on_the_kernels(kind: str, tmp_path: Path, interpreter: Interpreter | None) -> None:
+    """Its steps are replayed, and its drafts are those of the gather backend."""
+    directory = make_drafting(tmp_path / kind, kind).path
+    prompts = PROMPTS[1:4]
+    expected = run_requests(make_core(load_model(str(directory)), "gather"), prompts, max_tokens=16)
+    served = load_model(str(directory), drafts=True)
+    found = []
+    for backend in ("gather", "metal"):
+        core = make_core(served, backend, speculative="mtp")
+        assert core.drafting is not None
+        core.drafting.lengths = as_many
+        drafts = logged(core)
+        assert run_requests(core, prompts, max_tokens=16) == expected
+        found.append(sorted(drafts))
+        assert not core.runner.overlaps or core.runner.num_traced > 0
+    assert found[0] == found[1]
+    assert len(found[0]) > 30
 
 
 class Known:

@@ -99,7 +99,7 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
 
 async def tokens_of_prediction(http: Request, text: str, info: EngineInfo) -> tuple[int, ...]:
     """Returns none if nothing is drafted from them. Raises ApiError."""
-    if not text or not info.drafts:
+    if not text or "ngram" not in info.drafters:
         return ()
     check.check_text_length("prediction", len(text), info)
     return tuple(await server_of(http).tokenize(info.tokenizer, len(text), lambda: info.tokenizer.encode(text)))

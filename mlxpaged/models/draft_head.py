@@ -1,0 +1,178 @@
+"""The multi-token prediction of a checkpoint: one layer that predicts the token after the next one.
+
+It makes its input of the model's hidden state at a position and the embedding of the next token, and shares embedding
+and output head with the model (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3.5 and GLM-4.5 have the same). mlx-lm
+leaves these tensors out. What counts is whether they are there: many configurations name layers that a conversion has
+dropped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import RMSNorm
+from mlx.nn.layers.quantized import quantize
+from mlx_lm.models.base import create_attention_mask
+
+from mlxpaged.models.embedding import weight_bytes
+from mlxpaged.models.errors import UnsupportedModelError, in_one_line
+from mlxpaged.models.layers import KV, LayerSpec
+from mlxpaged.models.preflight import WEIGHTS
+from mlxpaged.models.weight_headers import read_shapes
+
+
+class Names(NamedTuple):
+    """What a family calls the tensors of its draft head. prefix: of all, with the model's number of layers. parts:
+    those of DraftHead, by name. layer: of the decoder layer's. shifts_norms: whether the scales of norms are stored
+    less one, until a conversion to MLX adds it."""
+
+    prefix: str
+    parts: Mapping[str, str]
+    layer: str = ""
+    shifts_norms: bool = False
+
+
+QWEN = {
+    "fc": "projection",
+    "pre_fc_norm_embedding": "norm_embedding",
+    "pre_fc_norm_hidden": "norm_hidden",
+    "norm": "norm",
+}
+DEEPSEEK = {"eh_proj": "projection", "enorm": "norm_embedding", "hnorm": "norm_hidden", "shared_head.norm": "norm"}
+FAMILIES = (Names("mtp.", QWEN, "layers.0.", shifts_norms=True), Names("model.layers.{}.", DEEPSEEK))
+"""The names of Qwen3-Next, Qwen3.5 and later, and those of DeepSeek V3 and of GLM-4.5 and later."""
+
+SHARED = ("embed_tokens.", "shared_head.head.")
+"""Copies of the model's own tensors."""
+
+LAYER = re.compile(r"(^|\.)layers\.\d+$")
+
+MODES = {(4, 32): "mxfp4", (4, 16): "nvfp4", (8, 32): "mxfp8"}
+"""How weights of so many bits and group size are quantized if they have no biases."""
+
+
+class DraftHead(Module):
+    """layer: a decoder layer of the model's kind."""
+
+    def __init__(self, layer: Module, hidden_size: int, eps: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.projection = Linear(2 * hidden_size, hidden_size, bias=False)
+        self.norm_embedding = RMSNorm(hidden_size, eps)
+        self.norm_hidden = RMSNorm(hidden_size, eps)
+        self.layer = layer
+        self.norm = RMSNorm(hidden_size, eps)
+
+    def __call__(self, embedding: mx.array, hidden: mx.array, cache: Any) -> mx.array:
+        """The hidden states [T, 1, D] for the output head. embedding[T, 1, D]: of the next tokens. hidden[T, 1, D]: the
+        model's input of its output head, or for a further draft, what this returned."""
+        joined = mx.concatenate([self.norm_embedding(embedding), self.norm_hidden(hidden)], axis=-1)
+        x = self.projection(joined)
+        return self.norm(self.layer(x, create_attention_mask(x, cache), cache))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Mtp:
+    """A draft head that is loaded. embed: the model's embedding of tokens. index: of the model's layer that its own is
+    like. nbytes: of its weights."""
+
+    head: DraftHead
+    embed: Module
+    index: int
+    nbytes: int
+
+    def spec(self, layers: Sequence[LayerSpec]) -> KV | None:
+        """What its layer keeps; None if the model's layer keeps anything but blocks of keys and values."""
+        like = layers[self.index]
+        return replace(like, qkv=None, quantization=None, mutual=False) if isinstance(like, KV) else None
+
+
+class Part(NamedTuple):
+    """A module of a model, by its name."""
+
+    name: str
+    module: Any
+
+
+def load_mtp(model: Module, path: Path) -> Mtp:
+    """The draft head in a file, or in the weights of a directory, which are not read yet. It may be there alone: then
+    its tensors have no prefix. model: as mlx-lm has loaded it. Raises UnsupportedModelError, with the reason if there
+    is none."""
+    files = sorted(path.glob(WEIGHTS)) if path.is_dir() else [path]
+    try:
+        for each in files:
+            read_shapes(each)  # so that MLX opens no damaged file
+        return _load(model, files)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # mlx and mlx-lm raise any type for tensors that do not fit
+        raise UnsupportedModelError(f"its draft head cannot be loaded: {in_one_line(error)}") from error
+
+
+def _load(model: Any, files: Sequence[Path]) -> Mtp:
+    parts = [Part(*each) for each in model.named_modules()]
+    like = [each for each in parts if LAYER.search(each.name) and hasattr(each.module, "self_attn")]
+    embed = next((each.module for each in parts if each.name.endswith("embed_tokens")), None)
+    args = next((a for each in parts if hasattr(a := getattr(each.module, "args", None), "hidden_size")), None)
+    if not like or embed is None or args is None:
+        raise UnsupportedModelError("models of this kind have no draft head that is known")
+    index, layer = max((int(each.name.rpartition(".")[2]), each) for each in like)
+    for family, prefix in [(each, prefix) for each in FAMILIES for prefix in (each.prefix, "")]:
+        found, is_converted = read_tensors(files, prefix.format(args.num_hidden_layers))
+        if any(name.rpartition(".")[0] in family.parts for name in found):
+            break
+    else:
+        raise UnsupportedModelError("it has no draft head")
+    shift = 1.0 if family.shifts_norms and not is_converted else 0.0
+    weights: dict[str, mx.array] = {}
+    of_layer: dict[str, mx.array] = {}
+    for name, array in found.items():
+        module, _, kind = name.rpartition(".")
+        if name.startswith(SHARED):
+            continue
+        if module in family.parts:
+            part = family.parts[module]
+            weights[f"{part}.{kind}"] = array + shift if part != "projection" else array
+        else:
+            of_layer[f"{layer.name}.{name.removeprefix(family.layer)}"] = array
+    if shift:  # a convolution that is not converted shows Qwen3.5's `sanitize` that norms are not either
+        of_layer[f"{layer.name}.conv1d.weight"] = mx.zeros((1, 1, 2))
+    for name, array in model.sanitize(of_layer).items():
+        if not name.endswith((".conv1d.weight", ".rotary_emb.inv_freq")):
+            weights[f"layer.{name.removeprefix(layer.name + '.')}"] = array
+    head = DraftHead(type(layer.module)(args, index), args.hidden_size, args.rms_norm_eps)
+    quantize(head, class_predicate=lambda path, module: quantization(path, module, weights))
+    head.load_weights(list(weights.items()))
+    head.eval()
+    return Mtp(head, embed, index, weight_bytes(head))
+
+
+def read_tensors(files: Sequence[Path], prefix: str) -> tuple[dict[str, mx.array], bool]:
+    """The tensors whose names begin with a prefix, without it, and whether MLX has written one of their files."""
+    found: dict[str, mx.array] = {}
+    is_converted = False
+    for path in files:
+        loaded: Any = mx.load(str(path), return_metadata=True)
+        arrays, metadata = loaded
+        own = {name.removeprefix("language_model."): array for name, array in arrays.items()}
+        own = {name.removeprefix(prefix): array for name, array in own.items() if name.startswith(prefix)}
+        found |= own
+        is_converted |= bool(own) and metadata.get("format") == "mlx"
+    return found, is_converted
+
+
+def quantization(path: str, module: Any, weights: Mapping[str, mx.array]) -> bool | dict[str, Any]:
+    """How the weights of a module are quantized, by their shapes; False if they are not."""
+    scales = weights.get(f"{path}.scales")
+    if scales is None:
+        return False
+    size = module.weight.shape[-1]
+    bits, group = 32 * weights[f"{path}.weight"].shape[-1] // size, size // scales.shape[-1]
+    mode = "affine" if f"{path}.biases" in weights else MODES[bits, group]
+    return {"bits": bits, "group_size": group, "mode": mode}

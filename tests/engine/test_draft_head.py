@@ -1,0 +1,144 @@
+"""Drafts by a model's own head are those of a contiguous sequence, and change no answer."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine.status import DRAFTERS, NO_DRAFTS
+from mlxpaged.models.loader import load_model
+from mlxpaged.scheduler.sequence import Sequence
+from tests.engine.helpers import make_core
+from tests.engine.test_drafting import answers, as_many, prompt, requests, tokens_of
+from tests.models.draft_heads import Reference, make_drafting
+
+NAMES = ("glm4_moe", "glm4_moe_lite")
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_drafting(tmp_path_factory.mktemp("heads") / "m", request.param)
+
+
+def core_of(path: Path, drafts: bool = True, **options: Any) -> EngineCore:
+    served = load_model(str(path), drafts=drafts)
+    core = make_core(served, speculative="mtp" if drafts else "off", **options)
+    if drafts:
+        assert served.mtp is not None, served.no_mtp_because
+        assert core.drafting is not None
+        core.drafting.lengths = as_many
+    return core
+
+
+def logged(core: EngineCore) -> list[tuple[str, list[int], list[int]]]:
+    """Returns what the head drafts: request, tokens before, drafts."""
+    assert core.drafting is not None
+    head = core.drafting.head
+    assert head is not None
+    found: list[tuple[str, list[int], list[int]]] = []
+    propose = head.propose
+
+    def propose_and_log(sequence: Sequence, most: int) -> list[int]:
+        drafts = propose(sequence, most)
+        if drafts:
+            found.append((sequence.request_id, list(sequence.token_ids), drafts))
+        return drafts
+
+    head.propose = propose_and_log  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 8}, {"blocks": 14}, {"blocks": 14, "swap_blocks": 40}],
+    ids=["plain", "chunks", "recompute", "swap"],
+)
+def test_drafts_are_those_of_a_contiguous_sequence_and_answers_those_without(
+    reference: Reference, options: dict[str, Any]
+) -> None:
+    expected = answers(core_of(reference.path, drafts=False), requests())
+    core = core_of(reference.path, **options)
+    drafts = logged(core)
+    got = answers(core, requests())
+    assert tokens_of(got) == tokens_of(expected)
+    greedy = [each for each in drafts if each[0] in ("r0", "r4")]
+    assert len(greedy) > 60
+    assert {len(found) for _, _, found in greedy} >= {1, 4}
+    for _, tokens, found in greedy[::5]:
+        assert reference.drafts(tokens, len(found)) == found
+
+
+def test_later_turns_forks_and_ends_within_drafts(reference: Reference) -> None:
+    """The bias makes model and head repeat a token, so that drafts are accepted."""
+    params = SamplingParams(max_tokens=40, temperature=0.0, logit_bias={50: 30.0}, ignore_eos=True)
+    several = SamplingParams(max_tokens=30, temperature=0.8, seed=3, logit_bias={50: 9.0}, stop=("zq",))
+
+    def play(core: EngineCore) -> dict[str, tuple[int, ...]]:
+        first = [Request(f"a{i}", prompt(i, 40), params, 0.0) for i in range(3)]
+        found = tokens_of(answers(core, first))
+        later = [
+            Request(f"b{i}", (*prompt(i, 40), *found[f"a{i}"], 7, 8, 9), replace(several, seed=i), 1.0)
+            for i in range(3)
+        ]
+        return found | tokens_of(answers(core, later))
+
+    core = core_of(reference.path)
+    assert play(core) == play(core_of(reference.path, drafts=False))
+    stats = core.stats()
+    assert stats.drafts.accepted_total > 90
+    assert stats.drafts.counts[DRAFTERS.index("mtp")].accepted == stats.drafts.accepted_total
+    assert stats.scheduler.prefix_hit_tokens_total > 150
+    assert core.scheduler.pool.usage().used == 0
+
+
+def test_the_head_runs_only_where_it_can_pay(reference: Reference) -> None:
+    core = core_of(reference.path)
+    assert core.drafting is not None
+    core.drafting.lengths = lambda contexts, chances, costs: [0] * len(contexts)
+    core.runner.draft = None  # type: ignore[assignment,method-assign]
+    expected = answers(core_of(reference.path, drafts=False), requests())
+    assert tokens_of(answers(core, requests())) == tokens_of(expected)
+    assert core.stats().drafts == NO_DRAFTS
+
+
+def test_a_head_that_fails_is_left_out(reference: Reference, caplog: pytest.LogCaptureFixture) -> None:
+    core = core_of(reference.path)
+    draft, calls = core.runner.draft, itertools.count()
+
+    def failing_later(*arguments: Any) -> Any:
+        if next(calls) == 5:
+            raise ValueError("injected")
+        return draft(*arguments)
+
+    core.runner.draft = failing_later  # type: ignore[method-assign]
+    expected = answers(core_of(reference.path, drafts=False), requests())
+    assert tokens_of(answers(core, requests())) == tokens_of(expected)
+    assert core.drafting is not None
+    assert core.drafting.names == ["grammar"]
+    assert "the draft head fails" in caplog.text
+
+
+def test_text_and_head_draft_together(reference: Reference) -> None:
+    """What has come before is drafted from the text if that is more likely to be accepted."""
+    served = load_model(str(reference.path), drafts=True)
+    core = make_core(served, speculative="auto")
+    assert core.drafting is not None
+    assert core.drafting.names == ["grammar", "ngram", "mtp"]
+    core.drafting.lengths = as_many
+    expected = answers(core_of(reference.path, drafts=False), requests())
+    assert tokens_of(answers(core, requests())) == tokens_of(expected)
+    by = dict(zip(DRAFTERS, core.stats().drafts.counts, strict=True))
+    assert by["mtp"].drafted > 0
+    repeating = [
+        Request("r", prompt(1, 20), SamplingParams(max_tokens=60, temperature=0.0, logit_bias={50: 50.0}), 0.0)
+    ]
+    answers(core, repeating)
+    by = dict(zip(DRAFTERS, core.stats().drafts.counts, strict=True))
+    assert by["ngram"].accepted > 20
