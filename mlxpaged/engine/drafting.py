@@ -30,6 +30,13 @@ MOST_DRAFT_ROWS = 64
 """Drafts of a step. Times of steps are measured up to 128 rows."""
 
 
+EXPOSED_SHARE = 0.1
+"""What the latest step counts in the time that the device waits. The average begins at 0, so that drafts are tried."""
+
+MOST_EXPOSED = 0.01
+"""Seconds. More is a pause of the process."""
+
+
 class Drafter(Protocol):
     def propose(self, running: RunningRequest, most: int) -> tuple[list[int], int]:
         """Returns up to `most` tokens that may come next, and how many tokens of the text they were found by."""
@@ -77,6 +84,7 @@ class Drafting:
         self._shared = list(PRIORS)
         self._proposals: dict[int, Proposal] = {}  # those with drafts in the next step, by sequence id
         self.stats = NO_DRAFTS
+        self.exposed = 0.0  # seconds in which the device waits before a step with drafts, though steps could overlap
 
     @property
     def names(self) -> list[str]:
@@ -105,6 +113,10 @@ class Drafting:
             sequence.drafts = proposal.drafts[:length]
             self._proposals[sequence.sequence_id] = proposal
         return any(lengths)
+
+    def note_exposed(self, seconds: float) -> None:
+        """The device has waited for the host before a step with drafts."""
+        self.exposed += EXPOSED_SHARE * (min(seconds, MOST_EXPOSED) - self.exposed)
 
     def _chances(self, sequence: Sequence, proposal: Proposal) -> list[float]:
         count = len(proposal.drafts)
@@ -184,7 +196,7 @@ class Drafting:
         if seconds is None:
             return [0] * len(contexts)
         most = max(1, MOST_DRAFT_ROWS // len(contexts))
-        return draft_lengths(contexts, [each[:most] for each in chances], seconds, costs)
+        return draft_lengths(contexts, [each[:most] for each in chances], seconds, costs, self.exposed)
 
     def _acceptance_of(self, sequence: Sequence) -> Acceptance:
         return self._acceptance.setdefault(sequence.sequence_id, Acceptance(self._shared))

@@ -22,7 +22,7 @@ from mlxpaged.engine.recovery import Recovery
 from mlxpaged.engine.request import RequestOutput
 from mlxpaged.engine.request_table import RequestTable
 from mlxpaged.engine.running_request import RunningRequest
-from mlxpaged.engine.sampler import Sampler, SamplingRow
+from mlxpaged.engine.sampler import SampledToken, Sampler, SamplingRow
 from mlxpaged.engine.stall import StepSize
 from mlxpaged.engine.step import HostError, InFlightStep, PromptResult
 from mlxpaged.engine.step_input import NO_TOKENS
@@ -68,6 +68,7 @@ class StepLoop:
         self._clock = clock
         self._recovery = Recovery(scheduler, runner, sampler, headroom, resizer, requests, self._run)
         self._in_flight: InFlightStep | None = None
+        self._undelivered: dict[int, list[SampledToken]] = {}  # by sequence: tokens that are committed
         self._log = StepLog()
         self.device = DeviceClock()
         self.num_steps = 0
@@ -112,6 +113,7 @@ class StepLoop:
             self._recover(scheduled, error)
         except DeviceError as error:
             self._rebuild_pools(error, scheduled)
+        self._deliver()
         self._log.write(self.num_steps, self._clock() - started, self._scheduler)
         return self._requests.take_outputs()
 
@@ -130,6 +132,7 @@ class StepLoop:
         What was sampled for a sequence that the previous token has ended is dropped.
         """
         step = self._launch(scheduled, self._in_flight) if scheduled.rows else None
+        self._deliver()
         self._finish_in_flight()
         if step is not None:
             self._sample(step)
@@ -137,13 +140,38 @@ class StepLoop:
 
     def _choose_drafts(self, drafting: Drafting) -> None:
         """Decide what the next step verifies. How many tokens a step with drafts commits is known when its tokens are
-        read, and drafts follow a token that is known: so no step is in flight before or after one with drafts."""
+        read, and drafts follow a token that is known: so no step is in flight before or after one with drafts. But the
+        text of a step's tokens is made while the device runs the next one."""
         step = self._in_flight
         if step is not None and (step.scheduled.has_drafts or step.drafts is not None):
-            self.finish_in_flight()
+            self._commit_in_flight()
         if drafting.choose() and self._in_flight is not None:
-            self.finish_in_flight()
+            self._commit_in_flight()
             drafting.choose()
+
+    def _commit_in_flight(self) -> None:
+        """Process the step in flight, and leave its text to `_deliver` where the next step does not depend on it."""
+        assert self._in_flight is not None
+        try:
+            self._process(self._in_flight, delivers=False)
+            self._in_flight = None
+        except DeviceError as error:
+            self._rebuild_pools(error)
+
+    def _deliver(self) -> None:
+        """Turn committed tokens into outputs."""
+        tokens, self._undelivered = self._undelivered, {}
+        self._requests.advance(tokens)
+
+    def _can_wait(self, sequence_id: int, sampled: ListOf[SampledToken]) -> bool:
+        """Whether the next step can be launched before the text of these tokens is made: no grammar or limit on
+        thinking follows them, and they do not end the answer. If a stop string ends it, the next step's are dropped."""
+        running = self._requests.by_sequence.get(sequence_id)
+        if running is None or running.matcher is not None or running.thinking is not None:
+            return False
+        sequence = running.sequence
+        ends = sequence.finish_reason_after(sampled[-1].token_id, sequence.num_output_tokens)
+        return ends is None and sequence.num_step_failures == 0
 
     def _schedule(self) -> Step:
         """The next step. It may be empty while sequences wait for the pool to grow."""
@@ -199,6 +227,8 @@ class StepLoop:
         except Exception as error:
             raise HostError from error
         self._runner.start_step(*step.results)
+        if self._drafting is not None and scheduled.has_drafts and self._runner.overlaps:
+            self._drafting.note_exposed(self._clock() - self.device.read_at)
         return step
 
     def _prompt_tokens(self, scheduled: Step, logits: mx.array) -> tuple[list[int], int]:
@@ -254,8 +284,9 @@ class StepLoop:
             else:
                 yield from self._grammars.masks_along(matcher, row.drafts, list(map(each.forbidden, row.sampled)))
 
-    def _process(self, step: InFlightStep) -> None:
-        """Commit the tokens of a step, and turn them into outputs."""
+    def _process(self, step: InFlightStep, delivers: bool = True) -> None:
+        """Commit the tokens of a step, and turn them into outputs. delivers: whether all at once; otherwise those that
+        can wait are left to `_deliver`."""
         tokens, invalid, prompt_logprobs = step.read()
         if self._drafting is not None:
             for row in step.rows:
@@ -288,7 +319,9 @@ class StepLoop:
             self._tier.discard()
         if prompt_logprobs or len(tokens) < len(step.rows):
             self._process_prompts(step.rows, prompt_logprobs, discarded)
-        self._requests.advance(tokens)
+        if not delivers:
+            self._undelivered = {each: found for each, found in tokens.items() if self._can_wait(each, found)}
+        self._requests.advance({each: found for each, found in tokens.items() if each not in self._undelivered})
         if self._drafting is not None and step.drafts is not None:
             self._drafting.draft_further({each: len(found) - 1 for each, found in tokens.items()}, step.drafts)
 
@@ -355,6 +388,7 @@ class StepLoop:
             self._in_flight = None
 
     def _recover(self, scheduled: Step, error: HostError) -> None:
+        self._deliver()
         if self._tier is not None:
             self._tier.discard()
         try:
@@ -364,6 +398,7 @@ class StepLoop:
             self._rebuild_pools(device_error, scheduled)
 
     def _rebuild_pools(self, error: DeviceError, *steps: Step) -> None:
+        self._deliver()
         if self._runner.ranks is not None:  # another rank may be in another step: only all of them can begin anew
             raise RankLostError(f"a step of several ranks failed: {error}") from error
         if self._tier is not None:

@@ -99,12 +99,14 @@ def draft_lengths(
     chances: ListOf[ListOf[float]],
     seconds: Callable[[int, int], float],
     costs: ListOf[float] = (),
+    exposed: float = 0.0,
 ) -> list[int]:
     """Returns how many of its drafts each decoding sequence verifies, one of LENGTHS or 0.
 
     contexts: context lengths of the sequences. chances: for each sequence, see `Acceptance.chances`. seconds: time of a
     decoding step with so many rows that attend to so many keys together. costs: of a draft of each sequence before it
     is verified, as a share of a step without drafts; those of several sequences are made at once. By default 0.
+    exposed: seconds in which the device waits before a step with drafts.
     """
     rows, keys, tokens = len(contexts), sum(contexts), float(len(contexts))
     lengths = [0] * rows
@@ -115,16 +117,16 @@ def draft_lengths(
     making = 0.0
     most, best = LEAST_GAIN * tokens / plain, list(lengths)
     steps = [
-        (sum(each[first:length]) / (length - first), i, length)
+        (sum(each[first:length]) / (length - first), costs[i] if costs else 0.0, i, length)
         for i, each in enumerate(chances)
         for first, length in itertools.pairwise((0, *LENGTHS))
         if length <= len(each)
     ]
-    for chance, i, length in sorted(steps, key=lambda step: -step[0]):  # those of a sequence stay in order
+    for chance, cost, i, length in sorted(steps, key=lambda step: step[1] - step[0]):  # those of a sequence in order
         more = length - lengths[i]
         lengths[i], rows, keys, tokens = length, rows + more, keys + more * contexts[i], tokens + more * chance
-        making = max(making, length * plain * costs[i] if costs else 0.0)
-        took = seconds(rows, keys) + making
+        making = max(making, length * plain * cost)
+        took = seconds(rows, keys) + making + exposed
         if took <= longest and tokens / took > most:
             most, best = tokens / took, list(lengths)
     return best

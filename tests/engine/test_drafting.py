@@ -16,11 +16,12 @@ import pytest
 from mlxpaged.engine.constraint import Constraint
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.drafting import Drafting, Lengths
-from mlxpaged.engine.model_runner import DeviceError
+from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.ngram import NgramDrafter
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models.loader import load_model
 from mlxpaged.step import Step
 from tests.engine.helpers import make_core
@@ -398,3 +399,52 @@ def test_drafts_beside_images(llama: Path) -> None:
     assert tokens_of(answers(core, asked)) == tokens_of(expected)
     assert core.stats().drafts.accepted_total > 0
     assert tower.calls == [(1, 32, 64, 3)]
+
+
+@pytest.mark.parametrize("alternates", [False, True], ids=["all steps", "every other pair"])
+def test_text_is_made_while_the_next_step_runs(monkeypatch: pytest.MonkeyPatch, alternates: bool) -> None:
+    """A step is launched once the last one's tokens are known, and then their text is made: unless a grammar or a limit
+    on thinking follows it, or the answer ends."""
+    served = load_model("demo")
+    constrained = SamplingParams(
+        max_tokens=40, temperature=0.8, seed=9, constraint=Constraint("regex", "[a-z]{3}( [a-z]{3}){8}")
+    )
+    stopped = SamplingParams(max_tokens=40, temperature=1.0, seed=2, ignore_eos=True, stop=("e", "a"))
+    asked = [
+        *requests(),
+        Request("grammar", prompt(20, 9), constrained, 9.0),
+        Request("stop", prompt(21, 9), stopped, 9.0),
+    ]
+    expected = answers(make_core(served), asked)
+    monkeypatch.setattr(ModelRunner, "overlaps", True)
+    core = make_core(served, speculative="ngram")
+    drafting = use_oracle(core, tokens_of(expected))
+    if alternates:
+        drafting.lengths = every_other_step()
+    events: list[str] = []
+    forward, advance, read = core.runner.forward, core.requests.advance, InFlightStep.read
+
+    def launching(step: Step, *args: Any) -> Any:
+        events.append("launch with drafts" if step.has_drafts else "launch")
+        return forward(step, *args)
+
+    def delivering(tokens: Mapping[int, ListOf[Any]]) -> None:
+        if tokens:
+            events.append("text")
+        advance(tokens)
+
+    def reading(step: InFlightStep) -> Any:
+        events.append("read")
+        return read(step)
+
+    monkeypatch.setattr(InFlightStep, "read", reading)
+    monkeypatch.setattr(core.runner, "forward", launching)
+    monkeypatch.setattr(core.requests, "advance", delivering)
+    got = answers(core, asked)
+    fields = ("token_ids", "text", "finish_reason")
+    for name, output in expected.items():
+        assert [getattr(got[name], each) for each in fields] == [getattr(output, each) for each in fields], name
+    assert core.stats().drafts.accepted_total > 40
+    threes = list(zip(events, events[1:], events[2:], strict=False))
+    assert threes.count(("read", "launch with drafts", "text")) > 2
+    assert core.scheduler.pool.usage().used == 0

@@ -75,6 +75,20 @@ def test_an_m1_verifies_nothing() -> None:
     assert draft_lengths([100], [[0.8, 0.64]], DEVICES["M1"]) == [0]
 
 
+def test_what_drafts_cost_before_the_step_counts() -> None:
+    """The drafts of a head take a share of a step each, those of all sequences together; and the device may wait."""
+    chances = [[0.8, 0.64, 0.51, 0.41]] * 2
+    costs = linear(1.0, 0.03)
+    assert draft_lengths([100, 100], chances, costs) == [4, 4]
+    assert draft_lengths([100, 100], chances, costs, [0.1, 0.1]) == [4, 4]
+    assert draft_lengths([100, 100], chances, costs, [0.3, 0.3]) == [2, 2]
+    assert draft_lengths([100, 100], chances, costs, [0.9, 0.9]) == [0, 0]
+    assert draft_lengths([100, 100], chances, costs, [0.9, 0.0]) == [0, 4], "drafts from the text cost nothing"
+    assert draft_lengths([100], chances[:1], costs, exposed=0.5) == [4]
+    assert draft_lengths([100], [[0.3]], costs, exposed=0.2) == [1]
+    assert draft_lengths([100], [[0.3]], costs, exposed=0.25) == [0]
+
+
 def test_rows_that_cost_nothing_are_filled() -> None:
     assert draft_lengths([100, 100], [[0.5] * 8, [0.1] * 3], lambda rows, keys: 1.0) == [8, 2]
 
