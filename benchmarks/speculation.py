@@ -4,7 +4,8 @@
 
 First the drafter alone, on texts of this repository with the model's tokenizer: an answer is replayed, and the rule
 decides as on a device whose rows cost 0.17 of a step (an M3 Ultra, by publication). `edits`: a file after a commit; the
-prompt is the file before it. `json`: records of one kind. `prose`: a page of the docs after another one.
+prompt is the file before it. `json`: records of one kind; `schema`: the same, constrained to their schema, so that the
+grammar drafts too. `prose`: a page of the docs after another one.
 
 Then the engine in this process, `--speculative ngram` beside `off`, in turn: the model repeats a text of its prompt, as
 the demo model can, and continues one at temperature 1. The figures to quote are the medians of the ratios.
@@ -24,7 +25,9 @@ from collections.abc import Sequence as ListOf
 from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.constraint import Constraint
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.grammar import GrammarMatcher, Grammars
 from mlxpaged.engine.ngram import NgramIndex
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.row_times import time_rows
@@ -73,26 +76,56 @@ def records(encode: Encode, count: int) -> list[Sample]:
     return [(encode("The records as JSON:"), encode(json.dumps([record() for _ in range(25)]))) for _ in range(count)]
 
 
+RECORD = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "integer"},
+        "name": {"type": "string"},
+        "active": {"type": "boolean"},
+        "location": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "unit": {"const": "celsius"}},
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["id", "name", "active", "location"],
+    "additionalProperties": False,
+}
+SCHEMA = Constraint("json_schema", json.dumps({"type": "array", "items": RECORD}))
+"""The schema of `records`."""
+
+
 def prose(encode: Encode, count: int) -> list[Sample]:
     pages = [git("show", f"HEAD:{name}") for name in git("ls-files", "docs").split() if name.endswith(".md")]
     pages = [page for page in pages if len(page) > 3000][: count + 1]
     return [(encode(page[:6000]), encode(after[:4000])) for page, after in itertools.pairwise(pages)]
 
 
-def replay(samples: ListOf[Sample]) -> tuple[float, float, float]:
-    """Tokens for each pass, the share of drafts that is accepted, and the speed beside plain decoding."""
+def replay(
+    samples: ListOf[Sample], start: Callable[[], GrammarMatcher | None] = lambda: None
+) -> tuple[float, float, float]:
+    """Tokens for each pass, the share of drafts that is accepted, and the speed beside plain decoding. start: makes the
+    grammar of an answer."""
     tokens, passes, drafted, accepted, cost = 0, 0, 0, 0, 0.0
     for prompt, answer in samples:
         index, acceptance, text, done = NgramIndex(), Acceptance(list(PRIORS)), list(prompt), 0
+        matcher = start()
         while done < len(answer):
             index.extend(text, len(text))
             drafts, match = index.continuation(len(text), min(MOST_DRAFTS, len(answer) - done - 1))
-            [length] = draft_lengths(
-                [len(text)], [acceptance.chances(match, len(drafts))], lambda rows, keys: 1 + COST * (rows - 1)
-            )
+            forced = [] if matcher is None else matcher.forced()[: min(MOST_DRAFTS, len(answer) - done - 1)]
+            drafts = forced or drafts
+            if matcher is not None:
+                drafts = drafts[: matcher.count_allowed(drafts)]
+            chances = [1.0] * len(drafts) if forced else acceptance.chances(match, len(drafts))
+            [length] = draft_lengths([len(text)], [chances], lambda rows, keys: 1 + COST * (rows - 1))
             right = [draft == token for draft, token in zip(drafts[:length], answer[done:], strict=False)]
             count = [*right, False].index(False)
-            acceptance.observe(match, length, count)
+            if not forced:
+                acceptance.observe(match, length, count)
+            for token in answer[done : done + count + 1] if matcher is not None else ():
+                matcher.advance(token)
             text += answer[done : done + count + 1]
             done += count + 1
             passes, drafted, accepted, cost = passes + 1, drafted + length, accepted + count, cost + 1 + COST * length
@@ -143,18 +176,22 @@ def beside_plain(name: str, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="of the engine; 0: the drafters alone")
     args = parser.parse_args()
-    reader = load_model(args.model).tokenizer.reader
+    served = load_model(args.model)
+    reader, grammars = served.tokenizer.reader, Grammars(served.tokenizer, served.vocab_size)
 
     def encode(text: str) -> list[int]:
         return list(reader.encode(text, add_special_tokens=False))
 
     print(f"BLAS: {blas.describe()}\n{'texts':8}{'tokens/pass':>12}{'accepted':>10}{'speed at 0.17':>15}")
-    for kind, make in (("edits", edits), ("json", records), ("prose", prose)):
-        tokens, accepted, speed = replay(make(encode, 8))
+    kinds: dict[str, Callable[[Encode, int], list[Sample]]] = {"edits": edits, "json": records, "schema": records}
+    for kind, make in (kinds | {"prose": prose}).items():
+        start = (lambda: grammars.start(SCHEMA, ignore_eos=False)) if kind == "schema" else lambda: None
+        tokens, accepted, speed = replay(make(encode, 8), start)
         print(f"{kind:8}{tokens:12.2f}{accepted:10.2f}{speed:15.2f}")
-    beside_plain(args.model, args.rounds)
+    if args.rounds:
+        beside_plain(args.model, args.rounds)
 
 
 if __name__ == "__main__":
