@@ -30,6 +30,9 @@ MOST_DRAFT_ROWS = 64
 """Drafts of a step. Times of steps are measured up to 128 rows."""
 
 
+ASK_AGAIN = 32
+"""Steps of as many sequences after which it is asked again whether drafts could be worth verifying at all."""
+
 EXPOSED_SHARE = 0.1
 """What the latest step counts in the time that the device waits. The average begins at 0, so that drafts are tried."""
 
@@ -83,6 +86,7 @@ class Drafting:
         self._acceptance: dict[int, Acceptance] = {}
         self._shared = list(PRIORS)
         self._proposals: dict[int, Proposal] = {}  # those with drafts in the next step, by sequence id
+        self._could_pay, self._last_batch, self._steps_left = False, -1, 0
         self.stats = NO_DRAFTS
         self.exposed = 0.0  # seconds in which the device waits before a step with drafts, though steps could overlap
 
@@ -96,9 +100,10 @@ class Drafting:
         """Give running sequences the drafts of the next step. Returns whether any has one. If a step is in flight, its
         tokens are missing here: process them, and choose again."""
         decoding = list(filter(is_decoding, self._scheduler.running))
+        can_pay = self._can_pay([len(sequence.token_ids) for sequence in decoding])
         if self.head is not None:
-            self.head.runs = self._head_pays(self.head, decoding)
-        proposals = [self._propose(sequence) for sequence in decoding]
+            self.head.runs = can_pay and self._head_pays(self.head, decoding)
+        proposals = [self._propose(sequence) for sequence in decoding] if can_pay else []
         self._proposals.clear()
         if not any(proposal.drafts for proposal in proposals):
             for sequence in decoding:
@@ -113,6 +118,16 @@ class Drafting:
             sequence.drafts = proposal.drafts[:length]
             self._proposals[sequence.sequence_id] = proposal
         return any(lengths)
+
+    def _can_pay(self, contexts: ListOf[int]) -> bool:
+        """Whether drafts could be worth verifying if all were accepted. The answer is kept for some steps: where it is
+        no, nothing is searched for drafts."""
+        if len(contexts) != self._last_batch or self._steps_left == 0:
+            self._last_batch, self._steps_left = len(contexts), ASK_AGAIN
+            count = max(1, len(contexts))
+            self._could_pay = any(self.lengths(contexts or [1], [[1.0] * MOST_DRAFTS] * count, [0.0] * count))
+        self._steps_left -= 1
+        return self._could_pay
 
     def note_exposed(self, seconds: float) -> None:
         """The device has waited for the host before a step with drafts."""
