@@ -124,8 +124,9 @@ def replay(
             count = [*right, False].index(False)
             if not forced:
                 acceptance.observe(match, length, count)
-            for token in answer[done : done + count + 1] if matcher is not None else ():
-                matcher.advance(token)
+            if matcher is not None:
+                for token in answer[done : done + count + 1]:
+                    matcher.advance(token)
             text += answer[done : done + count + 1]
             done += count + 1
             passes, drafted, accepted, cost = passes + 1, drafted + length, accepted + count, cost + 1 + COST * length
