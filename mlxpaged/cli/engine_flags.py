@@ -65,8 +65,11 @@ def add_engine_flags(groups: flags.Flags) -> None:
     steps.field("--decode-preference", flags.fraction, kept)
     longest = f"{step_multiple(1)} to {MOST_MULTIPLE} times as long as a step without prompts"
     steps.field("--max-step-ms", flags.milliseconds, "longest step with prompts, in ms; 0: no limit", longest)
-    drafted = "draft tokens for steps to verify; ngram: repeated text; mtp: by the model's head; auto: both; off"
+    drafted = (
+        "draft tokens to verify; ngram: repeated text; mtp: by the model's head; draft: by another model; auto; off"
+    )
     steps.field("--speculative", flags.one_of(*SPECULATIVE), drafted)
+    steps.field("--draft-model", str, "a smaller model with the same vocabulary, which drafts", "none")
     steps.field("--mtp", str, "file, directory or repository with the model's draft head", "its own files")
     steps.switch(
         "--batch-invariant", "give each request the same tokens and log-probabilities in any batch, to the bit; slower"

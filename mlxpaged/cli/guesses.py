@@ -54,6 +54,7 @@ FLAGS = {
     **dict.fromkeys(("key", "token"), ("api-key", "api-keys")),
     **dict.fromkeys(("format", "schema", "grammar"), ("json-schema",)),
     **dict.fromkeys(("cors", "allow-origin", "allowed-origins"), ("cors-origin",)),
+    **dict.fromkeys(("model-draft", "md", "speculative-model"), ("draft-model",)),
     "s": ("seed",),
     "p": ("port",),
     "h": ("help",),
@@ -63,9 +64,9 @@ FLAGS = {
 }
 """The same for flags, without their dashes."""
 
-NO_DRAFTS = "drafts come from the text and the model's own draft head, not from another model: --speculative auto"
+DRAFTS = "each step decides how many draft tokens it verifies: see --speculative and --draft-model"
 ABSENT = {
-    **dict.fromkeys(("draft-model", "model-draft", "md", "num-draft-tokens", "speculative-config"), NO_DRAFTS),
+    **dict.fromkeys(("num-draft-tokens", "speculative-config"), DRAFTS),
     **dict.fromkeys(("ngl", "n-gpu-layers", "gpu-layers"), "all layers run on the GPU"),
     **dict.fromkeys(("p", "prompt"), "a prompt has no flag: mlxpaged run MODEL PROMPT"),
     **dict.fromkeys(("m", "model"), "MODEL has no flag here"),

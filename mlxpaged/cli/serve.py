@@ -212,7 +212,7 @@ def server_models(args: argparse.Namespace) -> Registry | None:
     options = {"generation_config": not args.no_generation_config}
     name = args.served_model_name or own_name
     base = engine_config(args, **options, model=path, served_model_name=None if name == path else name)
-    plain = dataclasses.replace(base, tool_parser=None, reranker=False, mtp=None)
+    plain = dataclasses.replace(base, tool_parser=None, reranker=False, mtp=None, draft_model=None)
     models = [Model(name, base)]
     if args.embedding_model is not None:
         name = args.served_embedding_model_name or without_address(args.embedding_model)
@@ -241,7 +241,7 @@ def server_models(args: argparse.Namespace) -> Registry | None:
 def cluster_registry(args: argparse.Namespace, models: Sequence[Model]) -> Registry:
     """A registry whose model runs on several machines. Raises ValueError."""
     given = {"a second model": models[1:], "--adapter": args.adapter_paths, "--reranker": args.reranker}
-    given["--mtp"] = args.mtp
+    given |= {"--mtp": args.mtp, "--draft-model": args.draft_model}
     given["--prefix-cache-dir"] = args.prefix_cache_dir
     for what in (name for name, value in given.items() if value):
         raise ValueError(f"{what} cannot be used together with --hosts")

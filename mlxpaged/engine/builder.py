@@ -23,12 +23,12 @@ from mlxpaged.engine.disk_tier import DiskTier, open_store
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.embedding_core import EmbeddingCore
 from mlxpaged.engine.grammar import Grammars
-from mlxpaged.engine.head_drafter import HeadDrafter
 from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.images import FEATURE_BYTES, Images, cannot_see
 from mlxpaged.engine.memory import START_TOKENS, StateMemory, kv_blocks, least_step, state_checkpoints, swap_slots
 from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
 from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.network_drafters import HeadDrafter, ModelDrafter, NetworkDrafter
 from mlxpaged.engine.ngram import NgramDrafter
 from mlxpaged.engine.pool_resizer import PoolResizer
 from mlxpaged.engine.progress import Report, Stage, reporter
@@ -40,6 +40,7 @@ from mlxpaged.engine.step_memory import bytes_per_key, measure_encoding, measure
 from mlxpaged.engine.wired_memory import choose_wiring
 from mlxpaged.models.cache_groups import cache_layout, one_group
 from mlxpaged.models.device_memory import free_device_memory
+from mlxpaged.models.draft_model import draft_model
 from mlxpaged.models.embedding import EmbeddingModel, weight_bytes
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.fingerprint import fingerprint
@@ -160,7 +161,7 @@ def build_engine(
         tier,
         no_tier_because,
         drafter_of(config, served),
-        head_drafter_of(config, served, scheduler, runner, sampler),
+        network_drafter_of(config, served, scheduler, runner, sampler),
     )
 
 
@@ -174,10 +175,13 @@ def drafter_of(config: EngineConfig, served: ServedModel) -> NgramDrafter | None
     return NgramDrafter()
 
 
-def head_drafter_of(
+def network_drafter_of(
     config: EngineConfig, served: ServedModel, scheduler: Scheduler, runner: ModelRunner, sampler: Sampler
-) -> HeadDrafter | None:
-    """Drafts by the model's draft head; None if it has none, or none is wanted."""
+) -> NetworkDrafter | None:
+    """Drafts by a smaller model or by the model's draft head; None if there is none, or none is wanted."""
+    parts = scheduler, runner, sampler
+    if served.draft_model is not None:
+        return ModelDrafter(*parts, served.draft_model.nbytes / served.weight_bytes)
     if served.mtp is None:
         if config.loads_draft_head:
             level = logging.WARNING if config.speculative == "mtp" else logging.INFO
@@ -187,7 +191,7 @@ def head_drafter_of(
         return None  # as in `drafter_of`
     # A draft reads the head's weights and the output head, which is as large as the embedding.
     read = served.mtp.nbytes + weight_bytes(served.mtp.embed)
-    return HeadDrafter(scheduler, runner, sampler, read / served.weight_bytes)
+    return HeadDrafter(*parts, read / served.weight_bytes)
 
 
 def cannot_store(
@@ -249,6 +253,8 @@ def load_core(
         *(config.model, name, config.tool_parser, turns, *options, group, config.joins),
         *(config.max_image_pixels, config.kv_cache_dtype, config.loads_draft_head, config.mtp),
     )
+    if config.draft_model is not None:
+        served = with_draft_model(config, served, turns)
     turns.take()
     step_bytes = measure_step(served, config)
     turns.take()
@@ -260,6 +266,16 @@ def load_core(
     if ranks is None:  # the other ranks take no steps before all are ready
         time_rows(core, turns.take)
     return core
+
+
+def with_draft_model(config: EngineConfig, served: ServedModel, turns: Turns) -> ServedModel:
+    """The model with a smaller one that drafts for it. Raises ModelNotFoundError or UnsupportedModelError."""
+    assert config.draft_model is not None
+    reserved = Reserved(config.kv_cache_bytes or 0, least_step())
+    draft = load_model(config.draft_model, turns=turns, reserved=reserved, joins=config.joins, most_pixels=0)
+    small = draft_model(draft, served)
+    weights = served.weight_bytes + small.nbytes
+    return replace(served, layers=[*served.layers, *small.layers], draft_model=small, weight_bytes=weights)
 
 
 def check_for_ranks(config: EngineConfig) -> None:

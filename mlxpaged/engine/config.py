@@ -23,7 +23,7 @@ ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 WIRED_MEMORY = ("auto", "on", "off")
 """auto: on Macs with 24 GB and more."""
 
-SPECULATIVE = ("off", "auto", "ngram", "mtp")
+SPECULATIVE = ("off", "auto", "ngram", "mtp", "draft")
 """ngram: what came after the same tokens earlier in the prompt or the answer."""
 
 KV_CACHE_DTYPES = ("auto", "int8", "int4")
@@ -61,8 +61,9 @@ class EngineConfig:
     max_queue: int = 256  # sequences that may wait in addition to `max_num_seqs` running ones
     prefill_mode: str = "mixed"  # "mixed": a step computes prompts and decodes; "separate": one of the two
     decode_preference: float = 0.5  # share of a step's token budget (mixed) or of the steps (separate) for decoding
-    speculative: str = "off"  # one of SPECULATIVE: what proposes draft tokens, which a step verifies together
+    speculative: str = "auto"  # one of SPECULATIVE: what proposes draft tokens, which a step verifies together
     mtp: str | None = None  # file, directory or repository with the model's draft head; None: its own files
+    draft_model: str | None = None  # a smaller model with the same vocabulary that drafts; None: there is none
     max_step_ms: float | None = None  # limit for steps with prompts; 0: no limit; None: the scheduler's default
     batch_invariant: bool = False  # whether an answer is the same, to the bit, in any batch
     default_priority: Priority = Priority.NORMAL  # of requests that set none
@@ -86,7 +87,7 @@ class EngineConfig:
 
     @property
     def loads_draft_head(self) -> bool:
-        return self.speculative in ("auto", "mtp") and not self.batch_invariant
+        return self.speculative in ("auto", "mtp") and not self.batch_invariant and self.draft_model is None
 
     def __post_init__(self) -> None:
         self._check_attention()
@@ -99,7 +100,10 @@ class EngineConfig:
         if self.speculative not in SPECULATIVE:
             raise ValueError(f"speculative must be one of {', '.join(SPECULATIVE)}, got {self.speculative!r}")
         if self.mtp is not None and not self.loads_draft_head:
-            raise ValueError("mtp needs speculative auto or mtp, and an engine that is not batch-invariant")
+            raise ValueError("mtp needs speculative auto or mtp, no draft model, and an engine not batch-invariant")
+        drafts = self.draft_model is not None and self.speculative in ("auto", "draft") and not self.batch_invariant
+        if drafts != (self.draft_model is not None or self.speculative == "draft"):
+            raise ValueError("speculative draft and a draft_model need each other, and an engine not batch-invariant")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             known = ", ".join(KV_CACHE_DTYPES)
             raise ValueError(f"kv_cache_dtype must be one of {known}, got {self.kv_cache_dtype!r}")

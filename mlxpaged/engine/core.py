@@ -11,13 +11,13 @@ from mlxpaged.engine.disk_tier import NO_TIER, DiskTier
 from mlxpaged.engine.drafting import Drafter, Drafting
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder
 from mlxpaged.engine.grammar import Grammars
-from mlxpaged.engine.head_drafter import HeadDrafter
 from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.image_encoder import ImageEncoder
 from mlxpaged.engine.images import Images
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.memory import StateMemory
 from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.network_drafters import NetworkDrafter
 from mlxpaged.engine.pool_resizer import POLL_SECONDS, REST_SECONDS, PoolResizer
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.request_table import RequestTable
@@ -66,7 +66,7 @@ class EngineCore(Worker):
         tier: DiskTier | None = None,
         no_tier_because: str = "",
         drafter: Drafter | None = None,
-        head_drafter: HeadDrafter | None = None,
+        network: NetworkDrafter | None = None,
     ) -> None:
         super().__init__(embedder)
         self.served = served
@@ -87,8 +87,8 @@ class EngineCore(Worker):
         self.states = StateMemory(state_bytes(served.layers), config.max_num_seqs, config.num_checkpoints)
         self.requests = RequestTable(served, scheduler, grammars, clock, self._forget, images, tier)
         self.drafting = None
-        if drafter is not None or head_drafter is not None:
-            self.drafting = Drafting(scheduler, self.requests, drafter, head_drafter)
+        if drafter is not None or network is not None:
+            self.drafting = Drafting(scheduler, self.requests, drafter, network)
         encoder = None
         if images is not None:
             if scheduler.prefix_cache is not None:

@@ -14,12 +14,13 @@ from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
-from mlxpaged.engine.head_drafter import MOST_BY_HEAD, HeadDrafter, LaunchedDrafts
+from mlxpaged.engine.model_runner import DeviceError
+from mlxpaged.engine.network_drafters import MOST_BY_NETWORK, LaunchedDrafts, NetworkDrafter
 from mlxpaged.engine.request_table import RequestTable
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken, SamplingRow
 from mlxpaged.engine.status import NO_DRAFTS
-from mlxpaged.scheduler.draft_budget import BY_HEAD, MOST_DRAFTS, PRIORS, Acceptance, draft_lengths
+from mlxpaged.scheduler.draft_budget import BY_NETWORK, MOST_DRAFTS, PRIORS, Acceptance, draft_lengths
 from mlxpaged.scheduler.scheduler import Scheduler, is_decoding
 from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.step import Row, Step
@@ -51,17 +52,17 @@ class Drafter(Protocol):
 
 
 class Proposal(NamedTuple):
-    """Tokens that may come next. match: how many tokens of the text they were found by, or BY_HEAD. is_certain: whether
-    no other tokens are allowed."""
+    """Tokens that may come next. match: how many tokens of the text they were found by, or BY_NETWORK. drafter: one of
+    DRAFTERS."""
 
     drafts: list[int]
     match: int = 0
-    is_certain: bool = False
+    drafter: str = "ngram"
 
     @property
-    def drafter(self) -> str:
-        """One of DRAFTERS."""
-        return "grammar" if self.is_certain else "mtp" if self.match == BY_HEAD else "ngram"
+    def is_certain(self) -> bool:
+        """Whether no other tokens are allowed."""
+        return self.drafter == "grammar"
 
 
 NOTHING = Proposal([])
@@ -71,17 +72,21 @@ Lengths = Callable[[ListOf[int], ListOf[ListOf[float]], ListOf[float]], list[int
 
 
 class Drafting:
-    """Belongs to the engine thread. drafter: finds drafts in the text; None if only grammars and the head draft. head:
-    of the model; None if it has none. lengths: decides how many drafts are verified, by the times of steps if it is not
-    replaced."""
+    """Belongs to the engine thread. drafter: finds drafts in the text; None if only grammars and the network draft.
+    network: a draft head or a smaller model; None if there is none. lengths: decides how many drafts are verified, by
+    the times of steps if it is not replaced."""
 
     def __init__(
-        self, scheduler: Scheduler, requests: RequestTable, drafter: Drafter | None, head: HeadDrafter | None = None
+        self,
+        scheduler: Scheduler,
+        requests: RequestTable,
+        drafter: Drafter | None,
+        network: NetworkDrafter | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._requests = requests
         self.drafter = drafter
-        self.head = head
+        self.network = network
         self.lengths: Lengths = self._fastest
         self._acceptance: dict[int, Acceptance] = {}
         self._shared = list(PRIORS)
@@ -93,16 +98,16 @@ class Drafting:
     @property
     def names(self) -> list[str]:
         """What drafts, of DRAFTERS."""
-        own = self.drafter is not None, self.head is not None
-        return ["grammar", *(name for name, drafts in zip(("ngram", "mtp"), own, strict=True) if drafts)]
+        network = [] if self.network is None else [self.network.name]
+        return ["grammar", *(["ngram"] if self.drafter is not None else []), *network]
 
     def choose(self) -> bool:
         """Give running sequences the drafts of the next step. Returns whether any has one. If a step is in flight, its
         tokens are missing here: process them, and choose again."""
         decoding = list(filter(is_decoding, self._scheduler.running))
         can_pay = self._can_pay([len(sequence.token_ids) for sequence in decoding])
-        if self.head is not None:
-            self.head.runs = can_pay and self._head_pays(self.head, decoding)
+        if self.network is not None:
+            self.network.runs = can_pay and self._network_pays(self.network, decoding)
         proposals = [self._propose(sequence) for sequence in decoding] if can_pay else []
         self._proposals.clear()
         if not any(proposal.drafts for proposal in proposals):
@@ -111,7 +116,7 @@ class Drafting:
             return False
         chances = [self._chances(sequence, proposal) for sequence, proposal in zip(decoding, proposals, strict=True)]
         contexts = [len(sequence.token_ids) for sequence in decoding]
-        costs = [0.0 if each.match != BY_HEAD or self.head is None else self.head.cost for each in proposals]
+        costs = [0.0 if each.match != BY_NETWORK or self.network is None else self.network.cost for each in proposals]
         lengths = self.lengths(contexts, chances, costs)
         self._add_probe(decoding, contexts, [len(each) for each in chances], costs, lengths)
         for sequence, proposal, length in zip(decoding, proposals, lengths, strict=True):
@@ -139,38 +144,52 @@ class Drafting:
             return [1.0] * count
         return self._acceptance_of(sequence).chances(proposal.match, count)
 
-    def _head_pays(self, head: HeadDrafter, decoding: ListOf[Sequence]) -> bool:
-        """Whether the next step is to make drafts by the head: they are likely to be verified, or are to be tried
+    def _network_pays(self, network: NetworkDrafter, decoding: ListOf[Sequence]) -> bool:
+        """Whether the network is to draft after the next step: its drafts are likely to be verified, or are to be tried
         again. Before a sequence decodes, whether drafts that are all accepted would be worth it."""
         if not decoding:
-            return any(self.lengths([1], [[1.0]], [head.cost]))
+            return any(self.lengths([1], [[1.0]], [network.cost]))
         acceptances = [self._acceptance_of(sequence) for sequence in decoding]
-        contexts, costs = [len(sequence.token_ids) for sequence in decoding], [head.cost] * len(decoding)
+        contexts, costs = [len(sequence.token_ids) for sequence in decoding], [network.cost] * len(decoding)
         if any(each.is_probe_due for each in acceptances):
             return any(self.lengths(contexts, [[1.0]] * len(decoding), costs))
-        return any(self.lengths(contexts, [each.chances(BY_HEAD, MOST_BY_HEAD) for each in acceptances], costs))
+        return any(self.lengths(contexts, [each.chances(BY_NETWORK, MOST_BY_NETWORK) for each in acceptances], costs))
 
-    def launch_head(self, step: Step, sampling: ListOf[SamplingRow], tokens: mx.array | None) -> LaunchedDrafts | None:
-        """Let the head draft after a step that was launched last, if that pays."""
-        if self.head is None or not self.head.runs:
+    def launch_network(
+        self, step: Step, sampling: ListOf[SamplingRow], tokens: mx.array | None
+    ) -> LaunchedDrafts | None:
+        """Let the head or the smaller model begin after a step that was launched last, if that pays."""
+        if self.network is None:
+            return None
+        if not self.network.runs:
+            self.network.skip(step)
             return None
         try:
-            return self.head.launch(step, sampling, tokens, self._scheduler.sequences)
+            return self.network.launch(step, sampling, tokens, self._scheduler.sequences)
         except Exception:
-            logger.exception("the draft head fails: nothing is drafted by it from now on")
-            self.head = None
+            self._give_up()
             return None
 
     def draft_further(self, accepted: Mapping[int, int], launched: LaunchedDrafts) -> None:
-        """Let the head draft after the tokens that a step has committed. accepted: its accepted drafts, by sequence."""
-        if self.head is None:
+        """Let it draft after the tokens that a step has committed. accepted: its accepted drafts, by sequence. Raises
+        DeviceError."""
+        if self.network is None:
             return
-        running = [self._requests.by_sequence[id] for id in accepted if id in self._requests.by_sequence]
+        running = [self._requests.by_sequence[each] for each in accepted if each in self._requests.by_sequence]
         running = [each for each in running if is_decoding(each.sequence) and each.sequence in self._scheduler.running]
         contexts = [len(each.sequence.token_ids) for each in running]
-        chances = [self._acceptance_of(each.sequence).chances(BY_HEAD, MOST_BY_HEAD) for each in running]
-        lengths = self.lengths(contexts, chances, [self.head.cost] * len(running)) if running else []
-        self.head.draft(launched, accepted, running, lengths)
+        chances = [self._acceptance_of(each.sequence).chances(BY_NETWORK, MOST_BY_NETWORK) for each in running]
+        try:
+            lengths = self.lengths(contexts, chances, [self.network.cost] * len(running)) if running else []
+            self.network.draft(launched, accepted, running, lengths)
+        except DeviceError:
+            raise
+        except Exception:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        logger.exception("the draft head or model fails: nothing is drafted by it from now on")
+        self.network = None
 
     def _add_probe(
         self,
@@ -196,12 +215,12 @@ class Drafting:
             return NOTHING
         matcher = running.matcher
         if matcher is None and running.thinking is not None and (tag := running.thinking.closing()[:most]):
-            return Proposal(tag, is_certain=True)
+            return Proposal(tag, drafter="grammar")
         if matcher is not None and (forced := matcher.forced()[:most]):
-            return Proposal(forced[: matcher.count_allowed(forced)], is_certain=True)
+            return Proposal(forced[: matcher.count_allowed(forced)], drafter="grammar")
         found = [] if self.drafter is None else [Proposal(*self.drafter.propose(running, most))]
-        if self.head is not None:
-            found.append(Proposal(self.head.propose(sequence, most), BY_HEAD))
+        if self.network is not None:
+            found.append(Proposal(self.network.propose(sequence, most), BY_NETWORK, self.network.name))
         if matcher is not None:
             found = [each._replace(drafts=each.drafts[: matcher.count_allowed(each.drafts)]) for each in found]
         return max(found, key=lambda each: sum(self._chances(sequence, each)), default=NOTHING)
@@ -245,5 +264,5 @@ class Drafting:
         self._acceptance.pop(sequence_id, None)
         if self.drafter is not None:
             self.drafter.forget(sequence_id)
-        if self.head is not None:
-            self.head.forget(sequence_id)
+        if self.network is not None:
+            self.network.forget(sequence_id)

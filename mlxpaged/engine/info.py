@@ -46,7 +46,7 @@ class EngineInfo:
         self.context_length = served.context_length
         self.longest = served.max_model_len  # most tokens of a prompt and its answer, in any pool
         self.sampling_defaults = config.sampling_defaults(served.sampling)
-        self.num_layers = len(served.layers) - (served.mtp is not None)
+        self.num_layers = len(served.layers) - served.num_drafting
         self.num_layers_per_sequence = sum(is_per_sequence([spec]) for spec in served.layers)  # called for each alone
         self.model_type = served.model_type
         self.num_parameters = served.num_parameters

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as ListOf
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import mlx.core as mx
 
 from mlxpaged.attention.kv_cache import resolve_backend
 from mlxpaged.attention.layout import KV_DTYPES, AttentionShape
-from mlxpaged.attention.metadata import HostStep, IntArray
+from mlxpaged.attention.metadata import AttentionMetadata, HostStep, IntArray
 from mlxpaged.attention.tuning import Tuning
 from mlxpaged.cpu.streams import synchronize
 from mlxpaged.engine.images import Images
@@ -90,9 +91,9 @@ class ModelRunner:
         self._adapters = served.adapters.step
         self._images = images
         self._block_size = block_size
-        self.mtp = served.mtp
+        self.mtp, self._draft_model = served.mtp, served.draft_model
         sizes = served.layers, num_blocks, block_size
-        self._caches = ModelCaches(*sizes, backend, tunings, layout=layout, has_draft_head=self.mtp is not None)
+        self._caches = ModelCaches(*sizes, backend, tunings, layout=layout, num_drafting=served.num_drafting)
         self.layers = self._caches.layers
         self.pools = self._caches.pools
         self._states = self._caches.states
@@ -264,15 +265,24 @@ class ModelRunner:
         if sampled is not None:
             tokens[mx.array(list(at))] = sampled
         metas, _ = last.step.on_device(last.vector)
-        return self._caches.forward_draft(self.mtp, tokens, last.hidden, metas)
+        return self._caches.forward_draft(partial(self.mtp, tokens, last.hidden), metas)
 
     def draft_further(self, step: Step, following: mx.array, hidden: mx.array) -> mx.array:
         """Does what `draft` does for a step of one token for each sequence, after `draft`. following[T]: the tokens
         after these. hidden[T, 1, D]: the head's own states of the tokens before these."""
         assert self.mtp is not None
+        return self._caches.forward_draft(partial(self.mtp, following, hidden), self._metas(step))
+
+    def draft_by_model(self, step: Step, tokens: mx.array, wanted: ListOf[int]) -> mx.array:
+        """Logits [W, V] of the draft model after the tokens [T] of a step at these indices, not yet evaluated. Writes
+        its keys and values into their blocks."""
+        assert self._draft_model is not None
+        return self._caches.forward_draft(partial(self._draft_model, tokens, wanted), self._metas(step))
+
+    def _metas(self, step: Step) -> list[AttentionMetadata]:
         host = HostStep.build(step, self._block_size, (), self._caches.views, self._caches.planners)
         metas, _ = host.on_device(host.upload())
-        return self._caches.forward_draft(self.mtp, following, hidden, metas)
+        return metas
 
     def project(self, hidden: mx.array) -> mx.array:
         """Logits [T, V] of hidden states [T, 1, D]."""

@@ -36,8 +36,9 @@ class DraftCounts(NamedTuple):
     accepted: int = 0
 
 
-DRAFTERS = ("grammar", "ngram", "mtp")
-"""What drafts: a grammar or a limit on thinking that leaves no choice, the text, the model's draft head."""
+DRAFTERS = ("grammar", "ngram", "mtp", "model")
+"""What drafts: a grammar or a limit on thinking that leaves no choice, the text, the model's draft head, or a smaller
+model."""
 
 
 class DraftStats(NamedTuple):

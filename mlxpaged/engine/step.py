@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlxpaged.engine.head_drafter import LaunchedDrafts
 from mlxpaged.engine.logprobs import PromptRows
 from mlxpaged.engine.model_runner import device_errors
+from mlxpaged.engine.network_drafters import LaunchedDrafts
 from mlxpaged.engine.prompt_logits import StepLogprobs
 from mlxpaged.engine.sampler import SampledToken, Samples
 from mlxpaged.engine.step_input import NO_TOKENS, SampledTokens
@@ -98,7 +98,7 @@ class InFlightStep:
             *(() if self.logits is None else (self.logits,)),
             *(self._samples.arrays if self._samples is not None else ()),
             *(self._prompt_logprobs.arrays if self._prompt_logprobs is not None else ()),
-            *((self.drafts.tokens,) if self.drafts is not None else ()),
+            *((self.drafts.tokens,) if self.drafts is not None and self.drafts.tokens is not None else ()),
         ]
 
     def set_samples(self, sampled_ids: list[int], samples: Samples | None) -> None:

@@ -261,7 +261,7 @@ class StepLoop:
         step.set_samples(ids, samples)
         if self._drafting is not None:
             tokens = None if samples is None else samples.tokens
-            step.drafts = self._drafting.launch_head(step.scheduled, sampling, tokens)
+            step.drafts = self._drafting.launch_network(step.scheduled, sampling, tokens)
 
     def _sampling_rows(self, rows: ListOf[Row]) -> list[SamplingRow]:
         running = [(self._requests.by_sequence[row.sequence_id], row) for row in rows]
@@ -323,7 +323,7 @@ class StepLoop:
             self._undelivered = {each: found for each, found in tokens.items() if self._can_wait(each, found)}
         self._requests.advance({each: found for each, found in tokens.items() if each not in self._undelivered})
         if self._drafting is not None and step.drafts is not None:
-            self._drafting.draft_further({each: len(found) - 1 for each, found in tokens.items()}, step.drafts)
+            self._drafting.draft_further({each: len(found) - 1 for each, found in tokens.items() if found}, step.drafts)
 
     def _process_prompts(
         self, rows: ListOf[Row], prompt_logprobs: Mapping[int, PromptResult], discarded: set[int]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +16,6 @@ from mlxpaged.attention.metadata import AttentionMetadata, HostStep, Planner, Ta
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 from mlxpaged.models.cache_groups import CacheLayout, one_group
-from mlxpaged.models.draft_head import Mtp
 from mlxpaged.models.layers import LayerSpec, PerSequence, Recurrent, kv_layers
 from mlxpaged.models.states import RecurrentLayer, SequenceCaches
 from mlxpaged.step import Row
@@ -26,7 +25,8 @@ class ModelCaches:
     """What an unmodified mlx-lm model gets as its caches: paged KV pools and recurrent states, by the specs.
 
     layout: places the KV layers in the pools; by default each has its own. pools: the memory of all blocks. layers: the
-    KV layers. views: the block tables that they use. draft: of the draft head, if the last spec is its. states: the
+    KV layers. views: the block tables that they use. drafting: the caches of the last `num_drafting` specs, which
+    a draft head or model uses instead of the model. states: the
     layers with states or caches of single sequences. recurrent: those with states, which can be swapped out. Caches of
     single sequences cannot.
     """
@@ -40,7 +40,7 @@ class ModelCaches:
         tunings: Mapping[AttentionShape, Tuning] | None = None,
         layer_types: tuple[type[PagedLayer], type[LatentLayer]] = (PagedLayer, LatentLayer),
         layout: CacheLayout | None = None,
-        has_draft_head: bool = False,
+        num_drafting: int = 0,
     ) -> None:
         self.step = StepContext()
         self.layers: list[PagedLayer] = []
@@ -56,7 +56,8 @@ class ModelCaches:
         self._places = iter(layout.layers)
         self.views = list(dict.fromkeys(each.view for each in layout.layers)) or [TableView()]
         self.caches = [self._make(spec) for spec in specs]
-        self.draft = self.caches.pop() if has_draft_head else None
+        own = len(self.caches) - num_drafting
+        self.caches, self.drafting = self.caches[:own], self.caches[own:]
 
     def _make(self, spec: LayerSpec) -> Any:
         if spec is None:
@@ -161,14 +162,11 @@ class ModelCaches:
         finally:
             self._end_pass()
 
-    def forward_draft(
-        self, mtp: Mtp, tokens: mx.array, hidden: mx.array, metas: Sequence[AttentionMetadata]
-    ) -> mx.array:
-        """Hidden states [T, 1, D] of the draft head, for the output head. tokens[T]: those after the tokens that
-        `metas` are of. hidden[T, 1, D]: the states of these."""
+    def forward_draft(self, run: Callable[[list[Any]], mx.array], metas: Sequence[AttentionMetadata]) -> mx.array:
+        """What a draft head or model makes of its caches in a pass of its own."""
         self.step.begin(metas)
         try:
-            return mtp.head(mtp.embed(tokens[:, None]), hidden, self.draft)
+            return run(self.drafting)
         finally:
             self._end_pass()
 

@@ -87,6 +87,11 @@ class Mtp:
     index: int
     nbytes: int
 
+    def __call__(self, tokens: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
+        """Hidden states [T, 1, D] for the output head. tokens[T]: each after the token that hidden[T, 1, D] is of."""
+        embedding: Any = self.embed(tokens[:, None])
+        return self.head(embedding, hidden, caches[0])
+
     def spec(self, layers: Sequence[LayerSpec]) -> KV | None:
         """What its layer keeps; None if the model's layer keeps anything but blocks of keys and values."""
         like = layers[self.index]

@@ -29,6 +29,7 @@ from mlxpaged.models.adapters import (
 )
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.draft_head import Mtp, load_mtp
+from mlxpaged.models.draft_model import DraftModel
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder, weight_bytes
 from mlxpaged.models.errors import AdapterError, HubError, ModelNotFoundError, UnsupportedModelError, in_one_line
 from mlxpaged.models.files import check_entries
@@ -87,7 +88,8 @@ class ServedModel:
     generation_config.json recommends, by name. vision: None if it takes no
     images. no_vision_because: the reason then, if it was made to. kv_cache_dtype: as `EngineConfig` has it.
     kv_cache_dtype_because: why it is not the type that was asked for; empty if it is. mtp: its draft head, whose layer
-    is the last of `layers`; None if none was asked for. no_mtp_because: the reason if it has none.
+    is the last of `layers`; None if none was asked for. no_mtp_because: the reason if it has none. draft_model: a
+    smaller model that drafts, whose layers are the last ones.
     """
 
     name: str
@@ -112,6 +114,12 @@ class ServedModel:
     kv_cache_dtype_because: str = ""
     mtp: Mtp | None = None
     no_mtp_because: str = ""
+    draft_model: DraftModel | None = None
+
+    @property
+    def num_drafting(self) -> int:
+        """How many of the last layers only draft."""
+        return int(self.mtp is not None) if self.draft_model is None else len(self.draft_model.layers)
 
     @property
     def kv_layers(self) -> list[KV]:

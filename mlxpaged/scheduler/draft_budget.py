@@ -32,7 +32,7 @@ PRIOR_WEIGHT = 2.0
 LONG_MATCH = 8
 """Drafts after a match of at least so many tokens are accepted more often, and counted apart."""
 
-BY_HEAD = -1
+BY_NETWORK = -1
 """Instead of a match, for drafts of the model's own head."""
 
 PRIORS = (0.5, 0.75, 0.7)
@@ -61,7 +61,7 @@ class Acceptance:
 
     def chances(self, match: int, count: int) -> list[float]:
         """The chance of each of `count` drafts that it and those before it are accepted. match: tokens of the text that
-        the drafts continue which were found elsewhere, or BY_HEAD."""
+        the drafts continue which were found elsewhere, or BY_NETWORK."""
         kind = kind_of(match)
         chances, chance, rate = [], 1.0, self._shared[kind]
         for tried, accepted in zip(self._tried[kind][:count], self._accepted[kind], strict=False):
@@ -91,7 +91,7 @@ class Acceptance:
 
 def kind_of(match: int) -> int:
     """The index of PRIORS."""
-    return 2 if match == BY_HEAD else int(match >= LONG_MATCH)
+    return 2 if match == BY_NETWORK else int(match >= LONG_MATCH)
 
 
 def draft_lengths(

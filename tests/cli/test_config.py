@@ -187,8 +187,8 @@ def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
             "mlxpaged serve: there is no flag --quantize-kv; did you mean --kv-cache-dtype?",
         ),
         (
-            ["serve", "--draft-model", "x"],
-            "mlxpaged serve: there is no flag --draft-model; draft tokens come from the text itself",
+            ["serve", "--num-draft-tokens", "3"],
+            "mlxpaged serve: there is no flag --num-draft-tokens; each step decides how many draft tokens it verifies",
         ),
         (
             ["serve", "--max-num-b", "9"],

@@ -40,7 +40,7 @@ def core_of(path: Path, drafts: bool = True, **options: Any) -> EngineCore:
 def logged(core: EngineCore) -> list[tuple[str, list[int], list[int]]]:
     """Returns what the head drafts: request, tokens before, drafts."""
     assert core.drafting is not None
-    head = core.drafting.head
+    head = core.drafting.network
     assert head is not None
     found: list[tuple[str, list[int], list[int]]] = []
     propose = head.propose
@@ -122,7 +122,7 @@ def test_a_head_that_fails_is_left_out(reference: Reference, caplog: pytest.LogC
     assert tokens_of(answers(core, requests())) == tokens_of(expected)
     assert core.drafting is not None
     assert core.drafting.names == ["grammar"]
-    assert "the draft head fails" in caplog.text
+    assert "the draft head or model fails" in caplog.text
 
 
 def test_text_and_head_draft_together(reference: Reference) -> None:

@@ -1,0 +1,53 @@
+"""A small model that drafts for a larger one with the same vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.head import RowSelection
+from mlxpaged.models.layers import KV, LayerSpec, leaves
+
+if TYPE_CHECKING:
+    from mlxpaged.models.loader import ServedModel
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """vocab_size: logits of the larger model, which may have other unused ones at the end."""
+
+    name: str
+    model: Module
+    rows: RowSelection
+    layers: list[LayerSpec]
+    vocab_size: int
+    nbytes: int
+
+    def __call__(self, tokens: mx.array, wanted: Sequence[int], caches: list[Any]) -> mx.array:
+        """Logits [W, V] after the tokens [T] at these indices."""
+        self.rows.rows = mx.array(list(wanted))
+        try:
+            logits: mx.array = self.model(tokens[:, None], cache=caches)
+        finally:
+            self.rows.rows = None
+        return logits[:, -1, : self.vocab_size]
+
+
+def draft_model(draft: ServedModel, served: ServedModel) -> DraftModel:
+    """Raises UnsupportedModelError, with the reason, if a loaded model cannot draft for another one."""
+    reason = ""
+    if draft.tokenizer.reader.get_vocab() != served.tokenizer.reader.get_vocab():
+        reason = f"its vocabulary is not that of {served.name}"
+    elif not all(isinstance(spec, KV) for spec in leaves(draft.layers)):
+        reason = "its layers keep more than keys and values"
+    elif draft.rows is None:
+        reason = "its output head is not found"
+    if reason or draft.rows is None:
+        raise UnsupportedModelError(f"{draft.name} cannot draft: {reason}")
+    sizes = served.vocab_size, draft.weight_bytes
+    return DraftModel(draft.name, draft.model, draft.rows, draft.layers, *sizes)

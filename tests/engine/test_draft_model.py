@@ -1,0 +1,117 @@
+"""Drafts by a smaller model are the tokens that it would give, and change no answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model as load_plain_model
+
+from mlxpaged.engine.builder import with_draft_model
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.loader import load_model
+from mlxpaged.models.turns import Turns
+from tests.engine.helpers import make_core
+from tests.engine.test_draft_head import logged
+from tests.engine.test_drafting import answers, as_many, prompt, requests, tokens_of
+from tests.models.architectures import make_architecture
+
+PAIRS = {"llama": "qwen3", "gpt_oss": "llama", "gemma3_text": "gemma3_text"}
+"""Models, some with windows, and the kind of their draft model."""
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def paths(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("drafts")
+    small = make_architecture(directory / "small", PAIRS[request.param])
+    return make_architecture(directory / "m", request.param), small
+
+
+def core_of(paths: tuple[Path, Path], drafts: bool = True, **options: Any) -> EngineCore:
+    served = load_model(str(paths[0]))
+    if not drafts:
+        return make_core(served, **options)
+    chosen = {"speculative": "draft", "draft_model": str(paths[1])}
+    core = make_core(with_draft_model(EngineConfig(**chosen), served, Turns()), **chosen, **options)
+    assert core.drafting is not None
+    core.drafting.lengths = as_many
+    return core
+
+
+def continuation(model: Any, tokens: list[int], count: int) -> list[int]:
+    """What a model gives after these tokens."""
+    cache, found, given = make_prompt_cache(model), list[int](), tokens
+    for _ in range(count):
+        found.append(int(mx.argmax(model(mx.array([given]), cache=cache)[0, -1])))
+        given = found[-1:]
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 8}, {"blocks": 24}, {"blocks": 24, "swap_blocks": 60}],
+    ids=["plain", "chunks", "recompute", "swap"],
+)
+def test_drafts_are_the_small_models_tokens_and_answers_those_without(
+    paths: tuple[Path, Path], options: dict[str, Any]
+) -> None:
+    expected = answers(core_of(paths, drafts=False), requests())
+    core = core_of(paths, **options)
+    drafts = logged(core)
+    assert tokens_of(answers(core, requests())) == tokens_of(expected)
+    model: Any = load_plain_model(paths[1])[0]
+    greedy = [each for each in drafts if each[0] in ("r0", "r4")]
+    assert sum(len(found) == 4 for _, _, found in greedy) > 12, "fewer only at the end of an answer"
+    for _, tokens, found in greedy[::5]:
+        assert continuation(model, tokens, len(found)) == found
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path) -> None:
+    """Greedy or with a seed: it samples its drafts with the noise and the filters of the request."""
+    path = make_architecture(tmp_path / "m", "qwen3")
+    asked = [
+        Request(f"r{i}", prompt(i, 9), SamplingParams(max_tokens=60, ignore_eos=True, **params), float(i))
+        for i, params in enumerate(({"temperature": 0.0}, {"temperature": 0.9, "seed": 1, "top_p": 0.9}))
+    ]
+    core, plain = core_of((path, path)), core_of((path, path), drafts=False)
+    assert tokens_of(answers(core, asked)) == tokens_of(answers(plain, asked))
+    counts = core.stats().drafts
+    assert counts.accepted_total == counts.drafted_total > 80
+    assert core.stats().steps_total < plain.stats().steps_total / 2
+
+
+def test_later_turns_find_the_small_models_entries_in_the_prefix_cache(paths: tuple[Path, Path]) -> None:
+    core, plain = core_of(paths), core_of(paths, drafts=False)
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    first = Request("a", prompt(1, 70), params, 0.0)
+    answer = answers(core, [first])["a"].token_ids
+    computed = list[int]()
+    draft = core.runner.draft_by_model
+
+    def counting(step: Any, tokens: Any, wanted: Any) -> Any:
+        computed.append(step.num_tokens)
+        return draft(step, tokens, wanted)
+
+    core.runner.draft_by_model = counting  # type: ignore[method-assign]
+    drafts = logged(core)
+    later = replace(first, request_id="b", prompt_token_ids=[*prompt(1, 70), *answer, 9, 8, 7])
+    assert tokens_of(answers(core, [later])) == tokens_of(answers(plain, [later]))
+    assert max(computed) < 40, "the chunk after the hit"
+    model: Any = load_plain_model(paths[1])[0]
+    assert [continuation(model, tokens, len(found)) == found for _, tokens, found in drafts].count(False) == 0
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("mamba", "more than keys and values"), ("demo", "its vocabulary")])
+def test_a_model_that_cannot_draft_is_refused(tmp_path: Path, kind: str, reason: str) -> None:
+    served = load_model(str(make_architecture(tmp_path / "m", "llama")))
+    small = "demo-vision" if kind == "demo" else str(make_architecture(tmp_path / "small", kind))
+    with pytest.raises(UnsupportedModelError, match=f"cannot draft: .*{reason}"):
+        with_draft_model(EngineConfig(speculative="draft", draft_model=small), served, Turns())
