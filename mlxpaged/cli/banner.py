@@ -26,6 +26,10 @@ def banner(registry: Registry, url: str, needs_key: bool, ollama_url: str | None
         pool += f", grows to {megabytes(info.kv_cache_bytes)}"
     pool += f", {info.kv_cache_dtype}" * (info.kv_cache_dtype != "auto")
     extra, slots = "", info.num_swap_slots
+    if "model" in info.drafters or "mtp" in info.drafters:
+        extra += f"  drafts    by {config.draft_model or 'the draft head of the model'}\n"
+    elif config.speculative == "mtp":
+        extra += f"  slower    there is no draft head: {info.no_mtp_because}\n"
     if info.kv_cache_dtype_because:
         extra += f"  larger    the KV cache is not {config.kv_cache_dtype}: {info.kv_cache_dtype_because}\n"
     if slots:

@@ -100,10 +100,13 @@ class EngineConfig:
         if self.speculative not in SPECULATIVE:
             raise ValueError(f"speculative must be one of {', '.join(SPECULATIVE)}, got {self.speculative!r}")
         if self.mtp is not None and not self.loads_draft_head:
-            raise ValueError("mtp needs speculative auto or mtp, no draft model, and an engine not batch-invariant")
-        drafts = self.draft_model is not None and self.speculative in ("auto", "draft") and not self.batch_invariant
-        if drafts != (self.draft_model is not None or self.speculative == "draft"):
-            raise ValueError("speculative draft and a draft_model need each other, and an engine not batch-invariant")
+            raise ValueError(
+                "mtp needs speculative auto or mtp, no draft_model, and an engine that is not batch_invariant"
+            )
+        if self.speculative == "draft" and self.draft_model is None:
+            raise ValueError("speculative draft needs a draft_model")
+        if self.draft_model is not None and (self.speculative not in ("auto", "draft") or self.batch_invariant):
+            raise ValueError("a draft_model needs speculative auto or draft, and an engine that is not batch_invariant")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             known = ", ".join(KV_CACHE_DTYPES)
             raise ValueError(f"kv_cache_dtype must be one of {known}, got {self.kv_cache_dtype!r}")

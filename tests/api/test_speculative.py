@@ -42,3 +42,21 @@ def test_answers_are_those_without_drafts_and_usage_counts_them(monkeypatch: pyt
         assert status["drafters"] == ["grammar", "ngram"]
         assert (status["drafted_tokens"], status["accepted_tokens"]) == (verified, accepted)
         assert status["by_drafter"]["ngram"] == {"drafted": verified, "accepted": accepted}
+
+
+def test_another_model_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo drafts for itself, so every draft is accepted; and answers are those without."""
+    monkeypatch.setattr(
+        "mlxpaged.engine.drafting.draft_lengths", lambda contexts, chances, *_: [len(each) for each in chances]
+    )
+    config = EngineConfig(kv_cache_bytes=64_000_000, speculative="draft", draft_model="demo")
+    with running_server(config) as server:
+        for options in ({"temperature": 0}, {"temperature": 0.9, "seed": 7, "presence_penalty": 0.3}):
+            body = ask("Tell me of the river.", max_tokens=40, ignore_eos=True, **options)
+            plain, drafted = (post(server, body | {"speculative": value}) for value in (False, True))
+            assert plain["choices"][0]["message"]["content"] == drafted["choices"][0]["message"]["content"]
+            assert drafted["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 10
+        with raw(server) as client:
+            status = client.get("/v1/status").json()["speculative"]
+        assert status["drafters"] == ["grammar", "model"]
+        assert status["by_drafter"]["model"]["accepted"] == status["accepted_tokens"] > 50

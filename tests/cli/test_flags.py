@@ -470,6 +470,11 @@ BAD = [
 @pytest.mark.parametrize(
     ("args", "error"),
     [
+        (["--speculative=draft"], "speculative draft needs a draft_model"),
+        (["--draft-model=x", "--speculative=ngram"], "a draft_model needs speculative auto or draft"),
+        (["--draft-model=x", "--batch-invariant"], "a draft_model needs speculative auto or draft"),
+        (["--mtp=x", "--speculative=off"], "mtp needs speculative auto or mtp"),
+        (["--mtp=x", "--draft-model=y"], "mtp needs speculative auto or mtp"),
         (["--retune", "--attention-tuning=paged:512"], "retune works only with attention_tuning auto"),
         (["--retune", "--attention-tuning=default"], "retune works only with attention_tuning auto"),
         (["--retune", "--attention-backend=gather"], "only with the metal backend"),
@@ -477,7 +482,7 @@ BAD = [
         (["--attention-tuning=contiguous", "--attention-backend=gather"], "only with the metal backend"),
     ],
 )
-def test_tuning_flags_that_would_do_nothing_are_refused(
+def test_flags_that_would_do_nothing_are_refused(
     started: dict[str, Any], capsys: pytest.CaptureFixture[str], args: list[str], error: str
 ) -> None:
     with pytest.raises(SystemExit) as end:
