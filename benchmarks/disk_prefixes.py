@@ -156,7 +156,9 @@ def main() -> None:
     for path in models:
         with tempfile.TemporaryDirectory(dir=CACHE if CACHE.exists() else None) as folder:
             directory, served = Path(folder), load_model(str(path))
-            config = EngineConfig(str(path), max_num_seqs=args.streams + 1, prefix_cache_dir=directory)
+            config = EngineConfig(
+                str(path), max_num_seqs=args.streams + 1, prefix_cache_dir=directory, speculative="off"
+            )
             core = restart(lambda: build_engine(config, served), directory, prompt)  # noqa: B023
             if path == models[-1]:
                 compare(core, args.streams, args.rounds, args.seconds, prompt)

@@ -162,7 +162,9 @@ def host_times(served: ServedModel, batch: int, context: int, steps: int) -> lis
     layers: list[LayerSpec] = [*served.kv_layers[:1]]
     served = replace(served, model=NoModel(served.vocab_size), rows=None, layers=layers)
     kv_bytes = bytes_per_token(served.layers) * batch * (context + steps + 64)
-    core = build_engine(EngineConfig(model="nothing", max_num_seqs=batch, kv_cache_bytes=kv_bytes), served)
+    core = build_engine(
+        EngineConfig(model="nothing", max_num_seqs=batch, kv_cache_bytes=kv_bytes, speculative="off"), served
+    )
     engine = Engine(core)
     engine.prefill(make_prompts(batch, context, served.vocab_size), steps + 16)
     times = []
@@ -249,6 +251,7 @@ class Measurement:
         self._plain: Any = load_weights(resolve_model(path))[0]
         useful = self._largest * (sizes.context + sizes.steps + 64) + max(sizes.prefill) + 64
         self.config = EngineConfig(
+            speculative="off",
             model=path,
             max_num_seqs=self._largest,
             # All prompts in one step: who was ready first would be at the end of its answer before the last began.

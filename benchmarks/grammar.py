@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--calls", choices=FORMATS, help="hold the others to calls in this format")
     parser.add_argument("--device-ms", type=float, default=0.0, help="a stand-in device's forward pass (default: none)")
     args = parser.parse_args()
-    config = EngineConfig(model=args.model, max_num_seqs=args.plain + args.constrained)
+    config = EngineConfig(model=args.model, max_num_seqs=args.plain + args.constrained, speculative="off")
     core = build_engine(config, load_model(args.model))
     device = f"a stand-in device of {args.device_ms:g} ms a step" if args.device_ms else str(mx.default_device())
     print(f"{args.model}, {device}, BLAS: {blas.describe()}; {args.runs} runs of each, in turn")

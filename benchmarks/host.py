@@ -271,6 +271,7 @@ class Ours(ExitStack):
         served = replace(DEMO, model=model, layers=layers, rows=rows)
         served = replace(served, context_length=context + steps + 128)
         config = EngineConfig(
+            speculative="off",
             model="nothing",
             max_num_seqs=batch,
             kv_cache_bytes=batch * (context + steps + 128) * bytes_per_token(layers),

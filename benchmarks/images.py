@@ -51,7 +51,7 @@ def seeing_engine(model: Path, blocks: int, streams: int) -> EngineCore:
     form = PixtralFormat(placeholder=5, row_end=6, end=7, longest=(4096, 4096), side=PATCH * MERGE)
     vision = Vision(form, tower)
     install(served.model, vision)
-    config = EngineConfig(model=str(model), max_num_seqs=streams + 1, prefix_caching=False)
+    config = EngineConfig(model=str(model), max_num_seqs=streams + 1, prefix_caching=False, speculative="off")
     return build_engine(config, dataclasses.replace(served, vision=vision))
 
 

@@ -75,6 +75,7 @@ def make_engine(served: ServedModel, backend: str, block_size: int, sizes: Sizes
     prompt."""
     tokens = prompt_tokens + max(sizes.batches) * (sizes.prompt_tokens + sizes.answer_tokens + block_size)
     config = EngineConfig(
+        speculative="off",
         kv_cache_bytes=2 * max(1, bytes_per_token(served.layers)) * tokens,
         attention_backend=backend,
         block_size=block_size,
