@@ -321,7 +321,7 @@ class Ours(ExitStack):
         for pool in self.core.runner.pools:
             pool.memory.token = self._nothing
         for layer in self.core.runner.recurrent:
-            layer._stacked = [self._zeros(array) for array in layer._stacked]
+            layer._stacks = [[self._zeros(array) for array in state] for state in layer._stacks]
             layer._single = {i: [self._zeros(array) for array in state] for i, state in layer._single.items()}
 
     def _zeros(self, like: mx.array | None) -> mx.array:

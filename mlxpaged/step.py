@@ -112,14 +112,14 @@ class BlockMoves:
     """KV blocks to move before a step runs.
 
     swap_out: (block, slot); copies: (source, target) blocks; swap_in: (slot, block). They run in this order, so that no
-    move reads what another one has overwritten. states_out: (sequence id, slots) of recurrent states; states_in: the
-    reverse.
+    move reads what another one has overwritten. states_out: (sequence id, its tokens, slots) of recurrent states;
+    states_in: (slots, sequence id).
     """
 
     swap_out: Sequence[tuple[int, int]] = ()
     copies: Sequence[tuple[int, int]] = ()
     swap_in: Sequence[tuple[int, int]] = ()
-    states_out: Sequence[tuple[int, list[int]]] = ()
+    states_out: Sequence[tuple[int, int, list[int]]] = ()
     states_in: Sequence[tuple[list[int], int]] = ()
 
     def __bool__(self) -> bool:

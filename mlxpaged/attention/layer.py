@@ -36,8 +36,8 @@ class WindowMismatchError(PagedAttentionError):
 class StepContext:
     """The running step, shared by the layers of one model: its metadata, and how it is cut into calls.
 
-    num_tokens: T of the step. groups: calls of modules with recurrent states. alone: calls of modules that take one
-    sequence at a time.
+    num_tokens: T of the step. groups: calls of modules with recurrent states. batches: the sequences of the first of
+    these, which decode. alone: calls of modules that take one sequence at a time.
     """
 
     def __init__(self) -> None:
@@ -49,12 +49,13 @@ class StepContext:
     def cut(self, rows: Sequence[Row]) -> None:
         """Cut the rows of a step into calls, for modules that do not take all rows at once."""
         self.groups, self.alone = make_groups(rows), make_groups(rows, stack=False)
+        self.batches = [group.sequence_ids for group in self.groups if group.is_rows]
         self.num_tokens = self.groups[-1].last if self.groups else 0
 
     @property
     def decodes(self) -> bool:
         """Whether each sequence decodes one token, from the state that it has: such a step can be replayed."""
-        return len(self.groups) == 1 and self.groups[0].is_rows
+        return len(self.groups) == 1 and self.groups[0].is_rows and self.groups[0].length == 1
 
     def begin(self, metas: Sequence[AttentionMetadata]) -> None:
         """metas: for each view of the block tables."""

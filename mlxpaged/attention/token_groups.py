@@ -14,34 +14,45 @@ from mlxpaged.step import Row
 
 @dataclass
 class TokenGroup:
-    """Tokens `first` to `last` of a step: rows of one token each, or a piece of one prompt chunk."""
+    """Tokens `first` to `last` of a step: rows of `length` tokens each, or a piece of one prompt chunk. Rows have one
+    token, or more if they have drafts."""
 
     first: int
     last: int
     is_rows: bool
+    length: int = field(default=1, kw_only=True)
 
     def select(self, array: Any, num_tokens: int) -> Any:
-        """The group's part of an argument with one row per token: [T, 1, ...] -> [B, 1, ...] or [1, n, ...]; offsets
-        [T] -> [B] or [1]. Other arguments are returned as they are."""
+        """The group's part of an argument with one row per token: [T, 1, ...] -> [B, length, ...] or [1, n, ...];
+        offsets [T] -> [B] or [1]. Other arguments are returned as they are."""
         if not isinstance(array, mx.array) or array.ndim == 0 or array.shape[0] != num_tokens:
             return array
         if array.ndim == 1:
-            return array[self.first : self.last if self.is_rows else self.first + 1]
+            return self.first_tokens(array)
         part = array[self.first : self.last]
-        return part if self.is_rows else part.swapaxes(0, 1)
+        if not self.is_rows:
+            return part.swapaxes(0, 1)
+        return part if self.length == 1 else part.reshape(-1, self.length, *part.shape[2:])
+
+    def first_tokens(self, array: mx.array) -> mx.array:
+        """[T] -> [B] or [1]: of the first token of each row, or of the piece."""
+        return array[self.first : self.last : self.length] if self.is_rows else array[self.first : self.first + 1]
 
     def as_rows(self, array: mx.array) -> mx.array:
         """A result of the module for this group as rows, [n, 1, ...]."""
-        return array if self.is_rows else array.swapaxes(0, 1)
+        if not self.is_rows:
+            return array.swapaxes(0, 1)
+        return array if self.length == 1 else array.reshape(-1, 1, *array.shape[2:])
 
 
 @dataclass
 class StateGroup(TokenGroup):
-    """All decoding rows of a step, one token each, or a piece of one prompt chunk.
+    """All decoding rows of a step that have as many tokens, or a piece of one prompt chunk.
 
     previous: index of the group of the same step whose states these continue, and of the sequence in it. restore: the
     checkpoint that they start from. If both are None, they start from the sequences' own states, or from nothing if the
-    group is fresh. taken: (index of the sequence in the group, id) of the checkpoints to take after it.
+    group is fresh. taken: (index of the sequence in the group, id) of the checkpoints to take after it. with_drafts:
+    its rows if they have drafts.
     """
 
     sequence_ids: list[int]
@@ -49,28 +60,34 @@ class StateGroup(TokenGroup):
     previous: tuple[int, int] | None = None
     restore: int | None = None
     taken: list[tuple[int, int]] = field(default_factory=list)
+    with_drafts: list[Row] = field(default_factory=list)
 
 
 def make_groups(rows: Iterable[Row], stack: bool = True) -> list[StateGroup]:
-    """The calls of a step, in the order of its tokens. The leading rows of one token that continue a sequence decode
-    together if `stack`. Every other row is alone, and cut at its checkpoints."""
+    """The calls of a step, in the order of its tokens. The leading rows that decode and continue a sequence are called
+    together if `stack`, neighbours with as many tokens in one group. Every other row is alone, and cut at its
+    checkpoints. Rows with drafts have none."""
     groups: list[StateGroup] = []
     taken_by: dict[int, tuple[int, int]] = {}  # checkpoint -> the group of this step that takes it, and the sequence
     first = 0
     for row in rows:
         last = first + row.num_tokens
-        decodes = stack and row.num_tokens == 1 and row.start > 0 and row.restore is None
-        if decodes and (not groups or (len(groups) == 1 and groups[0].is_rows)):
-            if not groups:
-                groups.append(StateGroup(first, last, True, []))
+        decodes = (row.num_tokens == 1 or bool(row.drafts)) and row.start > 0 and row.restore is None
+        if stack and decodes and (not groups or groups[-1].is_rows):
+            if not groups or groups[-1].length != row.num_tokens:
+                groups.append(StateGroup(first, last, True, [], length=row.num_tokens))
+            group = groups[-1]
             for _, checkpoint in row.checkpoints:
-                taken_by[checkpoint] = 0, len(groups[0].sequence_ids)
-                groups[0].taken.append((len(groups[0].sequence_ids), checkpoint))
-            groups[0].sequence_ids.append(row.sequence_id)
-            groups[0].last = last
+                taken_by[checkpoint] = len(groups) - 1, len(group.sequence_ids)
+                group.taken.append((len(group.sequence_ids), checkpoint))
+            group.sequence_ids.append(row.sequence_id)
+            group.last = last
+            if group.length > 1:
+                group.with_drafts.append(row)
         else:
             begin = StateGroup(first, last, False, [row.sequence_id], is_fresh=row.start == 0, restore=row.restore)
             begin.previous = None if row.restore is None else taken_by.get(row.restore)
+            begin.with_drafts = [row] if row.drafts else []
             groups.append(begin)
             for position, checkpoint in row.checkpoints:
                 end = first + position - row.start

@@ -110,7 +110,7 @@ class ModelRunner:
         mx.eval(self._caches.arrays)
         self.tile_size: int | None = None  # rows of each forward pass, if the engine is batch-invariant
         if batch_invariant:
-            self.tile_size = largest_tile(self.run, self._num_groups)
+            self.tile_size = largest_tile(self.run, self.num_groups)
             self.model_calls = self._caches.step.attention_calls = 0
 
     @property
@@ -132,7 +132,17 @@ class ModelRunner:
         return sum(pool.nbytes for pool in self.pools)
 
     @property
-    def _num_groups(self) -> int:
+    def argument_bytes(self) -> int:
+        """Bytes of the arguments of recurrent modules that rows with drafts keep."""
+        return self._caches.rollback.argument_bytes
+
+    @property
+    def module_calls_again(self) -> int:
+        """How often a recurrent module ran once more because drafts were rejected."""
+        return self._caches.rollback.module_calls
+
+    @property
+    def num_groups(self) -> int:
         """Groups of the block tables."""
         return 1 + max(view.group for view in self._caches.views)
 
@@ -213,6 +223,8 @@ class ModelRunner:
     def run(self, step: Step, sampled: SampledTokens = NO_TOKENS, running: Collection[int] = ()) -> mx.array:
         """Does what `forward` does, on this rank. On all ranks, the tokens of the step in flight are those of rank 0;
         the others know only their sequences."""
+        rows, caches = step.rows, self._caches
+        caches.roll_back(rows, self._adapters.of_rows)
         step = step.with_drafts_as_rows()
         more = token_vectors(step, sampled.sequence_ids)
         in_flight = None
@@ -222,8 +234,7 @@ class ModelRunner:
         index = self._adapters.begin([row.adapter for row in step.rows], step.query_lens)
         if index is not None:
             more.append(index)
-        caches = self._caches
-        caches.begin(step.rows)
+        caches.begin(rows)
         images = self._images if step.shows_images else None
         try:
             if images is not None:
@@ -355,7 +366,7 @@ class ModelRunner:
     def _decode(self, count: int, positions: range) -> mx.array:
         """The logits of the last of these positions, of so many sequences, each with a block of its own."""
         for position in positions:
-            step = decoding_step(range(count), position, PENDING, count, self._num_groups)
+            step = decoding_step(range(count), position, PENDING, count, self.num_groups)
             sampled = SampledTokens(mx.arange(position, position + count, dtype=mx.int32), range(count))
             logits = self.forward(step, sampled, range(count))
             self.finish_step(logits)
@@ -367,8 +378,8 @@ class ModelRunner:
         self._tell("move_blocks", moves)
         if self.swap is not None:
             self.swap.store(moves.swap_out)
-            for sequence_id, slots in moves.states_out:
-                self.swap.store_arrays(slots, [array for state in self.recurrent for array in state.saved(sequence_id)])
+            for sequence_id, num_tokens, slots in moves.states_out:
+                self.swap.store_arrays(slots, self._caches.saved(sequence_id, num_tokens, self._adapters.of_rows))
         for pool in self.pools:
             pool.copy_blocks(moves.copies)
         if self.swap is not None:

@@ -24,7 +24,7 @@ import mlx.core as mx
 from mlxpaged.attention.metadata import HostStep
 from mlxpaged.attention.pool import Memory
 from mlxpaged.models.caches import ModelCaches
-from mlxpaged.models.states import State
+from mlxpaged.models.rollback import State
 
 logger = logging.getLogger(__name__)
 

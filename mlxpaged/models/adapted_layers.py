@@ -60,6 +60,17 @@ class StepAdapters:
     def upload(self, index: mx.array) -> None:
         self._index = index
 
+    @contextmanager
+    def of_rows(self, adapters: Sequence[str | None], num_tokens: int) -> Iterator[None]:
+        """Until the end of the context, rows of so many tokens each are computed outside of a step."""
+        index = self.begin(adapters, [num_tokens] * len(adapters))
+        try:
+            if index is not None:
+                self.upload(mx.array(index))
+            yield
+        finally:
+            self.end()
+
     def end(self) -> None:
         self.active, self._index, self._decoded = (), None, None
         self._parts, self._masks = {}, {}
@@ -86,7 +97,7 @@ class StepAdapters:
         group, head = token_groups.running, self.head
         if group is not None:
             if id(group) not in self._parts:
-                self._parts[id(group)] = self._index[group.first : group.last]
+                self._parts[id(group)] = group.first_tokens(self._index)
             return self._parts[id(group)]
         if head is not None and head.is_projecting:
             if id(head) not in self._parts:

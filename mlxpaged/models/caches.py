@@ -17,6 +17,7 @@ from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 from mlxpaged.models.cache_groups import CacheLayout, one_group
 from mlxpaged.models.layers import LayerSpec, PerSequence, Recurrent, kv_layers
+from mlxpaged.models.rollback import Adapters, Rollback
 from mlxpaged.models.states import RecurrentLayer, SequenceCaches
 from mlxpaged.step import Row
 
@@ -28,7 +29,7 @@ class ModelCaches:
     KV layers. views: the block tables that they use. drafting: the caches of the last `num_drafting` specs, which
     a draft head or model uses instead of the model. states: the
     layers with states or caches of single sequences. recurrent: those with states, which can be swapped out. Caches of
-    single sequences cannot.
+    single sequences cannot. rollback: of the recurrent ones.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ModelCaches:
         self.layers: list[PagedLayer] = []
         self.states: list[RecurrentLayer | SequenceCaches] = []
         self.recurrent: list[RecurrentLayer] = []
+        self.rollback = Rollback()
         self._block_size, self._tunings, self._types = block_size, tunings or {}, layer_types
         layout = layout or one_group(kv_layers(specs))
         self.pools = [
@@ -65,7 +67,7 @@ class ModelCaches:
         if isinstance(spec, tuple):
             return CacheList(*map(self._make, spec))
         if isinstance(spec, Recurrent):
-            self.recurrent.append(RecurrentLayer(spec.arrays, self.step, spec.alone))
+            self.recurrent.append(RecurrentLayer(spec.arrays, self.step, spec.alone, self.rollback))
             self.states.append(self.recurrent[-1])
             return self.states[-1]
         if isinstance(spec, PerSequence):
@@ -128,7 +130,7 @@ class ModelCaches:
     def arrays(self) -> list[mx.array]:
         """Evaluated at the end of a step, so that its writes are done."""
         pools = [array for pool in self.pools for array in pool.arrays]
-        return [*pools, *(array for state in self.states for array in state.arrays)]
+        return [*pools, *(array for state in self.states for array in state.arrays), *self.rollback.arrays]
 
     def run(
         self,
@@ -147,6 +149,20 @@ class ModelCaches:
         finally:
             self.end()
 
+    def roll_back(self, rows: Sequence[Row], adapters: Adapters) -> None:
+        """Take back the drafts that were rejected before these rows. Call it before `begin`."""
+        if self.rollback.is_empty:
+            return
+        for row in rows:
+            if row.start == 0 or row.restore is not None:
+                self.rollback.forget(row.sequence_id)
+        self.rollback.roll_back({row.sequence_id: row.start for row in rows}, adapters)
+
+    def saved(self, sequence_id: int, num_tokens: int, adapters: Adapters) -> list[mx.array]:
+        """The states of a sequence after so many tokens, to be kept elsewhere."""
+        self.rollback.roll_back({sequence_id: num_tokens}, adapters)
+        return [array for state in self.recurrent for array in state.saved(sequence_id)]
+
     def begin(self, rows: Sequence[Row]) -> None:
         """rows: the sequences of the step, if the model has recurrent layers."""
         self.step.cut(rows if self.states else ())
@@ -154,8 +170,7 @@ class ModelCaches:
     def forward(self, model: Any, tokens: mx.array, metas: Sequence[AttentionMetadata]) -> mx.array:
         """Logits [T, 1, V] of the tokens [T]. The new states are pending. metas: for each of `views`."""
         self.step.begin(metas)
-        for state in self.states:
-            state.discard()
+        self.discard()
         try:
             logits: mx.array = model(tokens[:, None], cache=self.caches)
             return logits
@@ -181,12 +196,18 @@ class ModelCaches:
         """Keep the new states. running: ids of all sequences that need a state; the states of others are dropped."""
         for state in self.states:
             state.commit(running)
+        self.rollback.commit(running)
 
     def end(self) -> None:
         """Forget the states that are pending still: the step has failed."""
+        self.discard()
+        self.step.cut(())
+
+    def discard(self) -> None:
+        """Forget what is pending."""
         for state in self.states:
             state.discard()
-        self.step.cut(())
+        self.rollback.discard()
 
     def clear(self) -> None:
         """Make all pools anew and drop all states."""
@@ -194,3 +215,4 @@ class ModelCaches:
             pool.clear()
         for state in self.states:
             state.clear()
+        self.rollback.clear()

@@ -5,11 +5,13 @@ mlx-lm stores it in an ArraysCache: a few arrays whose first axis is the batch. 
 sequences stay stacked on that axis, so that a decode step copies none. They are permuted only when the batch changes.
 
 MLX arrays are immutable. So a checkpoint is a reference to a state, and a step whose forward pass fails changes none.
+Rows with drafts may have to be taken back in part: see rollback.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -20,9 +22,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from mlxpaged.attention.latent import LatentLayer
 from mlxpaged.attention.layer import StepContext
 from mlxpaged.attention.token_groups import Masks, StateGroup, TokenGroup, running_group
-
-State = list[mx.array | None]
-"""The arrays of one layer, [n, ...] each for n sequences. An entry that the layer never sets is None."""
+from mlxpaged.models.rollback import ModuleCall, Rollback, RowArgument, State, concatenated, replaced, take
 
 
 class RecurrentLayer(ArraysCache):
@@ -34,18 +34,25 @@ class RecurrentLayer(ArraysCache):
     """
 
     def __init__(
-        self, likes: Sequence[tuple[tuple[int, ...], mx.Dtype] | None], step: StepContext, alone: bool = False
+        self,
+        likes: Sequence[tuple[tuple[int, ...], mx.Dtype] | None],
+        step: StepContext,
+        alone: bool = False,
+        rollback: Rollback | None = None,
     ) -> None:
+        """alone: whether its modules get one sequence at a time. rollback: of all layers of the model."""
         super().__init__(len(likes))
         self.cache: State  # type: ignore[assignment]
         self.alone = alone
         self.step = step
+        self.rollback = Rollback() if rollback is None else rollback
         self._entries = likes
-        self._batch: list[int] = []  # the sequences whose states are stacked, in order
-        self._stacked: State = []
-        self._single: dict[int, State] = {}  # by sequence, [1, ...] each; they replace those in the stack
+        self._batches: list[list[int]] = []  # the sequences of each stack of states; the first that has one counts
+        self._stacks: list[State] = []
+        self._single: dict[int, State] = {}  # by sequence, [1, ...] each; they replace those in the stacks
         self._checkpoints: dict[int, State] = {}
         self._taken: list[int] = []  # checkpoints of the last step
+        self._before: dict[int, State] = {}  # by group
         self._written: dict[int, dict[int, mx.array | None]] = {}  # by group: the arrays that its modules have set
         self._after: dict[int, State] = {}  # by group: all arrays after it
         self._loaded: State = []  # what `load` has put into `cache`
@@ -67,12 +74,12 @@ class RecurrentLayer(ArraysCache):
         """Evaluated with each step: otherwise a step would begin with the computation of all earlier ones.
 
         Checkpoints of earlier steps are left out. There may be thousands, and MLX takes 0.5 us for each array."""
-        states = [self._stacked, *self._single.values(), *(self._checkpoints[i] for i in self._taken)]
+        states = [*self._stacks, *self._single.values(), *(self._checkpoints[i] for i in self._taken)]
         return [array for state in states for array in state if array is not None]
 
     def load(self, index: int) -> RecurrentLayer:
         """Put the states of a group into `cache`. Returns what the module gets as its cache."""
-        self.cache = self._before(index)
+        self.cache = list(self.before_group(index))
         for entry, array in self._written.get(index, {}).items():
             self.cache[entry] = array
         self._loaded = list(self.cache)
@@ -88,7 +95,7 @@ class RecurrentLayer(ArraysCache):
     def before(self) -> list[State]:
         """The states before each group of a step that decodes: inputs of its graph. They are in the order of the
         batch, so the graph does not depend on which sequences these are."""
-        return [self._before(index) for index in range(len(self.groups))]
+        return [list(self.before_group(index)) for index in range(len(self.groups))]
 
     @property
     def after(self) -> list[State]:
@@ -105,35 +112,50 @@ class RecurrentLayer(ArraysCache):
 
     def discard(self) -> None:
         """Forget the pending states."""
-        self._written, self._after, self._loaded = {}, {}, []
+        self._before, self._written, self._after, self._loaded = {}, {}, {}, []
 
     def commit(self, running: Container[int]) -> None:
         """Replace the states of the step's sequences by the pending ones. running: all sequences that need a state;
         those of others are dropped."""
         self._taken = [checkpoint for group in self.groups for _, checkpoint in group.taken]
+        if batches := () if self.alone else self.step.batches:
+            if batches != self._batches:
+                self._leave_stacks(running, {i for ids in batches for i in ids})
+            self._batches, self._stacks = batches, [self._after[index] for index in range(len(batches))]
+            for i in [i for ids in batches for i in ids] if self._single else ():
+                self._single.pop(i, None)
         for index, group in enumerate(self.groups):
             after = self._after[index]
-            if group.is_rows:
-                for i in self._batch if self._batch != group.sequence_ids else ():
-                    if i in running and i not in group.sequence_ids and i not in self._single:
-                        self._single[i] = self.get(i)
-                self._batch, self._stacked = group.sequence_ids, after
-                for i in group.sequence_ids if self._single else ():
-                    self._single.pop(i, None)
-            else:
+            if not group.is_rows:
                 self._single[group.sequence_ids[0]] = after
             for i, checkpoint in group.taken:
                 self._checkpoints[checkpoint] = take(after, [i]) if group.is_rows else after
         self._single = {i: state for i, state in self._single.items() if i in running}
-        if not any(i in running for i in self._batch):
-            self._batch, self._stacked = [], []
+        if not any(i in running for ids in self._batches for i in ids):
+            self._batches, self._stacks = [], []
         self.discard()
+
+    def _leave_stacks(self, running: Container[int], decoding: Container[int]) -> None:
+        """Take the states of running sequences that do not decode out of the stacks."""
+        for i in [i for ids in self._batches for i in ids]:
+            if i in running and i not in decoding and i not in self._single:
+                self._single[i] = self.get(i)
 
     def get(self, sequence_id: int) -> State:
         """The state of one sequence, [1, ...] each."""
         if sequence_id in self._single:
             return list(self._single[sequence_id])
-        return take(self._stacked, [self._batch.index(sequence_id)])
+        number = next(number for number, ids in enumerate(self._batches) if sequence_id in ids)
+        return take(self._stacks[number], [self._batches[number].index(sequence_id)])
+
+    def put(self, sequence_ids: list[int], state: State) -> None:
+        """Replace the states of sequences: the only one if the layer is alone."""
+        if self.alone:
+            self._single[sequence_ids[0]] = state
+            return
+        for i in sequence_ids:
+            self._single.pop(i, None)
+        self._batches, self._stacks = [sequence_ids, *self._batches], [state, *self._stacks]
 
     @property
     def likes(self) -> list[tuple[tuple[int, ...], mx.Dtype]]:
@@ -160,12 +182,20 @@ class RecurrentLayer(ArraysCache):
         return [None if like is None else next(arrays) for like in self._entries]
 
     def clear(self) -> None:
-        self._batch, self._stacked, self._single, self._checkpoints, self._taken = [], [], {}, {}, []
+        self._batches, self._stacks, self._single, self._checkpoints, self._taken = [], [], {}, {}, []
         self.discard()
 
-    def _before(self, index: int) -> State:
+    def before_group(self, index: int) -> State:
+        """The states before a group. Those that continue another group change with each module that has computed it."""
         if self._bound is not None:
-            return list(self._bound[index])
+            return self._bound[index]
+        if self.groups[index].previous is not None:
+            return self._find_before(index)
+        if index not in self._before:
+            self._before[index] = self._find_before(index)
+        return self._before[index]
+
+    def _find_before(self, index: int) -> State:
         group = self.groups[index]
         if group.previous is not None:
             before, sequence = group.previous
@@ -180,21 +210,25 @@ class RecurrentLayer(ArraysCache):
         return self.get(group.sequence_ids[0])
 
     def _stack(self, members: list[int]) -> State:
-        single = [i for i in members if i in self._single]
-        if members == self._batch and not single:
-            return list(self._stacked)
-        stacked = [i for i in members if i not in self._single]
-        parts = [take(self._stacked, [self._batch.index(i) for i in stacked])] if stacked else []
-        parts += [self._single[i] for i in single]
-        joined = [None if arrays[0] is None else mx.concatenate(list(arrays)) for arrays in zip(*parts, strict=True)]
-        order = [*stacked, *single]
+        if not self._single and self._batches == [members]:  # as in most steps
+            return self._stacks[0]
+        order = [i for i in members if i in self._single]
+        parts = [self._single[i] for i in order]
+        left = [i for i in members if i not in self._single] if order else members
+        for ids, state in zip(self._batches, self._stacks, strict=True):
+            if ids == left:
+                parts.append(state)
+                order, left = order + left, []
+                break
+            index = {i: n for n, i in enumerate(ids)}
+            if chosen := [i for i in left if i in index]:
+                parts.append(take(state, [index[i] for i in chosen]))
+                order += chosen
+                left = [i for i in left if i not in index]
+        if left:
+            raise ValueError(f"sequences {left} have no state")
+        joined = concatenated(parts)
         return joined if order == members else take(joined, [order.index(i) for i in members])
-
-
-def take(state: State, indices: list[int]) -> State:
-    """A copy of some sequences' states: a slice would keep the whole stack in memory."""
-    chosen = mx.array(indices)
-    return [None if array is None else mx.take(array, chosen, axis=0) for array in state]
 
 
 class SequenceCaches:
@@ -266,19 +300,35 @@ def call_in_groups(module: Module) -> None:
         results = []
         for index, group in enumerate(groups):
             caches = {id(layer): layer.load(index) for layer in owned}
+            drafted = group if isinstance(group, StateGroup) and group.with_drafts else None
 
-            def own(value: Any, index: int = index, group: TokenGroup = group, caches: dict[int, Any] = caches) -> Any:
+            def own(
+                value: Any,
+                index: int = index,
+                group: TokenGroup = group,
+                caches: dict[int, Any] = caches,
+                keeps: bool = drafted is not None,
+            ) -> Any:
                 if isinstance(value, CacheList):
                     return CacheList(*map(own, value.caches))
                 if isinstance(value, list):
                     return [own(each) for each in value]
                 if isinstance(value, Masks):
                     return value.by_group[index]
-                return caches[id(value)] if id(value) in caches else group.select(value, num_tokens)
+                if id(value) in caches:
+                    return caches[id(value)]
+                part = group.select(value, num_tokens)
+                # A copy, or else a few rows would keep the arguments of a whole prompt chunk in memory.
+                return RowArgument(mx.contiguous(part)) if keeps and part is not value else part
 
             with running_group(group):
-                named = {name: own(each) for name, each in kwargs.items()}
-                results.append(base.__call__(self, *map(own, args), **named))
+                own_args, named = list(map(own, args)), {name: own(each) for name, each in kwargs.items()}
+                if drafted is not None:
+                    states = [layer for layer in owned if isinstance(layer, RecurrentLayer)]
+                    call = ModuleCall(partial(base.__call__, self), own_args, named, states)
+                    states[0].rollback.keep(index, drafted, call)
+                    own_args, named = replaced([own_args, named], lambda array: array)
+                results.append(base.__call__(self, *own_args, **named))
             for layer in owned:
                 layer.store(index)
         return join(groups, results)

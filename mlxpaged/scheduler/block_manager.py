@@ -47,7 +47,7 @@ class BlockManager:
         if config.recurrent:
             recurrent = config.num_checkpoints, config.swap_slots_per_state, config.block_size, self.prefix_cache
             self.states = Recurrent(*recurrent)
-        self._states_out: list[tuple[int, list[int]]] = []
+        self._states_out: list[tuple[int, int, list[int]]] = []
         self._states_in: list[tuple[list[int], int]] = []
         self._loaded: list[int] = []  # swap slots that the step being scheduled reads
         self._copies: list[tuple[int, int]] = []
@@ -278,7 +278,7 @@ class BlockManager:
             return False
         slots, state_slots = self.swap.allocate(count), self.swap.allocate(self.states.slots_per_state)
         if state_slots:
-            self._states_out.append((sequence.sequence_id, state_slots))
+            self._states_out.append((sequence.sequence_id, computed, state_slots))
         self._swap_out += zip(blocks, slots, strict=True)
         self.blocks_swapped_out += count
         self.release(sequence)

@@ -119,7 +119,7 @@ class Preemption:
 
     def undo_moves(self, moves: BlockMoves, sequences: ListOf[Sequence]) -> None:
         """Recompute those of `sequences` that need the given moves, because the moves failed at least in part."""
-        slots = {slot for _, slot in moves.swap_out} | {slot for _, slots in moves.states_out for slot in slots}
+        slots = {slot for _, slot in moves.swap_out} | {slot for _, _, slots in moves.states_out for slot in slots}
         loaded = {sequence_id for _, sequence_id in moves.states_in}
         blocks = {block for _, block in (*moves.copies, *moves.swap_in)}
         for sequence in sequences:

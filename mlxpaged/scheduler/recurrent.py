@@ -48,6 +48,10 @@ class Stateless:
         """Reserve the checkpoints (position, id) of a row."""
         return ()
 
+    def most_drafts(self, sequence: Sequence, most: int) -> int:
+        """How many of `most` drafts the next row of a decoding sequence may have."""
+        return most
+
     def attach(self, sequence: Sequence) -> None:
         """Blocks of a sequence were published."""
 
@@ -107,8 +111,9 @@ class Recurrent(Stateless):
         prompt_end = sequence.prompt_end(size)
         for position in range(start // size * size + size, start + num_tokens + 1, size):
             index = position // size - 1
-            is_junction = index < len(kv.keys) and kv.keys[index] in self._junctions
-            if not (is_junction or position == prompt_end or position % CHECKPOINT_DISTANCE == 0):
+            if not (
+                self._is_junction(sequence, index) or position == prompt_end or position % CHECKPOINT_DISTANCE == 0
+            ):
                 continue
             if index < len(kv.table.chain) and kv.table.chain[index] in self.checkpoints:
                 continue
@@ -119,6 +124,26 @@ class Recurrent(Stateless):
         kv.reserved_checkpoints += taken
         self.attach(sequence)
         return tuple(taken)
+
+    def most_drafts(self, sequence: Sequence, most: int) -> int:
+        """None if the row takes a checkpoint or starts from one. Else the row ends before the next position that a
+        checkpoint may be taken at, so that a later row takes it after a token that is certain."""
+        if sequence.kv.restore_from is not None:
+            return 0
+        if self._junctions is None or self._prefix_cache is None:
+            return most
+        tokens, known = sequence.token_ids, sequence.num_known_tokens
+        self._prefix_cache.extend_keys(sequence.kv.keys, tokens, known, sequence.cache_seed)
+        size, end = self._block_size, sequence.num_computed_tokens + 1
+        for position in range(-(-end // size) * size, end + most + 1, size):
+            if position % CHECKPOINT_DISTANCE == 0 or self._is_junction(sequence, position // size - 1):
+                return max(0, position - 1 - end)
+        return most
+
+    def _is_junction(self, sequence: Sequence, index: int) -> bool:
+        """Whether other prompts part from a sequence after its block of this index, as far as its tokens are known."""
+        keys = sequence.kv.keys
+        return self._junctions is not None and index < len(keys) and keys[index] in self._junctions
 
     def attach(self, sequence: Sequence) -> None:
         """Attach reserved checkpoints to their blocks, as far as these are published. A block that the prefix cache has

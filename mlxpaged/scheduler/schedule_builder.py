@@ -53,6 +53,13 @@ class ScheduleBuilder:
         )
         self._sequences[sequence_id] = sequence
 
+    def sort_by_length(self) -> None:
+        """Make rows of as many tokens neighbours: recurrent modules compute them together."""
+        order = sorted(range(len(self._rows)), key=lambda i: len(self._rows[i][2]))
+        sequences = list(self._sequences.items())
+        self._rows = [self._rows[i] for i in order]
+        self._sequences = dict(sequences[i] for i in order)
+
     @property
     def num_drafts(self) -> int:
         return sum(max(0, num_sampled - 1) for *_, num_sampled, _, _, _, _ in self._rows)

@@ -358,9 +358,12 @@ class Scheduler:
             if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, 1, builder):
                 drafts, sequence.drafts = sequence.drafts[: max(0, most)], ()
                 if drafts:
-                    drafts = drafts[: self.blocks.grow_for_drafts(sequence, len(drafts), reserved)]
+                    room = self.blocks.states.most_drafts(sequence, len(drafts))
+                    drafts = drafts[: self.blocks.grow_for_drafts(sequence, room, reserved)]
                     most -= len(drafts)
                 self._add(builder, sequence, 1, drafts)
+        if self.config.recurrent and builder.num_drafts:
+            builder.sort_by_length()
 
     def _add_prompts(self, builder: ScheduleBuilder) -> None:
         """Add chunks of running and waiting prompts, in order, and of a class the short ones first. Stop at a running
@@ -403,7 +406,8 @@ class Scheduler:
         start, restore = sequence.num_computed_tokens, self.blocks.states.take_restore(sequence)
         num_sampled = sequence.compute(num_tokens, len(drafts))
         self.blocks.publish(sequence)
-        checkpoints = self.blocks.states.take_checkpoints(sequence, start, num_tokens)
+        # A row with drafts takes none: a rejected draft would leave a checkpoint of another state.
+        checkpoints = self.blocks.states.take_checkpoints(sequence, start, 0 if drafts else num_tokens)
         builder.add(sequence, start, num_sampled, restore, checkpoints, drafts)
 
     def tables_of(self, sequences: Iterable[Sequence]) -> IntArray:

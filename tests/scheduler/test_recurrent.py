@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from mlxpaged.scheduler import recurrent
 from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.scheduler import Scheduler
 from mlxpaged.scheduler.sequence import FinishReason, Priority, Sequence, SequenceStatus
@@ -48,7 +51,7 @@ def test_a_swapped_sequence_keeps_slots_for_its_state() -> None:
     assert scheduler.blocks.swap_out(first)
     moves = scheduler.blocks.take_moves()
     assert len(moves.swap_out) == 3
-    assert [(number, len(slots)) for number, slots in moves.states_out] == [(0, 3)]
+    assert [(number, len(slots)) for number, _, slots in moves.states_out] == [(0, 3)]
     assert scheduler.blocks.swap.usage().used == 6
     scheduler.blocks.drop_swapped(first)
     assert scheduler.blocks.swap.usage().used == 0
@@ -117,3 +120,50 @@ def test_blocks_that_the_prefix_cache_has_dropped_get_no_checkpoints() -> None:
     scheduler.finish(0, FinishReason.ABORT)
     checkpoints = scheduler.blocks.states.checkpoints
     assert len(checkpoints) == checkpoints.num_reserved == 0
+
+
+def test_no_row_with_drafts_reaches_a_position_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rejected draft before it would leave a checkpoint of another state."""
+    monkeypatch.setattr(recurrent, "CHECKPOINT_DISTANCE", 8)
+    scheduler, found = make(), []
+    drafting = Sequence(0, list(range(10, 15)), 40)
+    scheduler.add(drafting)
+    run_step(scheduler)
+    while drafting.num_computed_tokens < 24:
+        drafting.drafts = [1] * 8
+        step = scheduler.schedule()
+        [row] = step.rows
+        found.append((row.start, row.num_tokens, [position for position, _ in row.checkpoints]))
+        scheduler.update(step, {0: [1] * row.num_sampled})
+    assert found == [(5, 2, []), (7, 1, [8]), (8, 7, []), (15, 1, [16]), (16, 7, []), (23, 1, [24])]
+    scheduler.finish(0, FinishReason.STOP)
+    assert scheduler.blocks.states.checkpoints.num_reserved == 0
+
+
+def test_a_row_that_fills_the_block_after_which_other_prompts_part_has_no_drafts() -> None:
+    scheduler = make(max_num_seqs=1)
+    first = Sequence(0, list(range(10, 16)), 40)
+    scheduler.add(first)
+    run_step(scheduler)
+    for number in (1, 2):
+        scheduler.add(sequence(number, *range(10, 16), 1, 2, 30 + number, 5))
+    rows = []
+    for sampled in (2, 3, 4):
+        first.drafts = [7, 7]
+        step = scheduler.schedule()
+        rows += [(row.start, row.num_tokens, [position for position, _ in row.checkpoints]) for row in step.rows]
+        scheduler.update(step, {0: [sampled]})
+    assert rows == [(6, 3, []), (7, 1, [8]), (8, 3, [])]
+
+
+def test_rows_with_as_many_drafts_are_neighbours() -> None:
+    scheduler = make()
+    sequences = [sequence(number, 10 + number, 11, 12) for number in range(5)]
+    for each in sequences:
+        scheduler.add(each)
+    run_step(scheduler)
+    for each, count in zip(sequences, (2, 0, 4, 2, 0), strict=True):
+        each.drafts = [1] * count
+    step = scheduler.schedule()
+    assert [(row.sequence_id, row.num_tokens) for row in step.rows] == [(1, 1), (4, 1), (0, 3), (3, 3), (2, 5)]
+    assert [row.token_ids[0] for row in step.rows] == [1] * 5

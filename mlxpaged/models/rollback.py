@@ -1,0 +1,225 @@
+"""Takes recurrent states back to the last token that was accepted.
+
+A row with drafts goes through a recurrent module as one chunk of its sequence, so the state after it is that of all its
+tokens. The state before the row is kept, and the arguments of each module. If the sequence's next row begins before the
+end of this one, drafts were rejected. Then these modules, and nothing else of the model, run once more for the tokens
+that hold, from the state before. Their outputs are dropped, and MLX computes only what the new state depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import mlx.core as mx
+
+from mlxpaged.attention.token_groups import StateGroup, TokenGroup, running_group
+from mlxpaged.step import Row
+
+if TYPE_CHECKING:
+    from mlxpaged.models.states import RecurrentLayer
+
+State = list[mx.array | None]
+"""The arrays of one layer, [n, ...] each for n sequences. An entry that the layer never sets is None."""
+
+Adapters = Callable[[Sequence[str | None], int], AbstractContextManager[None]]
+"""Until the end of the context, rows of as many tokens each are computed with these adapters."""
+
+
+def take(state: State, indices: list[int]) -> State:
+    """A copy of some sequences' states: a slice would keep the whole stack in memory."""
+    chosen = mx.array(indices)
+    return [None if array is None else mx.take(array, chosen, axis=0) for array in state]
+
+
+def concatenated(states: Sequence[State]) -> State:
+    """The states of all sequences of several stacks."""
+    if len(states) == 1:
+        return list(states[0])
+    return [None if arrays[0] is None else mx.concatenate(list(arrays)) for arrays in zip(*states, strict=True)]
+
+
+class RowArgument(NamedTuple):
+    """An argument of a module that differs by row: [B, n, ...] for rows of n tokens, or their offsets [B]."""
+
+    array: mx.array
+
+
+class ModuleCall(NamedTuple):
+    """A call of a module for a group. Its cache is the layer itself. layers: those whose states it changes."""
+
+    call: Callable[..., Any]
+    args: list[Any]
+    named: dict[str, Any]
+    layers: list[RecurrentLayer]
+
+
+def replaced(value: Any, replace: Callable[[mx.array], Any]) -> Any:
+    """An argument with others in place of its RowArguments."""
+    if isinstance(value, RowArgument):
+        return replace(value.array)
+    if isinstance(value, list):
+        return [replaced(each, replace) for each in value]
+    return {name: replaced(each, replace) for name, each in value.items()} if isinstance(value, dict) else value
+
+
+def row_arrays(value: Any) -> Iterator[mx.array]:
+    """The arrays of an argument's RowArguments, in order."""
+    if isinstance(value, RowArgument):
+        yield value.array
+    elif isinstance(value, (list, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from row_arrays(each)
+
+
+@dataclass
+class KeptRows:
+    """Rows of as many tokens that one step has computed together. members: the index of each row whose sequence has had
+    no row since. before: the states of all rows, by layer. calls: in order."""
+
+    rows: list[Row]
+    members: dict[int, int]
+    before: dict[RecurrentLayer, State]
+    calls: list[ModuleCall]
+
+    @property
+    def arrays(self) -> Iterator[mx.array]:
+        for call in self.calls:
+            yield from row_arrays([call.args, call.named])
+        for state in self.before.values():
+            yield from (array for array in state if array is not None)
+
+    def select(self, indices: list[int]) -> KeptRows:
+        """A copy of some of the rows."""
+        if indices == list(range(len(self.rows))):
+            return self
+        chosen = mx.array(indices)
+
+        def selected(array: mx.array) -> RowArgument:
+            return RowArgument(mx.take(array, chosen, axis=0))
+
+        rows = [self.rows[i] for i in indices]
+        return KeptRows(
+            rows,
+            {row.sequence_id: i for i, row in enumerate(rows)},
+            {layer: take(state, indices) for layer, state in self.before.items()},
+            [
+                call._replace(args=replaced(call.args, selected), named=replaced(call.named, selected))
+                for call in self.calls
+            ],
+        )
+
+
+class Rollback:
+    """The rows with drafts whose outcome no next row has shown yet, for all layers of a model. module_calls: how often
+    a module ran once more."""
+
+    def __init__(self) -> None:
+        self._kept: list[KeptRows] = []
+        self._pending: dict[tuple[bool, int], KeptRows] = {}  # of the running step, by kind and number of the group
+        self.module_calls = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._kept
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Evaluated with each step: otherwise they would keep what they were computed from."""
+        return [array for kept in self._kept for array in kept.arrays]
+
+    @property
+    def argument_bytes(self) -> int:
+        """Bytes of the arguments that are kept."""
+        calls = [call for kept in self._kept for call in kept.calls]
+        return sum(array.nbytes for call in calls for array in row_arrays([call.args, call.named]))
+
+    def keep(self, index: int, group: StateGroup, call: ModuleCall) -> None:
+        """A module computes the rows of a group of the running step."""
+        key = call.layers[0].alone, index
+        if key not in self._pending:
+            members = {row.sequence_id: i for i, row in enumerate(group.with_drafts)}
+            self._pending[key] = KeptRows(group.with_drafts, members, {}, [])
+        kept = self._pending[key]
+        for layer in call.layers:
+            kept.before.setdefault(layer, layer.before_group(index))
+        kept.calls.append(call)
+
+    def discard(self) -> None:
+        """Forget the rows of the running step."""
+        self._pending = {}
+
+    def commit(self, running: Container[int]) -> None:
+        """Keep the rows of the running step. running: as for the states."""
+        self._kept += self._pending.values()
+        self.discard()
+        for kept in self._kept:
+            kept.members = {i: index for i, index in kept.members.items() if i in running}
+        self._kept = [kept for kept in self._kept if kept.members]
+
+    def clear(self) -> None:
+        self._kept = []
+        self.discard()
+
+    def forget(self, sequence_id: int) -> None:
+        """A sequence does not go on from its own state."""
+        for kept in self._kept:
+            kept.members.pop(sequence_id, None)
+
+    def roll_back(self, starts: Mapping[int, int], adapters: Adapters = lambda *_: nullcontext()) -> None:
+        """Make the states of sequences those before the tokens at these positions, with which they go on. Raises
+        ValueError if a state of that position is not known."""
+        found: dict[tuple[int, bool, int], list[KeptRows]] = {}  # by tokens, and for layers that are alone by sequence
+        for kept in self._kept:
+            counts: dict[int, list[int]] = {}
+            alone = kept.calls[0].layers[0].alone
+            for i, index in [(i, kept.members[i]) for i in starts.keys() & kept.members.keys()]:
+                row = kept.rows[index]
+                count = starts[i] - row.start
+                if not 0 < count <= row.num_tokens:
+                    raise ValueError(f"sequence {i} has no state of position {starts[i]}: {row.start} was the last")
+                if count < row.num_tokens:
+                    counts.setdefault(count, []).append(index)
+                del kept.members[i]
+            for count, indices in counts.items():
+                rows = kept.select(sorted(indices))
+                found.setdefault((count, alone, rows.rows[0].sequence_id if alone else -1), []).append(rows)
+        left = [kept.select(sorted(kept.members.values())) for kept in self._kept if kept.members]
+        for (count, *_), parts in found.items():
+            self._run(parts, count, adapters)
+        self._kept = left
+
+    def _run(self, parts: list[KeptRows], count: int, adapters: Adapters) -> None:
+        """Run the first tokens of some rows once more."""
+        rows = [row for part in parts for row in part.rows]
+        states = {layer: concatenated([part.before[layer] for part in parts]) for layer in parts[0].before}
+        group = TokenGroup(0, count * len(rows), is_rows=True, length=count)
+        with adapters([row.adapter for row in rows], count), running_group(group):
+            for calls in zip(*(part.calls for part in parts), strict=True):
+                first = calls[0]
+                arrays = zip(*(row_arrays([call.args, call.named]) for call in calls), strict=True)
+                joined = iter([cut(each, count) for each in arrays])
+                args, named = replaced([first.args, first.named], partial(following, joined))
+                for layer in first.layers:
+                    layer.cache = list(states[layer])
+                first.call(*args, **named)
+                for layer in first.layers:
+                    states[layer], layer.cache = layer.cache, [None] * len(layer.cache)
+                self.module_calls += 1
+        for layer, state in states.items():
+            layer.put([row.sequence_id for row in rows], state)
+
+
+def following(arrays: Iterator[mx.array], _: mx.array) -> mx.array:
+    """The next of some arrays, in place of an argument."""
+    return next(arrays)
+
+
+def cut(arrays: Sequence[mx.array], count: int) -> mx.array:
+    """The first tokens of rows [B, n, ...] of several groups; offsets [B] stay as they are."""
+    if arrays[0].ndim > 1:
+        arrays = [array[:, :count] for array in arrays]
+    return arrays[0] if len(arrays) == 1 else mx.concatenate(list(arrays))
