@@ -169,8 +169,10 @@ def drafter_of(config: EngineConfig, served: ServedModel) -> NgramDrafter | None
     """What proposes draft tokens; None if nothing does."""
     if config.speculative not in ("ngram", "auto"):
         return None
-    if keeps_states(served.layers) or is_per_sequence(served.layers):
-        logger.warning("%s decodes without drafts: its layers keep states, which cannot be taken back", served.name)
+    if is_per_sequence(served.layers):
+        logger.warning(
+            "%s decodes without drafts: it runs once per sequence, and its caches change in place", served.name
+        )
         return None
     return NgramDrafter()
 

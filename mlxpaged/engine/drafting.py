@@ -20,7 +20,7 @@ from mlxpaged.engine.request_table import RequestTable
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken, SamplingRow
 from mlxpaged.engine.status import NO_DRAFTS
-from mlxpaged.scheduler.draft_budget import BY_NETWORK, MOST_DRAFTS, PRIORS, Acceptance, draft_lengths
+from mlxpaged.scheduler.draft_budget import BY_NETWORK, MOST_DRAFTS, PRIORS, Acceptance, draft_lengths, of_few
 from mlxpaged.scheduler.scheduler import Scheduler, is_decoding
 from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.step import Row, Step
@@ -119,6 +119,8 @@ class Drafting:
         costs = [0.0 if each.match != BY_NETWORK or self.network is None else self.network.cost for each in proposals]
         lengths = self.lengths(contexts, chances, costs)
         self._add_probe(decoding, contexts, [len(each) for each in chances], costs, lengths)
+        if self._scheduler.config.recurrent:
+            lengths = of_few(lengths, chances)
         for sequence, proposal, length in zip(decoding, proposals, lengths, strict=True):
             sequence.drafts = proposal.drafts[:length]
             self._proposals[sequence.sequence_id] = proposal

@@ -12,13 +12,15 @@ import numpy as np
 from mlxpaged.attention.gather import scores_bytes
 from mlxpaged.cache.groups import CacheGroups
 from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.drafting import MOST_DRAFT_ROWS
 from mlxpaged.engine.memory import START_TOKENS, least_step
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.prompt_logits import prompt_logits_bytes
-from mlxpaged.models.cache_groups import cache_layout, one_group
+from mlxpaged.models.cache_groups import CacheLayout, cache_layout, one_group
 from mlxpaged.models.device_memory import free_device_memory
-from mlxpaged.models.layers import KV, is_per_sequence
+from mlxpaged.models.layers import KV, is_per_sequence, keeps_states, state_bytes
 from mlxpaged.models.loader import ServedModel
+from mlxpaged.scheduler.draft_budget import MOST_DRAFTS, MOST_STATES
 from mlxpaged.step import Row, Step
 from mlxpaged.vision.image import LARGEST
 from mlxpaged.vision.tower import Vision
@@ -47,8 +49,8 @@ def measure_step(served: ServedModel, config: EngineConfig) -> int:
     A prompt chunk is run through the model, on a GPU of START_TOKENS, on a CPU of CPU_TOKENS tokens. Its peak is
     extrapolated linearly to the token budget. The longest context adds what an attention that copies its keys and
     values needs for one layer, and a GPU's step adds the scores that its attention keeps, and the logits of the prompt
-    tokens whose log-probabilities it computes. A CPU also stores these logits, and scores, which this leaves out:
-    there, the pools take no more than half of the free memory.
+    tokens whose log-probabilities it computes. Drafts add `draft_bytes`. A CPU also stores these logits, and scores,
+    which this leaves out: there, the pools take no more than half of the free memory.
     """
     tokens = START_TOKENS if mx.metal.is_available() else CPU_TOKENS
     tokens = min(tokens, config.max_num_batched_tokens, served.max_model_len)
@@ -63,13 +65,40 @@ def measure_step(served: ServedModel, config: EngineConfig) -> int:
         logits = prompt_logits_bytes(served.vocab_size, largest)
         shapes = (spec.attention_shape(config.block_size) for spec in served.kv_layers)
         scores = max((scores_bytes(shape, largest, keys) for shape in shapes), default=0)
-    found = max(least_step(), peak * largest // tokens + context + scores + logits)
+    drafts = draft_bytes(served, config)
+    found = max(least_step(), peak * largest // tokens + context + scores + logits + drafts)
     logger.info(
         "a step takes up to %.1f MB: a chunk of %d tokens took %.1f MB; the longest context adds %.1f MB, scores %.1f "
-        "MB, prompt log-probabilities %.1f MB",
-        *(found / 1e6, tokens, peak / 1e6, context / 1e6, scores / 1e6, logits / 1e6),
+        "MB, prompt log-probabilities %.1f MB, states before drafts %.1f MB",
+        *(found / 1e6, tokens, peak / 1e6, context / 1e6, scores / 1e6, logits / 1e6, drafts / 1e6),
     )
     return found
+
+
+def draft_bytes(served: ServedModel, config: EngineConfig) -> int:
+    """Bytes that rows with drafts keep of recurrent layers until the next rows of their sequences.
+
+    In a step, S = min(--max-num-seqs, MOST_STATES) sequences have D = min(MOST_DRAFT_ROWS, S * MOST_DRAFTS) drafts
+    together, or fewer. They take 2 * S * s + (S + D) * a bytes: s for the state before each row, and as much for the
+    one that replaces the state after it; a for the arguments of all recurrent modules for each token. A row with one
+    draft is run to find a.
+    """
+    if config.speculative == "off" or is_per_sequence(served.layers) or not keeps_states(served.layers):
+        return 0
+    runner = ModelRunner(served, 1, config.block_size, "auto", layout=small_layout(served))
+    tables = np.zeros((runner.num_groups, 1), np.int32)
+    for start, count in ((0, 1), (1, 2)):
+        logits = range(start, start + count)
+        row = Row(0, start, [0] * count, logits, num_sampled=count, tables=tables)
+        runner.finish_step(runner.forward(Step([row]), running=[0]))
+    sequences = min(config.max_num_seqs, MOST_STATES)
+    tokens = sequences + min(MOST_DRAFT_ROWS, sequences * MOST_DRAFTS)
+    return 2 * sequences * state_bytes(served.layers) + tokens * runner.argument_bytes // 2
+
+
+def small_layout(served: ServedModel) -> CacheLayout:
+    own_caches = is_per_sequence(served.layers)
+    return one_group(served.kv_layers) if own_caches else cache_layout(served.kv_layers, served.max_model_len)
 
 
 def copied_bytes(spec: KV) -> int:
@@ -110,8 +139,7 @@ def bytes_per_key(layers: ListOf[KV]) -> int:
 
 def peak_of_chunk(served: ServedModel, tokens: int, block_size: int) -> int:
     """Bytes that MLX allocates at once while it computes a prompt of so many tokens, beside weights and pools."""
-    own_caches = is_per_sequence(served.layers)
-    layout = one_group(served.kv_layers) if own_caches else cache_layout(served.kv_layers, served.max_model_len)
+    layout = small_layout(served)
     count = CacheGroups(layout.windows, block_size).blocks_needed(tokens, tokens)
     runner = ModelRunner(served, count, block_size, "auto", layout=layout)
     adapter = next(iter(served.adapters.names), None)  # a step with adapters takes more

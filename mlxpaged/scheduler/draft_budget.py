@@ -14,6 +14,10 @@ from collections.abc import Sequence as ListOf
 MOST_DRAFTS = 8
 """Most drafts of a sequence in a step."""
 
+MOST_STATES = 8
+"""Most sequences with drafts in a step of a model with recurrent states: the states before their rows are kept, which
+take 154 MB each in Qwen3.5-27B."""
+
 LENGTHS = (1, 2, 4, 8)
 """Numbers of drafts that a sequence may have: few, so that steps of as many rows come again and are replayed."""
 
@@ -130,3 +134,10 @@ def draft_lengths(
         if took <= longest and tokens / took > most:
             most, best = tokens / took, list(lengths)
     return best
+
+
+def of_few(lengths: ListOf[int], chances: ListOf[ListOf[float]], most: int = MOST_STATES) -> list[int]:
+    """Returns the lengths, but 0 for all except `most` sequences, those whose drafts bring the most tokens."""
+    order = sorted(range(len(lengths)), key=lambda i: -sum(chances[i][: lengths[i]]))
+    chosen = set(order[:most])
+    return [length if i in chosen else 0 for i, length in enumerate(lengths)]

@@ -13,6 +13,7 @@ from mlxpaged.engine.constraint import Constraint
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.ranks import RankLostError
 from mlxpaged.engine.request import Request
+from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.step import Step
 from mlxpaged.vision.image import PromptImage
@@ -154,9 +155,17 @@ def with_images(core: EngineCore) -> Outcome:
 
 
 def with_drafts(core: EngineCore) -> Outcome:
-    """The sixteen requests with a bias that makes them repeat a token; all drafts are verified, if there are any."""
+    """The sixteen requests with a bias that makes them repeat a token; all drafts are verified, if there are any. The
+    last one of several is wrong."""
     outcome = Outcome()
     if core.drafting is not None:
+        propose = core.drafting.drafter.propose
+
+        def careless(running: RunningRequest, most: int) -> tuple[list[int], int]:
+            drafts, match = propose(running, most)
+            return [*drafts[:-1], *(7 if len(drafts) > 1 else draft for draft in drafts[-1:])], match
+
+        core.drafting.drafter.propose = careless  # type: ignore[method-assign]
         core.drafting.lengths = lambda contexts, chances, costs: [len(each) for each in chances]
     for request in requests(0):
         core.add(replace(request, params=replace(request.params, logit_bias={50: 20.0})))

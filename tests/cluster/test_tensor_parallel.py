@@ -113,8 +113,10 @@ def test_ranks_see_the_images_that_rank_0_encodes(tmp_path: Path, kind: str) -> 
 
 
 @pytest.mark.cluster
-def test_ranks_verify_drafts_together(tmp_path: Path) -> None:
-    path = make_architecture(tmp_path / "m", "qwen3", **KINDS["qwen3"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_ranks_verify_drafts_together(tmp_path: Path, kind: str) -> None:
+    """All ranks take the states of rejected drafts back: where rows begin says how many tokens were accepted."""
+    path = make_architecture(tmp_path / "m", kind, **KINDS[kind])
     setup = make_setup(path)
     drafting = replace(setup, options={**setup.options, "speculative": "ngram"})
     expected, got = play_alone(setup, with_drafts), play(2, drafting, with_drafts)

@@ -14,6 +14,7 @@ from mlxpaged.engine.step import InFlightStep
 from mlxpaged.scheduler.sequence import Priority
 from mlxpaged.step import Step
 from tests.engine.hybrid import Run, TinyModel, assert_balanced, request
+from tests.engine.test_drafting import use_oracle
 
 VOCABULARY = range(1, 200)
 LONGEST = 90
@@ -103,6 +104,9 @@ def play(model: TinyModel, make_engine: MakeEngine, seed: int, count: int) -> di
     rng = random.Random(seed)
     asked, core, result = make_requests(model, rng, count), make_engine(model, rng), Run()
     waiting, cancelled = list(asked), set()
+    if core.drafting is not None:
+        known = {each.name: model.answer(each.prompt, each.num_tokens, each.banned).tokens for each in asked}
+        use_oracle(core, known, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "overlaps", rng.random() < 0.5)
         let_calls_fail(patch, core, rng, rng.choice((0.0, 0.02)))
@@ -127,13 +131,13 @@ def play(model: TinyModel, make_engine: MakeEngine, seed: int, count: int) -> di
     core.clear_cache()
     assert len(core.scheduler.blocks.states.checkpoints) == 0
     assert_balanced(core)
-    stats = core.stats().scheduler
+    stats, drafts = core.stats().scheduler, core.stats().drafts
     return {
         "preemptions": stats.preemptions_total,
         "swapped in": stats.blocks_swapped_in_total,
         "hits": stats.prefix_hit_tokens_total,
         "cancelled": len(cancelled),
-    }
+    } | ({} if core.drafting is None else {"accepted": drafts.accepted_total})
 
 
 def play_all(model: TinyModel, make_engine: MakeEngine, seeds: range, count: int) -> None:

@@ -25,7 +25,7 @@ def make_core(served: ServedModel, blocks: int = 100, swap_blocks: int = 0, **op
     """Blocks are poisoned whenever they are handed out. Steps are not limited by time, so they are the same on any
     machine."""
     block = 32 * bytes_per_token(served.layers)
-    memory = {"kv_cache_bytes": blocks * block, "swap_space_bytes": swap_blocks * block}
+    memory = {"kv_cache_bytes": blocks * block or None, "swap_space_bytes": swap_blocks * block}
     core = build_engine(EngineConfig(**memory, max_step_ms=0, **options), served)
     poison_new_blocks(core)
     return core

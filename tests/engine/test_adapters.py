@@ -35,6 +35,7 @@ from mlxpaged.models.loader import ServedModel, load_model, own_embedding_model
 from mlxpaged.step import Row, Step
 from tests.answers import Answer, greedy_answer
 from tests.engine.hybrid import Run, request, run
+from tests.engine.test_drafting import use_oracle
 from tests.models.architectures import ARCHITECTURES, REFUSED, is_installed, make_architecture
 from tests.support import make_adapter, make_embedding_model, poison_new_blocks, quantize, write_modules
 
@@ -153,6 +154,17 @@ def test_adapters_and_their_model_answer_in_the_same_batches(adapted: Adapted) -
     again = run(core, requests)
     assert_answers(adapted, again, requests)
     assert again.num_computed() < result.num_computed()
+
+
+def test_drafts_are_verified_by_the_adapter_of_their_request(adapted: Adapted) -> None:
+    """States are taken back with it too."""
+    core = adapted.engine(max_num_batched_tokens=48, speculative="ngram")
+    requests = requests_of([text(3, 1), text(20, 2), text(45, 3)], num_tokens=16)
+    answers = {each.request_id: adapted.answer(each.prompt_token_ids, each.adapter, 16).tokens for each in requests}
+    drafting = use_oracle(core, answers)
+    assert_answers(adapted, run(core, requests), requests)
+    assert drafting.stats.drafted_total > drafting.stats.accepted_total > 20
+    assert (core.runner.module_calls_again > 0) == core.runner.is_recurrent
 
 
 def test_a_batch_invariant_engine_gives_each_adapter_the_same_bits_in_any_batch(dense: Adapted) -> None:

@@ -153,14 +153,20 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_architecture(tmp_path_factory.mktemp("drafting") / "m", "llama")
 
 
+@pytest.fixture(scope="module", params=["llama", "qwen3_5"])
+def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that keeps keys and values, and one with recurrent states too."""
+    return make_architecture(tmp_path_factory.mktemp("drafting") / "m", request.param)
+
+
 def both(path: Path, **options: Any) -> tuple[EngineCore, EngineCore]:
     """An engine without drafts, and one with."""
     return make_core(load_model(str(path)), **options), make_core(load_model(str(path)), speculative="ngram", **options)
 
 
-def test_stops_and_limits_within_accepted_drafts(llama: Path) -> None:
+def test_stops_and_limits_within_accepted_drafts(either: Path) -> None:
     """The oracle goes on after them."""
-    plain, core = both(llama)
+    plain, core = both(either)
     free = answers(plain, requests())
     words = {name: output.text for name, output in free.items()}
     params: list[dict[str, Any]] = [
@@ -207,8 +213,8 @@ def test_forks_and_later_turns_from_the_prefix_cache(llama: Path) -> None:
     assert core.stats().drafts.accepted_total > 60
 
 
-def test_log_probabilities_of_drafts(llama: Path) -> None:
-    plain, core = both(llama)
+def test_log_probabilities_of_drafts(either: Path) -> None:
+    plain, core = both(either)
     asked = Request("a", prompt(3, 9), SamplingParams(max_tokens=30, temperature=0.0, logprobs=3, ignore_eos=True), 0.0)
     expected = answers(plain, [asked])["a"]
     use_oracle(core, {"a": expected.token_ids})
@@ -261,8 +267,10 @@ def test_drafts_take_free_blocks_only(llama: Path) -> None:
     assert core.scheduler.stats().preemptions_total == plain.scheduler.stats().preemptions_total == 0
 
 
-def test_models_with_states_decode_without_drafts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    core = make_core(load_model(str(make_architecture(tmp_path / "m", "qwen3_5"))), speculative="ngram")
+def test_models_that_run_once_per_sequence_decode_without_drafts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    core = make_core(load_model(str(make_architecture(tmp_path / "m", "llama4"))), speculative="ngram")
     assert core.drafting is None
     assert "decodes without drafts" in caplog.text
 
@@ -300,9 +308,9 @@ NO_PENALTIES: dict[str, Any] = {"repetition_penalty": 1.0, "presence_penalty": 0
 
 
 @pytest.mark.parametrize("limit", [0, 1, 5, 30])
-def test_the_end_of_thinking_is_forced_after_drafts(llama: Path, limit: int) -> None:
+def test_the_end_of_thinking_is_forced_after_drafts(either: Path, limit: int) -> None:
     """The bias makes the model open a block again whenever it can."""
-    served = load_model(str(llama))
+    served = load_model(str(either))
     served.tokenizer.think_start_ids, served.tokenizer.think_end_ids = [3], [4, 5, 6]
     plain, core = make_core(served), make_core(served, speculative="ngram")
     params = SamplingParams(
@@ -362,9 +370,9 @@ def test_constrained_answers(has_oracle: bool) -> None:
     assert core.stats().steps_total < plain.stats().steps_total
 
 
-def test_repeated_text_is_drafted_from_itself(llama: Path) -> None:
+def test_repeated_text_is_drafted_from_itself(either: Path) -> None:
     """A bias makes the model repeat one token."""
-    plain, core = both(llama)
+    plain, core = both(either)
     assert core.drafting is not None
     core.drafting.lengths = as_many
     asked = [
@@ -378,8 +386,8 @@ def test_repeated_text_is_drafted_from_itself(llama: Path) -> None:
     assert stats.steps_total < plain.stats().steps_total / 4
 
 
-def test_nothing_is_kept_of_a_request_that_has_ended(llama: Path) -> None:
-    _, core = both(llama)
+def test_nothing_is_kept_of_a_request_that_has_ended(either: Path) -> None:
+    _, core = both(either)
     drafter = NgramDrafter()
     assert core.drafting is not None
     core.drafting.drafter, core.drafting.lengths = drafter, as_many
@@ -390,15 +398,15 @@ def test_nothing_is_kept_of_a_request_that_has_ended(llama: Path) -> None:
     assert drafter.num_sequences == 0
 
 
-def test_drafts_beside_images(llama: Path) -> None:
+def test_drafts_beside_images(either: Path) -> None:
     """Rows of an image are never drafts, though they came after the same tokens before."""
     beside = [7, 8, 9, 10]
     tokens, images = shown([*prompt(1, 20), *beside], image(1, 64, 32), [*prompt(2, 9), *beside])
     params = SamplingParams(max_tokens=30, temperature=0.0, logit_bias=dict.fromkeys(beside, 30.0))
     asked = [Request("a", tokens, params, 0.0, images=images), Request("b", prompt(3, 40), params, 0.0)]
-    served, _ = load_seeing(llama)
+    served, _ = load_seeing(either)
     expected = answers(make_core(served), asked)
-    served, tower = load_seeing(llama)
+    served, tower = load_seeing(either)
     core = make_core(served, speculative="ngram")
     assert core.drafting is not None
     core.drafting.lengths = as_many

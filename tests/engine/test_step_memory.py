@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,16 @@ from mlxpaged.engine import memory, step_memory
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.memory import LEAST_STEP
 from mlxpaged.engine.prompt_logits import prompt_logits_bytes
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step_memory import SCORE_TOKENS, measure_encoding, measure_step
+from mlxpaged.models.layers import state_bytes
 from mlxpaged.models.loader import load_model
 from mlxpaged.vision.tower import Vision
+from tests.engine.helpers import make_core
 from tests.engine.hybrid import Hybrid
 from tests.engine.seeing import PatchFormat, PatchTower
+from tests.engine.test_drafting import use_oracle
 from tests.models.architectures import make_architecture
 from tests.support import make_tiny_model
 
@@ -40,6 +46,26 @@ def test_the_measured_step_is_extrapolated_to_the_token_budget(
     monkeypatch.setattr(step_memory, "peak_of_chunk", lambda _served, tokens, _block_size: 1_000_000 * tokens)
     small, large = (measure_step(served, EngineConfig(max_num_batched_tokens=count)) for count in (64, 128))
     assert large - small == 64_000_000
+
+
+def test_what_drafts_keep_of_recurrent_layers_is_part_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is as much as the most sequences keep that have as many drafts as a step may have."""
+    served, most = load_model(str(make_architecture(tmp_path, "qwen3_5"))), 0
+    monkeypatch.setattr(step_memory, "peak_of_chunk", lambda *_: 0)
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, speculative="off")
+    drafts = replace(config, speculative="ngram")
+    added = measure_step(served, drafts) - measure_step(served, config)
+    core = make_core(served, speculative="ngram", max_num_seqs=4)
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    requests = [Request(str(i), [5 + i] * 9, params, 0.0) for i in range(4)]
+    use_oracle(core, {each.request_id: [7] * 30 for each in requests})
+    core.submit(requests)
+    while core.has_work():
+        core.step()
+        most = max(most, core.runner.argument_bytes)
+    assert added == 2 * 4 * state_bytes(served.layers) + most
 
 
 def test_measuring_leaves_no_state_behind(tmp_path: Path) -> None:
