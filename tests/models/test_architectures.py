@@ -32,6 +32,7 @@ from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_state
 from mlxpaged.models.loader import load_model
 from mlxpaged.scheduler.sequence import Priority
 from tests.answers import TIE, Answer, greedy_answer
+from tests.engine.test_drafting import use_oracle
 from tests.models.architectures import ARCHITECTURES, FUSED, REFUSED, VOCAB_SIZE, is_installed, make_architecture
 from tests.support import poison_new_blocks, quantize
 
@@ -245,6 +246,31 @@ def test_preempted_sequences_get_the_tokens_of_mlx_lm(case: Case, swap_blocks: i
     if bytes_per_token(layers):  # a model without any has room for all
         assert stats.preemptions_total > 0
         assert (stats.blocks_swapped_in_total > 0) == (swap_blocks > 0 and not is_per_sequence(layers))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "seeded"])
+def test_tokens_are_the_same_with_drafts_of_which_many_are_wrong(case: Case, temperature: float) -> None:
+    """Prompts arrive in turn, in chunks. A model that runs once per sequence has no drafts."""
+    options = {"max_num_batched_tokens": 40, "speculative": "ngram"}
+    core = case.engine(**options)
+    if is_per_sequence(case.served.layers):
+        assert core.drafting is None
+        return
+    made = [case.request(f"request-{i}", prompt) for i, prompt in enumerate(case.prompts)]
+    requests = [
+        replace(each, params=replace(each.params, temperature=temperature, seed=i)) for i, each in enumerate(made)
+    ]
+    arrivals = tuple(range(0, 3 * len(requests), 3))
+    expected = [answer.tokens for answer in case.answers]
+    if temperature:
+        expected = run(case.engine(**options | {"speculative": "off"}), requests, arrivals)
+    drafting = use_oracle(core, {f"request-{i}": tokens for i, tokens in enumerate(expected)})
+    answers = run(core, requests, arrivals)
+    if temperature:
+        assert answers == expected
+    else:
+        assert_same(answers, case.answers)
+    assert len(expected) * case.size.num_tokens // 4 < drafting.stats.accepted_total < drafting.stats.drafted_total
 
 
 def test_forks_that_go_apart_get_the_tokens_of_mlx_lm(case: Case) -> None:
