@@ -189,7 +189,7 @@ def network_drafter_of(
             level = logging.WARNING if config.speculative == "mtp" else logging.INFO
             logger.log(level, "no draft head drafts for %s: %s", served.name, served.no_mtp_because)
         return None
-    if keeps_states(served.layers) or is_per_sequence(served.layers):
+    if is_per_sequence(served.layers):
         return None  # as in `drafter_of`
     # A draft reads the head's weights and the output head, which is as large as the embedding.
     read = served.mtp.nbytes + weight_bytes(served.mtp.embed)

@@ -19,7 +19,7 @@ from tests.engine.helpers import make_core
 from tests.engine.test_drafting import answers, as_many, prompt, requests, tokens_of
 from tests.models.draft_heads import Reference, make_drafting
 
-NAMES = ("glm4_moe", "glm4_moe_lite")
+NAMES = ("glm4_moe", "glm4_moe_lite", "qwen3_5")
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -94,7 +94,8 @@ def test_later_turns_forks_and_ends_within_drafts(reference: Reference) -> None:
     stats = core.stats()
     assert stats.drafts.accepted_total > 90
     assert stats.drafts.counts[DRAFTERS.index("mtp")].accepted == stats.drafts.accepted_total
-    assert stats.scheduler.prefix_hit_tokens_total > 150
+    # A model with states starts at the checkpoint after the first prompt, which is before the answer.
+    assert stats.scheduler.prefix_hit_tokens_total > (90 if core.runner.is_recurrent else 150)
     assert core.scheduler.pool.usage().used == 0
 
 
