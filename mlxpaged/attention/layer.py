@@ -54,8 +54,13 @@ class StepContext:
 
     @property
     def decodes(self) -> bool:
-        """Whether each sequence decodes one token, from the state that it has: such a step can be replayed."""
-        return len(self.groups) == 1 and self.groups[0].is_rows and self.groups[0].length == 1
+        """Whether each sequence decodes, from the state that it has: such a step can be replayed."""
+        return bool(self.groups) and self.groups[-1].is_rows  # rows that decode are the first
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """The sequences of each group of rows, and the tokens of each."""
+        return tuple([(len(group.sequence_ids), group.length) for group in self.groups])
 
     def begin(self, metas: Sequence[AttentionMetadata]) -> None:
         """metas: for each view of the block tables."""

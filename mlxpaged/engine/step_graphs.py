@@ -16,7 +16,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +24,7 @@ import mlx.core as mx
 from mlxpaged.attention.metadata import HostStep
 from mlxpaged.attention.pool import Memory
 from mlxpaged.models.caches import ModelCaches
-from mlxpaged.models.rollback import State
+from mlxpaged.models.rollback import CallsOfGroups, State
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +43,13 @@ Build = Callable[[HostStep, mx.array, mx.array | None], Outputs]
 
 @dataclass
 class StepGraph:
-    """steps: how many steps had this signature. replay: None until it is traced. attention_calls: of one step."""
+    """steps: how many steps had this signature. replay: None until it is traced. attention_calls: of one step. calls:
+    those of recurrent modules for rows with drafts."""
 
     steps: int = 0
     replay: Callable[..., Any] | None = None
     attention_calls: int = 0
+    calls: CallsOfGroups = field(default_factory=dict)
 
 
 class StepGraphs:
@@ -79,7 +81,7 @@ class StepGraphs:
             self.num_traced += 1
         try:
             states = [layer.before for layer in caches.recurrent]
-            outputs, tokens, after = graph.replay(
+            outputs, tokens, after, arguments = graph.replay(
                 vector, sampled, [memory.bindings for memory in self._memories], states
             )
         except Exception:
@@ -92,6 +94,7 @@ class StepGraphs:
             memory.token = token
         for layer, pending in zip(caches.recurrent, after, strict=True):
             layer.after = pending
+        caches.rollback.replay(caches.step, graph.calls, arguments)
         caches.step.attention_calls += graph.attention_calls
         result: Outputs = outputs
         return result
@@ -136,13 +139,15 @@ class StepGraphs:
             try:
                 outputs = self._build(step, vector, sampled)
                 graph.attention_calls = self._caches.step.attention_calls - calls
-                return outputs, [memory.token for memory in self._memories], [layer.after for layer in recurrent]
+                tokens, after = [memory.token for memory in self._memories], [layer.after for layer in recurrent]
+                graph.calls, arguments = self._caches.rollback.traced()
+                return outputs, tokens, after, arguments
             finally:
                 self._caches.step.attention_calls = calls
                 for memory, arrays in zip(self._memories, real, strict=True):
                     memory.rebind(arrays)
                 for layer in recurrent:
                     layer.bind(None)
-                    layer.discard()
+                self._caches.discard()
 
         return run

@@ -111,20 +111,24 @@ class ModelCaches:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether each sequence of the running step decodes one token, as far as its states say."""
-        return not self.states or self.step.decodes
+        """Whether each sequence of the running step decodes, as far as its states say."""
+        if not self.states:
+            return True
+        return self.step.decodes and (self.rollback.replays or all(length == 1 for _, length in self.step.sizes))
 
     @property
     def state_shapes(self) -> Hashable:
-        """The shapes of the states that grow. Those of other layers depend on the number of sequences only."""
-        return tuple(
+        """What the graph of a step depends on: the rows of each call, and the shapes of the states that grow. Those of
+        other layers depend on the number of sequences only."""
+        growing = [
             array.shape
             for layer in self.recurrent
             if layer.alone
             for state in layer.before
             for array in state
             if array is not None
-        )
+        ]
+        return self.step.sizes, tuple(growing)
 
     @property
     def arrays(self) -> list[mx.array]:

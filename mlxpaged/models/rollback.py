@@ -8,7 +8,7 @@ that hold, from the state before. Their outputs are dropped, and MLX computes on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from mlxpaged.attention.token_groups import StateGroup, TokenGroup, running_grou
 from mlxpaged.step import Row
 
 if TYPE_CHECKING:
+    from mlxpaged.attention.layer import StepContext
     from mlxpaged.models.states import RecurrentLayer
 
 State = list[mx.array | None]
@@ -48,6 +49,10 @@ class RowArgument(NamedTuple):
     array: mx.array
 
 
+ELSEWHERE = RowArgument(mx.array(0))
+"""Stands for an argument that is kept elsewhere."""
+
+
 class ModuleCall(NamedTuple):
     """A call of a module for a group. Its cache is the layer itself. layers: those whose states it changes."""
 
@@ -55,6 +60,10 @@ class ModuleCall(NamedTuple):
     args: list[Any]
     named: dict[str, Any]
     layers: list[RecurrentLayer]
+
+
+CallsOfGroups = dict[tuple[bool, int], list[ModuleCall]]
+"""The calls for each group, by whether the layers get one sequence at a time, and by the index of the group."""
 
 
 def replaced(value: Any, replace: Callable[[mx.array], Any]) -> Any:
@@ -66,13 +75,18 @@ def replaced(value: Any, replace: Callable[[mx.array], Any]) -> Any:
     return {name: replaced(each, replace) for name, each in value.items()} if isinstance(value, dict) else value
 
 
+def leaves_of(value: Any) -> Iterator[Any]:
+    """What an argument consists of, in order."""
+    if isinstance(value, (list, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from leaves_of(each)
+    else:
+        yield value
+
+
 def row_arrays(value: Any) -> Iterator[mx.array]:
     """The arrays of an argument's RowArguments, in order."""
-    if isinstance(value, RowArgument):
-        yield value.array
-    elif isinstance(value, (list, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from row_arrays(each)
+    return (each.array for each in leaves_of(value) if isinstance(each, RowArgument))
 
 
 @dataclass
@@ -115,12 +129,14 @@ class KeptRows:
 
 class Rollback:
     """The rows with drafts whose outcome no next row has shown yet, for all layers of a model. module_calls: how often
-    a module ran once more."""
+    a module ran once more. replays: whether the arguments that differ by step are those that differ by row, so that
+    graphs of steps with drafts can serve later ones."""
 
     def __init__(self) -> None:
         self._kept: list[KeptRows] = []
-        self._pending: dict[tuple[bool, int], KeptRows] = {}  # of the running step, by kind and number of the group
+        self._pending: dict[tuple[bool, int], KeptRows] = {}  # of the running step, as in CallsOfGroups
         self.module_calls = 0
+        self.replays = True
 
     @property
     def is_empty(self) -> bool:
@@ -147,6 +163,33 @@ class Rollback:
         for layer in call.layers:
             kept.before.setdefault(layer, layer.before_group(index))
         kept.calls.append(call)
+        if any(isinstance(each, mx.array) for each in leaves_of([call.args, call.named])):
+            self.replays = False
+
+    def traced(self) -> tuple[CallsOfGroups, list[mx.array]]:
+        """The calls of a step that is traced, without their arguments, and these, which are outputs of its graph."""
+        arguments: list[mx.array] = []
+
+        def moved(array: mx.array) -> RowArgument:
+            arguments.append(array)
+            return ELSEWHERE
+
+        calls = {
+            key: [
+                call._replace(args=replaced(call.args, moved), named=replaced(call.named, moved)) for call in kept.calls
+            ]
+            for key, kept in self._pending.items()
+        }
+        return calls, arguments
+
+    def replay(self, step: StepContext, calls: CallsOfGroups, arguments: Iterable[mx.array]) -> None:
+        """Keep the rows of a replayed step, with what `traced` has returned for its graph."""
+        rest = (RowArgument(array) for array in arguments)
+        for (alone, index), of_group in calls.items():
+            group = (step.alone if alone else step.groups)[index]
+            for call in of_group:
+                args, named = replaced([call.args, call.named], partial(following, rest))
+                self.keep(index, group, call._replace(args=args, named=named))
 
     def discard(self) -> None:
         """Forget the rows of the running step."""
@@ -213,9 +256,9 @@ class Rollback:
             layer.put([row.sequence_id for row in rows], state)
 
 
-def following(arrays: Iterator[mx.array], _: mx.array) -> mx.array:
-    """The next of some arrays, in place of an argument."""
-    return next(arrays)
+def following(others: Iterator[Any], _: mx.array) -> Any:
+    """The next of some others, in place of an argument."""
+    return next(others)
 
 
 def cut(arrays: Sequence[mx.array], count: int) -> mx.array:

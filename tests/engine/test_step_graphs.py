@@ -29,6 +29,7 @@ from mlxpaged.models.layers import PerSequence, bytes_per_token
 from mlxpaged.models.loader import ServedModel, load_model
 from tests.engine.fuzz import play_all
 from tests.engine.hybrid import Hybrid, TinyModel, request, run
+from tests.engine.test_drafting import answers, tokens_of, use_oracle
 from tests.engine.test_model_runner import CountingMlx
 from tests.lazy_kernels import LazyKernels, no_fusion
 from tests.models.architectures import make_architecture
@@ -144,6 +145,24 @@ def test_recurrent_states_go_through_replayed_graphs(
     core, replays = make_core(served, "metal"), count_replays(monkeypatch)
     assert run_requests(core, PROMPTS, max_tokens=30) == expected
     assert len(replays) >= 20, "of 30 steps; the others have a prompt or begin a signature"
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "nemotron_h", "rwkv7"])
+def test_steps_with_drafts_of_recurrent_layers_are_replayed(
+    kind: str, lazy: LazyKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arguments of modules that may run again are outputs of the graph."""
+    served = load_model(str(make_architecture(tmp_path / kind, kind)))
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    requests = [Request(str(i), prompt, params, float(i)) for i, prompt in enumerate(PROMPTS[:2])]
+    expected = tokens_of(answers(make_core(served, "gather"), requests))
+    core, replays = make_core(served, "metal", speculative="ngram"), count_replays(monkeypatch)
+    drafting = use_oracle(core, expected)
+    drafting.lengths = lambda contexts, chances, costs: [min(2, len(each)) for each in chances]
+    assert tokens_of(answers(core, requests)) == expected
+    assert len(replays) > 10
+    assert core.runner.module_calls_again > 5
+    assert drafting.stats.accepted_total > 40
 
 
 def test_caches_of_single_sequences_are_never_in_a_graph(
