@@ -20,6 +20,7 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.device_tiles import device_tiles
 from mlxpaged.engine.disk_tier import DiskTier, open_store
+from mlxpaged.engine.draft_check import takes_drafts_back
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.embedding_core import EmbeddingCore
 from mlxpaged.engine.grammar import Grammars
@@ -79,6 +80,7 @@ def build_engine(
     if served.vision is not None and (reason := cannot_see(served.vision, config)):
         logger.warning("this model is served without its eyes: %s", reason)
         served = replace(served, vision=None, no_vision_because=reason)
+    drafts = can_draft(config, served, ranks)
     layout = one_group(served.kv_layers) if own_caches else cache_layout(served.kv_layers, served.max_model_len)
     groups = CacheGroups(layout.windows, config.block_size)
     per_block = (bytes_per_token(served.layers) if own_caches else layout.bytes_per_token) * config.block_size
@@ -160,21 +162,24 @@ def build_engine(
         images,
         tier,
         no_tier_because,
-        drafter_of(config, served),
-        network_drafter_of(config, served, scheduler, runner, sampler),
+        NgramDrafter() if drafts and config.speculative in ("ngram", "auto") else None,
+        network_drafter_of(config, served, scheduler, runner, sampler) if drafts else None,
     )
 
 
-def drafter_of(config: EngineConfig, served: ServedModel) -> NgramDrafter | None:
-    """What proposes draft tokens; None if nothing does."""
-    if config.speculative not in ("ngram", "auto"):
-        return None
+def can_draft(config: EngineConfig, served: ServedModel, ranks: Ranks | None) -> bool:
+    """Whether drafts are wanted, and what a step computes of rejected ones can be taken back."""
+    if config.speculative == "off":
+        return False
     if is_per_sequence(served.layers):
         logger.warning(
             "%s decodes without drafts: it runs once per sequence, and its caches change in place", served.name
         )
-        return None
-    return NgramDrafter()
+        return False
+    if keeps_states(served.layers) and not least(takes_drafts_back(served, config.block_size), ranks):
+        logger.warning("%s decodes without drafts: its logits are wrong after rejected ones", served.name)
+        return False
+    return True
 
 
 def network_drafter_of(
@@ -189,8 +194,6 @@ def network_drafter_of(
             level = logging.WARNING if config.speculative == "mtp" else logging.INFO
             logger.log(level, "no draft head drafts for %s: %s", served.name, served.no_mtp_because)
         return None
-    if is_per_sequence(served.layers):
-        return None  # as in `drafter_of`
     # A draft reads the head's weights and the output head, which is as large as the embedding.
     read = served.mtp.nbytes + weight_bytes(served.mtp.embed)
     return HeadDrafter(*parts, read / served.weight_bytes)

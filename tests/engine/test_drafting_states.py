@@ -12,6 +12,7 @@ from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence
 from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.models.rollback import Rollback
 from mlxpaged.scheduler.draft_budget import MOST_STATES
 from mlxpaged.step import Row, Step
 from tests.engine.helpers import make_core
@@ -231,3 +232,19 @@ def test_no_more_states_are_kept_than_memory_is_left_for(qwen: ServedModel) -> N
     core.scheduler.schedule = noting_schedule  # type: ignore[method-assign]
     assert tokens_of(answers(core, asked)) == tokens_of(expected)
     assert most == MOST_STATES
+
+
+@pytest.mark.parametrize("fault", ["nothing is taken back", "it raises"])
+def test_a_model_whose_states_are_not_taken_back_rightly_decodes_without_drafts(
+    qwen: ServedModel, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_args: Any) -> None:
+        if fault == "it raises":
+            raise ValueError("injected")
+
+    monkeypatch.setattr(Rollback, "roll_back", broken)
+    core = make_core(qwen, speculative="ngram")
+    assert core.drafting is None
+    assert "decodes without drafts" in caplog.text
+    monkeypatch.undo()
+    assert make_core(qwen, speculative="ngram").drafting is not None
