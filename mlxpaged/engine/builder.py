@@ -80,7 +80,12 @@ def build_engine(
     if served.vision is not None and (reason := cannot_see(served.vision, config)):
         logger.warning("this model is served without its eyes: %s", reason)
         served = replace(served, vision=None, no_vision_because=reason)
-    drafts = can_draft(config, served, ranks)
+    drafts, pads = can_draft(config, served), False
+    if drafts and keeps_states(served.layers):
+        pads = takes_back(config, served, True, ranks)
+        drafts = pads or takes_back(config, served, False, ranks)
+        if not drafts:
+            logger.warning("%s decodes without drafts: its logits are wrong after rejected ones", served.name)
     layout = one_group(served.kv_layers) if own_caches else cache_layout(served.kv_layers, served.max_model_len)
     groups = CacheGroups(layout.windows, config.block_size)
     per_block = (bytes_per_token(served.layers) if own_caches else layout.bytes_per_token) * config.block_size
@@ -129,6 +134,7 @@ def build_engine(
         batch_invariant=config.batch_invariant,
         images=images,
     )
+    runner.rollback.pads = pads
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     sampler = Sampler(served.vocab_size, compiled=on_gpu, one_by_one=config.batch_invariant)
     if on_gpu:
@@ -167,8 +173,8 @@ def build_engine(
     )
 
 
-def can_draft(config: EngineConfig, served: ServedModel, ranks: Ranks | None) -> bool:
-    """Whether drafts are wanted, and what a step computes of rejected ones can be taken back."""
+def can_draft(config: EngineConfig, served: ServedModel) -> bool:
+    """Whether drafts are wanted, and caches do not change in place."""
     if config.speculative == "off":
         return False
     if is_per_sequence(served.layers):
@@ -176,10 +182,12 @@ def can_draft(config: EngineConfig, served: ServedModel, ranks: Ranks | None) ->
             "%s decodes without drafts: it runs once per sequence, and its caches change in place", served.name
         )
         return False
-    if keeps_states(served.layers) and not least(takes_drafts_back(served, config.block_size), ranks):
-        logger.warning("%s decodes without drafts: its logits are wrong after rejected ones", served.name)
-        return False
     return True
+
+
+def takes_back(config: EngineConfig, served: ServedModel, pads: bool, ranks: Ranks | None) -> bool:
+    """Whether all ranks take back recurrent states, as `takes_drafts_back` says."""
+    return bool(least(takes_drafts_back(served, config.block_size, pads), ranks))
 
 
 def network_drafter_of(

@@ -20,17 +20,19 @@ logger = logging.getLogger(__name__)
 LENGTH = 10
 """Tokens of the sequences."""
 
-WHOLE, ACCEPTED, REJECTED = 0, 1, 2
-"""The sequences: one prompt; one whose drafts are all accepted, and one of whose drafts some are rejected."""
+WHOLE, ACCEPTED, REJECTED, SHORT, FIRST = range(5)
+"""The sequences: one prompt; one whose drafts are all accepted; one of whose drafts some are rejected; one whose only
+draft is rejected; one whose drafts are all rejected."""
 
 
 class Sequences:
     """Sequences of the same tokens, each with blocks of its own."""
 
-    def __init__(self, served: ServedModel, block_size: int) -> None:
+    def __init__(self, served: ServedModel, block_size: int, pads: bool) -> None:
         layout = small_layout(served)
-        shape = 3, len(layout.windows), -(-LENGTH // block_size)
+        shape = 5, len(layout.windows), -(-LENGTH // block_size)
         self._runner = ModelRunner(served, int(np.prod(shape)), block_size, "auto", layout=layout)
+        self._runner.rollback.pads = pads
         self._tables = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
         self._vocab_size = served.vocab_size
         self._tokens = [(7 * i + 3) % served.vocab_size for i in range(LENGTH)]
@@ -42,31 +44,40 @@ class Sequences:
         return Row(number, start, tokens, range(start, end), count if has_drafts else 1, tables=self._tables[number])
 
     def logits(self, *rows: Row) -> mx.array:
-        logits = self._runner.forward(Step(rows), running=range(3)).astype(mx.float32)
+        logits = self._runner.forward(Step(rows), running=range(5)).astype(mx.float32)
         self._runner.finish_step(logits)
         return logits
 
 
-def takes_drafts_back(served: ServedModel, block_size: int) -> bool:
-    """Whether rows with drafts, and a row that goes on before the last ones, have the logits of one prompt.
+def takes_drafts_back(served: ServedModel, block_size: int, pads: bool) -> bool:
+    """Whether rows with drafts, and rows that go on before the last ones, have the logits of one prompt. pads: as in
+    Rollback.
 
     In half types, a router of experts that chooses another one because of rounding moves single rows far. So the median
     of the rows of a kind counts. A model that does not run such rows does not take them back either."""
     try:
-        return gives_equal_logits(served, block_size)
+        return gives_equal_logits(Sequences(served, block_size, pads))
     except Exception:  # MLX and mlx-lm raise any type
-        logger.exception("rows with drafts do not run")
+        logger.info("rows with drafts do not run%s", ", padded" if pads else "", exc_info=True)
         return False
 
 
-def gives_equal_logits(served: ServedModel, block_size: int) -> bool:
-    sequences = Sequences(served, block_size)
+def gives_equal_logits(sequences: Sequences) -> bool:
     last, *others = sequences.logits(sequences.row(WHOLE, 0, LENGTH, has_drafts=False))
     expected = mx.stack([*others, last])
-    sequences.logits(*(sequences.row(number, 0, 4, has_drafts=False) for number in (ACCEPTED, REJECTED)))
-    drafts = sequences.logits(sequences.row(ACCEPTED, 4, 8), sequences.row(REJECTED, 4, 8, wrong=2))
-    after = sequences.logits(sequences.row(ACCEPTED, 8, 10), sequences.row(REJECTED, 6, 10))
-    kinds = (drafts[:6], [4, 5, 6, 7, 4, 5]), (after[:2], [8, 9]), (after[2:], [6, 7, 8, 9])
+    row, drafting = sequences.row, (SHORT, ACCEPTED, REJECTED, FIRST)
+    sequences.logits(*(row(number, 0, 4, has_drafts=False) for number in drafting))
+    drafts = sequences.logits(
+        row(SHORT, 4, 6, wrong=1), row(ACCEPTED, 4, 8), row(REJECTED, 4, 8, wrong=2), row(FIRST, 4, 8, wrong=3)
+    )
+    after = sequences.logits(row(ACCEPTED, 8, 10), row(SHORT, 5, 9), row(REJECTED, 6, 10), row(FIRST, 5, 9))
+    kinds = (
+        (drafts[mx.array([0, 2, 3, 4, 5, 6, 7, 10])], [4, 4, 5, 6, 7, 4, 5, 4]),
+        (after[:2], [8, 9]),
+        (after[2:6], [5, 6, 7, 8]),
+        (after[6:10], [6, 7, 8, 9]),
+        (after[10:], [5, 6, 7, 8]),
+    )
     return all(is_close(found, expected[mx.array(positions)]) for found, positions in kinds)
 
 

@@ -98,6 +98,7 @@ class ModelRunner:
         self.pools = self._caches.pools
         self._states = self._caches.states
         self.recurrent = self._caches.recurrent
+        self.rollback = self._caches.rollback
         self.backend = resolve_backend(backend)
         self.swap = SwapSpace(self.pools, num_swap_slots, swap_dir) if num_swap_slots else None
         self.thread_id = threading.get_ident()
@@ -130,16 +131,6 @@ class ModelRunner:
     @property
     def kv_cache_bytes(self) -> int:
         return sum(pool.nbytes for pool in self.pools)
-
-    @property
-    def argument_bytes(self) -> int:
-        """Bytes of the arguments of recurrent modules that rows with drafts keep."""
-        return self._caches.rollback.argument_bytes
-
-    @property
-    def module_calls_again(self) -> int:
-        """How often a recurrent module ran once more because drafts were rejected."""
-        return self._caches.rollback.module_calls
 
     @property
     def num_groups(self) -> int:

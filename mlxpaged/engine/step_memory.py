@@ -93,7 +93,7 @@ def draft_bytes(served: ServedModel, config: EngineConfig) -> int:
         runner.finish_step(runner.forward(Step([row]), running=[0]))
     sequences = min(config.max_num_seqs, MOST_STATES)
     tokens = sequences + min(MOST_DRAFT_ROWS, sequences * MOST_DRAFTS)
-    return 2 * sequences * state_bytes(served.layers) + tokens * runner.argument_bytes // 2
+    return 2 * sequences * state_bytes(served.layers) + tokens * runner.rollback.argument_bytes // 2
 
 
 def small_layout(served: ServedModel) -> CacheLayout:

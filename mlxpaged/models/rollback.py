@@ -4,10 +4,15 @@ A row with drafts goes through a recurrent module as one chunk of its sequence, 
 tokens. The state before the row is kept, and the arguments of each module. If the sequence's next row begins before the
 end of this one, drafts were rejected. Then these modules, and nothing else of the model, run once more for the tokens
 that hold, from the state before. Their outputs are dropped, and MLX computes only what the new state depends on.
+
+Rows of which different numbers of tokens hold are one call, if the modules take a mask of tokens and the lengths of
+rows, as mlx-lm pads prompts of a batch. engine/draft_check.py finds out whether they do.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -56,7 +61,7 @@ ELSEWHERE = RowArgument(mx.array(0))
 class ModuleCall(NamedTuple):
     """A call of a module for a group. Its cache is the layer itself. layers: those whose states it changes."""
 
-    call: Callable[..., Any]
+    call: partial[Any]
     args: list[Any]
     named: dict[str, Any]
     layers: list[RecurrentLayer]
@@ -128,14 +133,18 @@ class KeptRows:
 
 
 class Rollback:
-    """The rows with drafts whose outcome no next row has shown yet, for all layers of a model. module_calls: how often
-    a module ran once more. replays: whether the arguments that differ by step are those that differ by row, so that
-    graphs of steps with drafts can serve later ones."""
+    """The rows with drafts whose outcome no next row has shown yet, for all layers of a model.
+
+    pads: whether rows of different lengths are padded to be one call. replays: whether the arguments that differ by
+    step are those that differ by row, so that graphs of steps with drafts can serve later ones. module_calls: how often
+    a module ran once more.
+    """
 
     def __init__(self) -> None:
         self._kept: list[KeptRows] = []
         self._pending: dict[tuple[bool, int], KeptRows] = {}  # of the running step, as in CallsOfGroups
         self.module_calls = 0
+        self.pads = False
         self.replays = True
 
     @property
@@ -215,45 +224,69 @@ class Rollback:
     def roll_back(self, starts: Mapping[int, int], adapters: Adapters = lambda *_: nullcontext()) -> None:
         """Make the states of sequences those before the tokens at these positions, with which they go on. Raises
         ValueError if a state of that position is not known."""
-        found: dict[tuple[int, bool, int], list[KeptRows]] = {}  # by tokens, and for layers that are alone by sequence
+        # By the tokens that hold if rows are not padded, and for layers that are alone by sequence.
+        found: dict[tuple[int, int], list[tuple[KeptRows, list[int]]]] = {}
         for kept in self._kept:
-            counts: dict[int, list[int]] = {}
             alone = kept.calls[0].layers[0].alone
+            counts: dict[tuple[int, int], dict[int, int]] = {}
             for i, index in [(i, kept.members[i]) for i in starts.keys() & kept.members.keys()]:
                 row = kept.rows[index]
                 count = starts[i] - row.start
                 if not 0 < count <= row.num_tokens:
                     raise ValueError(f"sequence {i} has no state of position {starts[i]}: {row.start} was the last")
                 if count < row.num_tokens:
-                    counts.setdefault(count, []).append(index)
+                    key = 0 if self.pads and not alone else count, i if alone else -1
+                    counts.setdefault(key, {})[index] = count
                 del kept.members[i]
-            for count, indices in counts.items():
-                rows = kept.select(sorted(indices))
-                found.setdefault((count, alone, rows.rows[0].sequence_id if alone else -1), []).append(rows)
+            for key, by_row in counts.items():
+                indices = sorted(by_row)
+                found.setdefault(key, []).append((kept.select(indices), [by_row[index] for index in indices]))
         left = [kept.select(sorted(kept.members.values())) for kept in self._kept if kept.members]
-        for (count, *_), parts in found.items():
-            self._run(parts, count, adapters)
+        for parts in found.values():
+            self._run([part for part, _ in parts], [count for _, counts in parts for count in counts], adapters)
         self._kept = left
 
-    def _run(self, parts: list[KeptRows], count: int, adapters: Adapters) -> None:
-        """Run the first tokens of some rows once more."""
-        rows = [row for part in parts for row in part.rows]
+    def _run(self, parts: list[KeptRows], counts: list[int], adapters: Adapters) -> None:
+        """Run the first tokens of some rows once more. counts: of each row."""
+        rows, length = [row for part in parts for row in part.rows], max(counts)
         states = {layer: concatenated([part.before[layer] for part in parts]) for layer in parts[0].before}
-        group = TokenGroup(0, count * len(rows), is_rows=True, length=count)
-        with adapters([row.adapter for row in rows], count), running_group(group):
+        group = TokenGroup(0, length * len(rows), is_rows=True, length=length)
+        mask = mx.arange(length) < mx.array(counts)[:, None] if min(counts) < length else None
+        with adapters([row.adapter for row in rows], length), running_group(group):
             for calls in zip(*(part.calls for part in parts), strict=True):
                 first = calls[0]
                 arrays = zip(*(row_arrays([call.args, call.named]) for call in calls), strict=True)
-                joined = iter([cut(each, count) for each in arrays])
+                joined = iter([first_tokens(each, length) for each in arrays])
                 args, named = replaced([first.args, first.named], partial(following, joined))
                 for layer in first.layers:
                     layer.cache = list(states[layer])
-                first.call(*args, **named)
-                for layer in first.layers:
-                    states[layer], layer.cache = layer.cache, [None] * len(layer.cache)
+                    layer.lengths = None if mask is None else mx.array(counts)  # the module counts them down
+                try:
+                    if mask is None:
+                        first.call(*args, **named)
+                    else:
+                        call_with_mask(first.call, args, named, mask)
+                finally:
+                    for layer in first.layers:
+                        states[layer], layer.cache = layer.cache, [None] * len(layer.cache)
+                        layer.lengths = None
                 self.module_calls += 1
         for layer, state in states.items():
             layer.put([row.sequence_id for row in rows], state)
+
+
+@functools.lru_cache(64)
+def signature_of(method: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(method)
+
+
+def call_with_mask(call: partial[Any], args: list[Any], named: dict[str, Any], mask: mx.array) -> None:
+    """Call a method of a module with a mask [B, n] of its tokens. Raises ValueError if it takes none."""
+    bound = signature_of(call.func).bind(*call.args, *args, **named)
+    if "mask" not in bound.signature.parameters or bound.arguments.get("mask") is not None:
+        raise ValueError("the module takes no mask of its tokens")
+    bound.arguments["mask"] = mask
+    call.func(*bound.args, **bound.kwargs)
 
 
 def following(others: Iterator[Any], _: mx.array) -> Any:
@@ -261,8 +294,15 @@ def following(others: Iterator[Any], _: mx.array) -> Any:
     return next(others)
 
 
-def cut(arrays: Sequence[mx.array], count: int) -> mx.array:
-    """The first tokens of rows [B, n, ...] of several groups; offsets [B] stay as they are."""
+def first_tokens(arrays: Sequence[mx.array], length: int) -> mx.array:
+    """The first tokens of rows [B, n, ...] of several groups, with zeros after those of shorter rows; offsets [B] stay
+    as they are."""
     if arrays[0].ndim > 1:
-        arrays = [array[:, :count] for array in arrays]
+        arrays = [array[:, :length] for array in arrays]
+        arrays = [
+            array
+            if array.shape[1] == length
+            else mx.pad(array, [(0, 0), (0, length - array.shape[1]), *[(0, 0)] * (array.ndim - 2)])
+            for array in arrays
+        ]
     return arrays[0] if len(arrays) == 1 else mx.concatenate(list(arrays))

@@ -164,7 +164,7 @@ def test_drafts_are_verified_by_the_adapter_of_their_request(adapted: Adapted) -
     drafting = use_oracle(core, answers)
     assert_answers(adapted, run(core, requests), requests)
     assert drafting.stats.drafted_total > drafting.stats.accepted_total > 20
-    assert (core.runner.module_calls_again > 0) == core.runner.is_recurrent
+    assert (core.runner.rollback.module_calls > 0) == core.runner.is_recurrent
 
 
 def test_a_batch_invariant_engine_gives_each_adapter_the_same_bits_in_any_batch(dense: Adapted) -> None:

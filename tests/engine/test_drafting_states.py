@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ def test_sixteen_answers_are_those_without_drafts(
     got = answers(core, requests(16))
     assert tokens_of(got) == tokens_of(expected)
     assert drafting.stats.drafted_total > drafting.stats.accepted_total > 60
-    assert core.runner.module_calls_again > 0
+    assert core.runner.rollback.module_calls > 0
     stats = core.scheduler.stats()
     if "blocks" in options and bytes_per_token(served.layers):
         assert stats.preemptions_total > 0
@@ -160,7 +161,7 @@ def test_failed_steps_are_recomputed(qwen: ServedModel, monkeypatch: pytest.Monk
 
     def sometimes_failing(step: Step, *args: Any) -> Any:
         failed = any(each.num_step_failures for each in core.scheduler.sequences.values())
-        if not failures or failed or not step.has_drafts or not core.runner.argument_bytes:
+        if not failures or failed or not step.has_drafts or not core.runner.rollback.argument_bytes:
             return forward(step, *args)
         failure = failures.pop(0)
         if failure.args == ("after",):
@@ -172,7 +173,7 @@ def test_failed_steps_are_recomputed(qwen: ServedModel, monkeypatch: pytest.Monk
     assert not failures
 
 
-def test_a_module_runs_once_for_rows_of_as_many_tokens_and_once_for_those_taken_back_to_as_many(
+def test_a_module_runs_once_for_rows_of_as_many_tokens_and_once_for_all_that_are_taken_back(
     qwen: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modules = [layer.linear_attn for layer in qwen.model.layers if "linear_attn" in layer]
@@ -180,6 +181,7 @@ def test_a_module_runs_once_for_rows_of_as_many_tokens_and_once_for_those_taken_
     calls, expected_calls, last = 0, 0, dict[int, Row]()
     call = module.__call__
 
+    @functools.wraps(call)
     def counting(self: Any, *args: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
@@ -197,9 +199,8 @@ def test_a_module_runs_once_for_rows_of_as_many_tokens_and_once_for_those_taken_
     def noting(step: Step, *args: Any) -> Any:
         nonlocal expected_calls
         decoding = [row for row in step.rows if row.start]
-        taken_back = [row for row in decoding if last[row.sequence_id].context_len > row.start]
         expected_calls += len(step.rows) - len(decoding) + len({row.num_tokens for row in decoding})
-        expected_calls += len({row.start - last[row.sequence_id].start for row in taken_back})
+        expected_calls += any(last[row.sequence_id].context_len > row.start for row in decoding)
         last.update((row.sequence_id, row) for row in step.rows)
         return forward(step, *args)
 
@@ -207,7 +208,7 @@ def test_a_module_runs_once_for_rows_of_as_many_tokens_and_once_for_those_taken_
     monkeypatch.setattr(module, "__call__", counting)
     assert tokens_of(answers(core, asked)) == expected
     assert calls == expected_calls * len(modules)
-    assert calls < 180 * len(modules)
+    assert calls < 150 * len(modules)
 
 
 def test_no_more_states_are_kept_than_memory_is_left_for(qwen: ServedModel) -> None:

@@ -161,7 +161,7 @@ def test_steps_with_drafts_of_recurrent_layers_are_replayed(
     drafting.lengths = lambda contexts, chances, costs: [min(2, len(each)) for each in chances]
     assert tokens_of(answers(core, requests)) == expected
     assert len(replays) > 10
-    assert core.runner.module_calls_again > 5
+    assert core.runner.rollback.module_calls > 5
     assert drafting.stats.accepted_total > 40
 
 

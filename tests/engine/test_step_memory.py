@@ -64,7 +64,7 @@ def test_what_drafts_keep_of_recurrent_layers_is_part_of_a_step(
     core.submit(requests)
     while core.has_work():
         core.step()
-        most = max(most, core.runner.argument_bytes)
+        most = max(most, core.runner.rollback.argument_bytes)
     assert added == 2 * 4 * state_bytes(served.layers) + most
 
 
