@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import version
 
 import mlx.core as mx
 
@@ -44,7 +43,7 @@ from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.draft_model import draft_model
 from mlxpaged.models.embedding import EmbeddingModel, weight_bytes
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.fingerprint import fingerprint
+from mlxpaged.models.fingerprint import fingerprint, library_versions
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes, unfused
 from mlxpaged.models.loader import ServedModel, load_embedding_model, load_model, own_embedding_model
 from mlxpaged.models.preflight import Reserved
@@ -148,8 +147,10 @@ def build_engine(
     if store is not None:
         seed = digest, kv_type, backend, config.block_size, groups.windows, config.joins
         # The bits of a batch-invariant answer may be those of one version only, and so may the order of a state.
-        versions = [version(name) for name in ("mlx", "mlx-lm") if config.batch_invariant or num_checkpoints]
-        scheduler_config = replace(scheduler_config, cache_seed=repr((seed, versions)).encode())
+        libraries = ["mlx", "mlx-lm"] if config.batch_invariant or num_checkpoints else []
+        if served.vision is not None and served.vision.tower.library:
+            libraries.append(served.vision.tower.library)
+        scheduler_config = replace(scheduler_config, cache_seed=repr((seed, library_versions(libraries))).encode())
     scheduler = Scheduler(scheduler_config, clock)
     tier = None if store is None else DiskTier(store, served.name, scheduler, runner, clock)
     headroom = Headroom(step_bytes, config.max_num_batched_tokens, clock, bytes_per_key(served.kv_layers))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from mlxpaged.models.preflight import WEIGHTS
@@ -34,3 +36,14 @@ def file_digest(path: Path) -> str:
         while piece := file.read(2**22):
             found.update(piece)
     return found.hexdigest()
+
+
+def library_versions(names: Iterable[str]) -> list[tuple[str, str]]:
+    """The versions of distributions; empty for one that is not installed as such."""
+    found = []
+    for name in names:
+        try:
+            found.append((name, version(name)))
+        except PackageNotFoundError:
+            found.append((name, ""))
+    return found

@@ -59,6 +59,8 @@ class BorrowedTower(Tower):
     inputs: makes its pixel values of those of images. divisor: the text model multiplies embeddings by it.
     """
 
+    library = "mlx-vlm"
+
     def __init__(
         self, model: Any, form: ImageFormat, inputs: Callable[[mx.array], mx.array], divisor: float = 1.0
     ) -> None:

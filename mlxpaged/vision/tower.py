@@ -16,7 +16,10 @@ from mlxpaged.vision.positions import Axes
 
 
 class Tower(Module):
-    """Encodes images: a vision tower and the projection to the width of the text model's embeddings."""
+    """Encodes images: a vision tower and the projection to the width of the text model's embeddings. library: the
+    distribution that computes it, if its code is not here."""
+
+    library = ""
 
     def __init__(self) -> None:
         super().__init__()

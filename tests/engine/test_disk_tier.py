@@ -548,3 +548,24 @@ def test_images_are_found_after_a_restart(make_core: MakeCore, tmp_path: Path) -
         assert tower.calls == calls
     assert after.tier is not None
     assert after.tier.stats().blocks_loaded_total == 4
+
+
+def test_features_of_another_version_of_a_library_are_not_found(
+    make_core: MakeCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_architecture(tmp_path / "m", "qwen3")
+    tokens, images = shown(prompt_of(1, 20), image(1, 64, 64), prompt_of(2, 60))
+
+    def restarted(version: str) -> EngineCore:
+        monkeypatch.setattr(builder, "library_versions", lambda names: [(name, version) for name in names])
+        served, tower = load_seeing(model)
+        monkeypatch.setattr(type(tower), "library", "mlx-vlm")
+        return make_core(model=served)
+
+    core = restarted("1.0")
+    expected = answer_twice(core, tokens, images=images)
+    for version, count in (("1.0", 4), ("1.1", 0)):
+        end(core)
+        core = restarted(version)
+        assert answer_twice(core, tokens, images=images) == expected
+        assert num_loaded(core) == count
