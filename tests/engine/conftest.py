@@ -1,5 +1,22 @@
-"""The means to run Metal kernels: on a Mac for real, elsewhere on the CPU."""
+"""The means to run Metal kernels: on a Mac for real, elsewhere on the CPU. Fixtures of several modules."""
 
+import pytest
+
+from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.scheduler.scheduler import Scheduler
 from tests.metal_on_cpu.fixtures import metal, metal_on_cpu
 
 __all__ = ["metal", "metal_on_cpu"]
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
+def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a step is launched before the one before it has ended, on every backend."""
+    monkeypatch.setattr(ModelRunner, "overlaps", request.param)
+    return bool(request.param)
+
+
+@pytest.fixture
+def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler expects a millisecond for each token, on any machine."""
+    monkeypatch.setattr(Scheduler, "prefill_seconds", lambda _, start, tokens: tokens / 1000)

@@ -15,7 +15,7 @@ import pytest
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.sampler import SampledToken
 from mlxpaged.engine.sampling_params import SamplingParams
@@ -27,6 +27,9 @@ from mlxpaged.step import Step
 from tests.attention.scenes import fill_blocks
 from tests.support import make_tiny_model, poison_new_blocks, run_requests
 
+pytestmark = pytest.mark.usefixtures("overlaps")
+
+
 POISONED_TOKEN = 77
 PROMPTS = [[5, 6, 7] * 20, [8, 9], [10] * 40, [11, 12, 13, 14]]
 
@@ -34,13 +37,6 @@ PROMPTS = [[5, 6, 7] * 20, [8, 9], [10] * 40, [11, 12, 13, 14]]
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     return load_model(str(make_tiny_model(tmp_path_factory.mktemp("llama"), "llama")))
-
-
-@pytest.fixture(params=[False, True], ids=["plain", "overlapped"], autouse=True)
-def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether a step is started before the one before it has ended, on every backend."""
-    monkeypatch.setattr(ModelRunner, "overlaps", request.param)
-    return bool(request.param)
 
 
 @pytest.fixture

@@ -12,11 +12,13 @@ import pytest
 
 from mlxpaged.engine import disk_tier
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.step import InFlightStep
-from mlxpaged.scheduler.scheduler import Scheduler
 from tests.engine.hybrid import Hybrid, TinyModel, request, run
 from tests.models.architectures import make_architecture
+
+pytestmark = pytest.mark.usefixtures("known_costs")
+
 
 Tokens = list[int]
 MakeCore = Callable[..., EngineCore]
@@ -26,18 +28,6 @@ SIZE = 8
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
     return Hybrid(tmp_path_factory.mktemp("hybrid") / "model", num_layers=2)
-
-
-@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
-def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(ModelRunner, "overlaps", request.param)
-    return bool(request.param)
-
-
-@pytest.fixture(autouse=True)
-def costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler expects a millisecond for each token, on any machine."""
-    monkeypatch.setattr(Scheduler, "prefill_seconds", lambda _, start, tokens: tokens / 1000)
 
 
 @pytest.fixture

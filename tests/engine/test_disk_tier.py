@@ -21,7 +21,7 @@ from mlxpaged.engine import builder, disk_tier, disk_writer
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep
@@ -35,6 +35,9 @@ from tests.engine.seeing import expected_answer, image, load_seeing, shown
 from tests.models.architectures import make_architecture
 from tests.support import make_adapter, make_tiny_model, poison_new_blocks
 
+pytestmark = pytest.mark.usefixtures("known_costs")
+
+
 Tokens = list[int]
 MakeCore = Callable[..., EngineCore]
 
@@ -47,18 +50,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(model: Path) -> ServedModel:
     return load_model(str(model))
-
-
-@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
-def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(ModelRunner, "overlaps", request.param)
-    return bool(request.param)
-
-
-@pytest.fixture(autouse=True)
-def costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler expects a millisecond for each token, on any machine."""
-    monkeypatch.setattr(Scheduler, "prefill_seconds", lambda _, start, tokens: tokens / 1000)
 
 
 @pytest.fixture

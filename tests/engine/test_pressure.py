@@ -12,7 +12,7 @@ import pytest
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.swap_space import SwapSpace
@@ -37,12 +37,6 @@ def undisturbed(served: ServedModel) -> list[list[int]]:
     answers = [run_requests(core, [prompt], max_tokens=TOKENS)[0] for prompt in PROMPTS]
     assert core.stats().scheduler.preemptions_total == 0
     return answers
-
-
-@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
-def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(ModelRunner, "overlaps", request.param)
-    return bool(request.param)
 
 
 def make_core(served: ServedModel, blocks: int, swap_blocks: int = 0, **options: Any) -> EngineCore:

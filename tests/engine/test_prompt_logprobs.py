@@ -25,6 +25,9 @@ from tests.engine.hybrid import Hybrid, TinyModel, run
 from tests.models.architectures import VOCAB_SIZE
 from tests.support import make_tiny_model
 
+pytestmark = pytest.mark.usefixtures("overlaps")
+
+
 TOLERANCE = 1e-4
 PROMPT = [(7 * i) % 91 + 16 for i in range(70)]
 OTHER = [(5 * i) % 83 + 20 for i in range(50)]
@@ -38,13 +41,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return Hybrid(tmp_path_factory.mktemp("hybrid"), num_layers=2)
-
-
-@pytest.fixture(params=[False, True], ids=["plain", "overlapped"], autouse=True)
-def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether a step is launched before the previous one is read, on every backend."""
-    monkeypatch.setattr(ModelRunner, "overlaps", request.param)
-    return bool(request.param)
 
 
 @pytest.fixture

@@ -41,12 +41,6 @@ def _same_texts(request: pytest.FixtureRequest) -> None:
     rng.seed(request.function.__name__)
 
 
-@pytest.fixture(params=[False, True], ids=["one-by-one", "overlapped"])
-def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(ModelRunner, "overlaps", request.param)
-    return bool(request.param)
-
-
 def requests_of(prompts: Iterable[list[int]], num_tokens: int = NUM_TOKENS) -> list[Request]:
     return [request(str(i), prompt, num_tokens) for i, prompt in enumerate(prompts)]
 
