@@ -11,11 +11,8 @@ the ratios.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import tempfile
-import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +31,7 @@ import mlx.core as mx
 from comparison.environments import CACHE
 from comparison.model import benchmark_model
 from engine_models import hybrid_model
+from streams import ends_after, gaps, once_added, print_gaps
 
 
 def prompt_of(number: int, tokens: int) -> list[int]:
@@ -83,63 +81,19 @@ def restart(make: Callable[[], EngineCore], directory: Path, prompt: list[int]) 
     return core
 
 
-def gaps(core: EngineCore, streams: int, is_done: Callable[[], bool]) -> list[float]:
-    """The inter-token times of streams until a condition holds between two steps."""
-    params = SamplingParams(max_tokens=4000, temperature=0.0, ignore_eos=True)
-    for i in range(streams):
-        core.add(Request(f"stream {i}", [20 + i, 5, 6, 7], params, core.clock()))
-    times: dict[str, list[float]] = defaultdict(list)
-    for _ in range(20):
-        for output in core.step():
-            times[output.request_id] = [output.time]
-    while not is_done():
-        outputs = core.step()
-        for output in [] if is_done() else outputs:  # the last step may compute the prompt's last tokens
-            times[output.request_id] += [output.time] * len(output.token_ids)
-    core.abort_all("measured")
-    core.finish_step()
-    return [after - before for name in times for before, after in itertools.pairwise(times[name])]
-
-
-def ends_after(seconds: float) -> Callable[[], bool]:
-    """Whether so much time has passed since the first call."""
-    start: list[float] = []
-
-    def is_done() -> bool:
-        start.append(time.monotonic())
-        return start[-1] > start[0] + seconds
-
-    return is_done
-
-
-def read_beside(core: EngineCore, streams: int, prompt: list[int]) -> list[float]:
-    """The inter-token times of streams while a prompt is read."""
-    core.scheduler.clear_cache()
-    asked = False
-
-    def is_done() -> bool:
-        nonlocal asked
-        if not asked:
-            core.add(Request("prompt", prompt, SamplingParams(max_tokens=1, temperature=0.0), core.clock()))
-            asked = True
-        return not core.scheduler.loading
-
-    return gaps(core, streams, is_done)
-
-
 def compare(core: EngineCore, streams: int, rounds: int, seconds: float, prompt: list[int]) -> None:
     """Prints the inter-token times of streams alone, and beside a prompt that is read."""
-    alone: list[float] = []
-    beside: list[float] = []
+    alone: list[list[float]] = []
+    beside: list[list[float]] = []
     for _ in range(rounds):
         alone += gaps(core, streams, ends_after(seconds))
-        beside += read_beside(core, streams, prompt)
-    print(f"{streams} streams: {len(alone)} times alone, {len(beside)} beside a prompt that is read")
+        core.scheduler.clear_cache()
+        request = Request("prompt", prompt, SamplingParams(max_tokens=1, temperature=0.0), core.clock())
+        # The last step may compute the prompt's last tokens.
+        beside += gaps(core, streams, once_added(core, request, lambda: not core.scheduler.loading))[:-1]
+    print(f"{streams} streams: {len(alone)} steps alone, {len(beside)} beside a prompt that is read")
     if beside:
-        print(f"{'inter-token ms':24} {'p50':>8} {'p99':>8}")
-        for name, found in (("alone", alone), ("beside", beside)):
-            print(f"{name:24} {1e3 * np.percentile(found, 50):8.1f} {1e3 * np.percentile(found, 99):8.1f}")
-        print(f"ratio of p99 {np.percentile(beside, 99) / np.percentile(alone, 99):.2f}")
+        print_gaps(alone, beside, "beside")
 
 
 def main() -> None:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import time
-from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +32,7 @@ from mlxpaged.vision.tower import Vision
 
 # isort: split
 import mlx.core as mx
+from streams import ends_after, gaps, once_added, print_gaps
 
 CACHE = Path.home() / ".cache" / "mlxpaged" / "bench"
 PATCH, MERGE = 16, 2
@@ -67,26 +66,6 @@ def prompt_with(images: int, side: int, form: PixtralFormat) -> tuple[list[int],
     return tokens, tuple(made)
 
 
-def run(core: EngineCore, streams: int, seconds: float, images: Request | None) -> list[float]:
-    """The inter-token times of streams, while the images of a request are encoded, or for some seconds."""
-    params = SamplingParams(max_tokens=4000, temperature=0.0, ignore_eos=True)
-    for i in range(streams):
-        core.add(Request(f"stream {i}", [20 + i, 5, 6, 7], params, core.clock()))
-    times: dict[str, list[float]] = defaultdict(list)
-    for _ in range(20):
-        for output in core.step():
-            times[output.request_id] = [output.time]
-    if images is not None:
-        core.add(images)
-    end = time.monotonic() + seconds
-    while core.scheduler.held if images is not None else time.monotonic() < end:
-        for output in core.step():
-            times[output.request_id] += [output.time] * len(output.token_ids)
-    core.abort_all("measured")
-    core.finish_step()
-    return [after - before for name in times if name != "images" for before, after in itertools.pairwise(times[name])]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="default: made from a seed")
@@ -101,17 +80,15 @@ def main() -> None:
     form = core.served.vision.format
     assert isinstance(form, PixtralFormat)
     print(f"{mx.default_device()}, BLAS: {blas.describe()}")
-    alone = run(core, args.streams, args.seconds, None)
+    alone = gaps(core, args.streams, ends_after(args.seconds))
     tokens, images = prompt_with(args.images, args.side, form)
     params = SamplingParams(max_tokens=1, temperature=0.0)
     started = time.monotonic()
-    beside = run(core, args.streams, 0.0, Request("images", tokens, params, core.clock(), images=images))
+    request = Request("images", tokens, params, core.clock(), images=images)
+    beside = gaps(core, args.streams, once_added(core, request, lambda: not core.scheduler.held))
     seconds = time.monotonic() - started
     print(f"{args.streams} streams; {args.images} images of {args.side} x {args.side} pixels in {seconds:.1f} s")
-    print(f"{'inter-token ms':24} {'p50':>8} {'p99':>8}")
-    for name, gaps in (("alone", alone), ("while images are encoded", beside)):
-        print(f"{name:24} {1e3 * np.percentile(gaps, 50):8.1f} {1e3 * np.percentile(gaps, 99):8.1f}")
-    print(f"ratio of p99 {np.percentile(beside, 99) / np.percentile(alone, 99):.2f}")
+    print_gaps(alone, beside, "while images are encoded")
 
 
 if __name__ == "__main__":
