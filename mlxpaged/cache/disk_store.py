@@ -29,6 +29,8 @@ from mlxpaged.cache.disk_records import Data, ModelUsage, Segment, StoredBlock, 
 logger = logging.getLogger(__name__)
 
 LOCK = "lock"
+RANK_DIRECTORY = "rank-{}-of-{}"
+"""The directory of a rank of a model that several compute together, in the one that they were given."""
 
 SEGMENT_BYTES = 64 * 2**20
 """Bytes of a full segment; less in a small store, which has at least SEGMENTS of them."""

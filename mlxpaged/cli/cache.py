@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +30,34 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status: 1 with a message if the directory has no prefixes or is in use."""
     from mlxpaged.cache.disk_index import INDEX
-    from mlxpaged.cache.disk_store import DiskStore, StoreError
+    from mlxpaged.cache.disk_store import RANK_DIRECTORY, DiskStore, StoreError
 
     directory = args.directory.expanduser()
-    if not (directory / INDEX).is_file():
+    found = [
+        each
+        for each in (directory, *sorted(directory.glob(RANK_DIRECTORY.format("*", "*"))))
+        if (each / INDEX).is_file()
+    ]
+    if not found:
         print(f"mlxpaged: {directory} has no prefixes", file=sys.stderr)
         return 1
-    try:
-        store = DiskStore(directory, sys.maxsize, 0)
-    except StoreError as error:
-        print(f"mlxpaged: {error}", file=sys.stderr)
-        return 1
-    try:
+    with ExitStack() as stack:
+        stores = []
+        for each in found:
+            try:
+                stores.append(DiskStore(each, sys.maxsize, 0))
+            except StoreError as error:
+                print(f"mlxpaged: {error}", file=sys.stderr)
+                return 1
+            stack.callback(stores[-1].close)
         if args.verb == "clear":
-            before = store.stats().size
-            blocks = store.clear(args.model).result()
-            print(f"{blocks} blocks are deleted, {megabytes(before - store.stats().size)}", file=sys.stderr)
+            before = sum(store.stats().size for store in stores)
+            blocks = sum(store.clear(args.model).result() for store in stores)
+            size = before - sum(store.stats().size for store in stores)
+            print(f"{blocks} blocks are deleted, {megabytes(size)}", file=sys.stderr)
         else:
-            rows = [(each.model, str(each.blocks), megabytes(each.size)) for each in store.usage()]
-            print_table([("MODEL", "BLOCKS", "SIZE"), *rows])
-    finally:
-        store.close()
+            usage = [each for store in stores for each in store.usage()]
+            print_table(
+                [("MODEL", "BLOCKS", "SIZE"), *((each.model, str(each.blocks), megabytes(each.size)) for each in usage)]
+            )
     return 0

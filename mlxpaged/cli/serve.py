@@ -242,9 +242,11 @@ def cluster_registry(args: argparse.Namespace, models: Sequence[Model]) -> Regis
     """A registry whose model runs on several machines. Raises ValueError."""
     given = {"a second model": models[1:], "--adapter": args.adapter_paths, "--reranker": args.reranker}
     given |= {"--mtp": args.mtp, "--draft-model": args.draft_model}
-    given["--prefix-cache-dir"] = args.prefix_cache_dir
     for what in (name for name, value in given.items() if value):
         raise ValueError(f"{what} cannot be used together with --hosts")
+    if args.prefix_cache_dir is not None:  # the ranks have other working directories
+        directory = args.prefix_cache_dir.expanduser().absolute()
+        models[0].config = dataclasses.replace(models[0].config, prefix_cache_dir=directory)
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's library is imported: each rank loads from its own disk
     with heavy_imports():
         from mlxpaged.cluster.cluster_engine import ClusterEngine

@@ -10,6 +10,7 @@ import queue
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -36,7 +37,8 @@ from mlxpaged.cluster.messages import (
 )
 from mlxpaged.cluster.processes import Processes
 from mlxpaged.daemon_thread import in_daemon_thread
-from mlxpaged.engine.commands import Command, Question
+from mlxpaged.engine.commands import Command, Question, keep_prefixes
+from mlxpaged.engine.disk_writer import END_SECONDS
 from mlxpaged.engine.engine_thread import Failure, ModelSlot
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.info import Cluster, EngineInfo
@@ -57,6 +59,14 @@ BLAME_SECONDS = 1.0
 
 RESTARTS = 3
 """So many failures in a row before the model is ready again are too many."""
+
+
+KEEP_SECONDS = END_SECONDS + 1.0
+"""Time that the ranks have to store what is to outlive them."""
+
+
+class FromRanks(partial[None]):
+    """A task that a rank's message or its end has left."""
 
 
 class Blame(NamedTuple):
@@ -123,6 +133,7 @@ class ClusterEngine(threading.Thread):
         self._restarts = restarts
         self._log_level = log_level
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._postponed: deque[Callable[[], None]] = deque()  # while the ranks were storing
         self._ending = False
         self._slot: ModelSlot | None = None
         self._processes: Processes | None = None
@@ -174,9 +185,10 @@ class ClusterEngine(threading.Thread):
     def run(self) -> None:
         try:
             while not self._ending:
-                with contextlib.suppress(queue.Empty):
-                    task = self._tasks.get(timeout=TICK_SECONDS)
-                    task()
+                if self._postponed:
+                    self._postponed.popleft()()
+                else:
+                    self._run_task()
                 self._check()
         except BaseException as error:
             logger.critical("the cluster's thread failed", exc_info=error)
@@ -185,7 +197,17 @@ class ClusterEngine(threading.Thread):
             if self._processes is not None:
                 self._processes.kill()
 
+    def _run_task(self, kind: type = object) -> None:
+        """Run the next task, if it is of this kind. Others run later, in their order."""
+        with contextlib.suppress(queue.Empty):
+            task = self._tasks.get(timeout=TICK_SECONDS)
+            if isinstance(task, kind):
+                task()
+            else:
+                self._postponed.append(task)
+
     def _end(self) -> None:
+        self._keep_prefixes()
         self._finish(None)
         self._ending = True
 
@@ -196,7 +218,19 @@ class ClusterEngine(threading.Thread):
 
     def _unload(self, slot: ModelSlot) -> None:
         if slot is self._slot:
+            self._keep_prefixes()
             self._finish(None)
+
+    def _keep_prefixes(self) -> None:
+        """Let the ranks store what is to outlive them, if they are well."""
+        if self._slot is None or not self._is_ready or self._slot.config.prefix_cache_dir is None:
+            return
+        done: Future[None] = Future()
+        self._ask(self._slot, keep_prefixes, done)
+        until = time.monotonic() + KEEP_SECONDS
+        while not done.done() and not self._blames and time.monotonic() < until:
+            self._run_task(FromRanks)
+            self._beat()
 
     def _finish(self, failure: Failure | None) -> None:
         """End the ranks and the model, with its requests."""
@@ -216,7 +250,7 @@ class ClusterEngine(threading.Thread):
         self._is_ready = False
         self._join_by = time.monotonic() + JOIN_SECONDS
         on_joined, on_message, on_lost = (
-            lambda *args, task=task: self._tasks.put(partial(task, *args))
+            lambda *args, task=task: self._tasks.put(FromRanks(task, *args))
             for task in (self._on_joined, self._on_message, self._on_lost)
         )
         self._processes = Processes(self._hosts, self._log_level, on_joined, on_message, on_lost)
@@ -346,10 +380,7 @@ class ClusterEngine(threading.Thread):
         now = time.monotonic()
         if self._processes is None:
             return
-        if now - self._beat_at >= BEAT_SECONDS:
-            self._beat_at = now
-            for rank in self._hellos:
-                self._send(rank, Beat())
+        self._beat()
         for rank, heard_at in self._heard_at.items():
             if now - heard_at >= LOST_SECONDS:
                 self._blame(1, Failure(f"{self._hosts.label(rank)} has not been heard from for {LOST_SECONDS:.0f} s"))
@@ -360,6 +391,13 @@ class ClusterEngine(threading.Thread):
             self._blame(0, Failure(f"{' and '.join(missing)} did not start within {JOIN_SECONDS:.0f} s"))
         if self._blames and now >= self._decide_at:
             self._fail(max(self._blames, key=lambda blame: blame.weight).failure)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._beat_at >= BEAT_SECONDS:
+            self._beat_at = now
+            for rank in self._hellos:
+                self._send(rank, Beat())
 
     def _blame(self, weight: int, failure: Failure) -> None:
         if not self._blames:

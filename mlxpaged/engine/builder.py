@@ -13,12 +13,13 @@ from mlxpaged.attention.backends import BACKENDS
 from mlxpaged.attention.kv_cache import resolve_backend
 from mlxpaged.attention.self_check import choose_backend
 from mlxpaged.attention.tuner import Limits, choose_tunings
-from mlxpaged.cache.disk_store import DiskStore, StoreError
+from mlxpaged.cache.disk_store import RANK_DIRECTORY, DiskStore, StoreError
 from mlxpaged.cache.groups import CacheGroups
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.device_tiles import device_tiles
-from mlxpaged.engine.disk_tier import DiskTier, open_store
+from mlxpaged.engine.disk_share import DiskShare
+from mlxpaged.engine.disk_tier import DiskTier, close_store, open_store
 from mlxpaged.engine.draft_check import takes_drafts_back
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.embedding_core import EmbeddingCore
@@ -140,19 +141,25 @@ def build_engine(
         runner.warm_up()
         sampler.warm_up()
     runner.lead()
-    digest, no_tier_because = "", cannot_store(config, served, groups, ranks, num_checkpoints)
+    digest, no_tier_because = "", cannot_store(config, served, groups, num_checkpoints)
     if not no_tier_because:
         digest = Turns(reporter(Stage.LOADING, report)).during(lambda: fingerprint(served.path))
-    store, no_tier_because = (None, no_tier_because) if no_tier_because else open_tier(config, served)
+    store, no_tier_because = (None, no_tier_because) if no_tier_because else open_tier(config, served, ranks)
     if store is not None:
-        seed = digest, kv_type, backend, config.block_size, groups.windows, config.joins
+        seed: tuple[object, ...] = digest, kv_type, backend, config.block_size, groups.windows, config.joins
         # The bits of a batch-invariant answer may be those of one version only, and so may the order of a state.
         libraries = ["mlx", "mlx-lm"] if config.batch_invariant or num_checkpoints else []
         if served.vision is not None and served.vision.tower.library:
             libraries.append(served.vision.tower.library)
-        scheduler_config = replace(scheduler_config, cache_seed=repr((seed, library_versions(libraries))).encode())
+        seed = seed, library_versions(libraries)
+        if ranks is not None:
+            seed = *seed, "tensor parallel", ranks.number, ranks.count
+        scheduler_config = replace(scheduler_config, cache_seed=repr(seed).encode())
     scheduler = Scheduler(scheduler_config, clock)
-    tier = None if store is None else DiskTier(store, served.name, scheduler, runner, clock)
+    tier = None
+    if store is not None:
+        own_seed = b"" if ranks is None or ranks.leads else scheduler_config.cache_seed
+        tier = DiskTier(DiskShare(store, served.name, runner, own_seed), scheduler, clock)
     headroom = Headroom(step_bytes, config.max_num_batched_tokens, clock, bytes_per_key(served.kv_layers))
     return EngineCore(
         served,
@@ -208,16 +215,12 @@ def network_drafter_of(
     return HeadDrafter(*parts, read / served.weight_bytes)
 
 
-def cannot_store(
-    config: EngineConfig, served: ServedModel, groups: CacheGroups, ranks: Ranks | None, num_checkpoints: int
-) -> str:
+def cannot_store(config: EngineConfig, served: ServedModel, groups: CacheGroups, num_checkpoints: int) -> str:
     """The reason why prefixes are not stored on a disk; empty if they can be."""
     if config.prefix_cache_dir is None:
         return "there is no --prefix-cache-dir"
     reason = ""
-    if ranks is not None:
-        reason = "several ranks store no prefixes"
-    elif is_per_sequence(served.layers):
+    if is_per_sequence(served.layers):
         reason = "its caches of single sequences are not stored"
     elif keeps_states(served.layers) and not num_checkpoints:
         reason = "there is no memory for checkpoints of recurrent states (--state-cache-memory)"
@@ -228,14 +231,23 @@ def cannot_store(
     return reason
 
 
-def open_tier(config: EngineConfig, served: ServedModel) -> tuple[DiskStore | None, str]:
-    """The store of the prefix cache's tier on a disk, or None and the reason."""
+def open_tier(config: EngineConfig, served: ServedModel, ranks: Ranks | None) -> tuple[DiskStore | None, str]:
+    """The store of the prefix cache's tier on a disk, or None and the reason. Each rank has a directory of its own. If
+    one has none, no rank stores prefixes."""
     assert config.prefix_cache_dir is not None
+    directory, store, reason = config.prefix_cache_dir, None, ""
+    if ranks is not None:
+        directory /= RANK_DIRECTORY.format(ranks.number, ranks.count)
     try:
-        return open_store(config.prefix_cache_dir, config.prefix_cache_disk_bytes, config.prefix_cache_write_bytes), ""
+        store = open_store(directory, config.prefix_cache_disk_bytes, config.prefix_cache_write_bytes)
     except StoreError as error:
-        logger.warning("no prefixes of %s are stored: %s", served.name, error)
-        return None, str(error)
+        reason = str(error)
+    if not least(store is not None, ranks) and store is not None:
+        close_store(store)
+        store, reason = None, "another rank cannot use its directory; its log says why"
+    if reason:
+        logger.warning("no prefixes of %s are stored: %s", served.name, reason)
+    return store, reason
 
 
 def common_backend(own: str, ranks: Ranks | None) -> str:

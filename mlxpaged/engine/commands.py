@@ -48,3 +48,10 @@ def clear_cache(worker: Worker) -> tuple[int, Outputs]:
 
 def give_back(worker: Worker) -> tuple[int, Outputs]:
     return worker.give_back(), []
+
+
+def keep_prefixes(worker: Worker) -> tuple[None, Outputs]:
+    """End all requests, and store what is to outlive the model. It must be unloaded then."""
+    worker.abort_all("the model is unloaded")
+    worker.keep_prefixes()
+    return None, []

@@ -4,7 +4,7 @@ A new request whose prefix goes on on the disk is held, if reading is expected t
 store's thread reads, and between two steps a bounded number of bytes goes into blocks, which the prefix cache then has
 as if they were computed. With recurrent layers, the prefix ends at a checkpoint, which is loaded after the blocks. What
 is missing or damaged is computed. One prefix is loaded at a time, so a second request for it finds the blocks of the
-first.
+first. Several ranks do all this with rank 0's tier (disk_share.py).
 """
 
 from __future__ import annotations
@@ -14,24 +14,22 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListOf
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from mlxpaged.cache.disk_index import Name
-from mlxpaged.cache.disk_records import Data, StoredBlock, StoreStats
-from mlxpaged.cache.disk_store import CLOSE_SECONDS, DiskStore
+from mlxpaged.cache.disk_records import StoredBlock, StoreStats
+from mlxpaged.cache.disk_store import DiskStore
 from mlxpaged.cache.prefix_cache import CachedBlock
 from mlxpaged.cache.table_rows import UNUSED
-from mlxpaged.engine.checkpoint_bytes import CheckpointBytes
-from mlxpaged.engine.disk_writer import PIECE_BYTES, STATE, DiskWriter, pieces
-from mlxpaged.engine.model_runner import DeviceError, ModelRunner
-from mlxpaged.engine.swap_space import bytes_per_slot
+from mlxpaged.engine.disk_share import STATE, DiskShare
+from mlxpaged.engine.disk_writer import DiskWriter, pieces
+from mlxpaged.engine.model_runner import DeviceError
+from mlxpaged.engine.rank_messages import StoredBlocks
+from mlxpaged.engine.ranks import RankLostError
 from mlxpaged.scheduler.queue import ORDER
 from mlxpaged.scheduler.scheduler import Scheduler
 from mlxpaged.scheduler.sequence import Sequence
@@ -72,11 +70,17 @@ class TierStats(NamedTuple):
 
 NO_TIER = TierStats()
 
-Parts = list[StoredBlock]
-"""What is loaded of one record: its blocks of each group, as far as the next token sees them, or the state after it."""
 
-Piece = ListOf[Parts]
-"""What is read at once: parts of several records, or of one record the state."""
+class Wanted(NamedTuple):
+    """What is loaded together: of the last one of these records its blocks of each group, as far as the next token sees
+    them, or the state after it. records: keys and tokens. No token sees blocks of those before the last one."""
+
+    records: list[tuple[bytes, tuple[int, ...]]]
+    parts: list[StoredBlock]
+
+
+Piece = ListOf[Wanted]
+"""What is read at once: blocks of several records, or a state."""
 
 
 @dataclass(eq=False)
@@ -96,23 +100,14 @@ class Load:
 
 
 class DiskTier:
-    """model: the name that the store shows. clock: seconds. The store is this model's until `close`."""
+    """clock: seconds. The share's store is this model's until `close`."""
 
-    def __init__(
-        self,
-        store: DiskStore,
-        model: str,
-        scheduler: Scheduler,
-        runner: ModelRunner,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, share: DiskShare, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
         assert scheduler.prefix_cache is not None
-        self._store, self._model, self._clock = store, model, clock
-        self._scheduler, self._runner = scheduler, runner
+        self.share, self._scheduler, self._clock = share, scheduler, clock
         self._cache, self._pool, self._groups = scheduler.prefix_cache, scheduler.pool, scheduler.blocks.groups
-        self._checkpoints, self._states = scheduler.blocks.states.checkpoints, CheckpointBytes(runner.recurrent)
-        self._block_bytes = bytes_per_slot(runner.pools)
-        self._writer = DiskWriter(store, model, scheduler, runner, self._states, clock)
+        self._checkpoints = scheduler.blocks.states.checkpoints
+        self._writer = DiskWriter(share, scheduler, clock)
         self.take_leaving = self._writer.take_leaving
         self._load: Load | None = None
         self._missing = 0  # blocks that the load waits for
@@ -135,7 +130,7 @@ class DiskTier:
     def clear(self) -> None:
         """Delete what the store has of this model."""
         self.discard()
-        wait([self._store.clear(self._model)], CLOSE_SECONDS)
+        self.share.clear_store()
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -154,31 +149,38 @@ class DiskTier:
         usable, start = self._scheduler.blocks.usable(chain), len(chain)
         end = start
         everywhere = [group for group, window in enumerate(self._groups.windows) if window is None]
-        while end < len(keys) and all(self._store.can_read(Name(keys[end], group)) for group in everywhere):
+        while end < len(keys) and all(self.share.can_read(Name(keys[end], group)) for group in everywhere):
             end += 1
         while end > usable and not (self._has_windows(keys, chain, end) and self._has_state(keys, chain, end)):
             end -= 1
-
-        def part(i: int, part: int) -> StoredBlock:
-            parent, content = keys[i - 1] if i else b"", tokens[i * size : (i + 1) * size]
-            return StoredBlock(Name(keys[i], part), parent, tuple(content))
-
-        records = [
-            [part(i, group) for group in range(len(self._groups)) if i >= self._groups.first_block(group, end * size)]
-            for i in range(start, end)
-        ]
-        found: list[Piece] = list(pieces(records, max(1, self._writer.piece_blocks // len(self._groups))))
-        if self._states.nbytes and end > usable:
-            found.append([[part(end - 1, STATE)]])
+        wanted: list[Wanted] = []
+        unseen: list[tuple[bytes, tuple[int, ...]]] = []
+        for i in range(start, end):
+            unseen.append((keys[i], tuple(tokens[i * size : (i + 1) * size])))
+            seen = [group for group in range(len(self._groups)) if i >= self._groups.first_block(group, end * size)]
+            if seen:
+                parent, (key, content) = keys[i - 1] if i else b"", unseen[-1]
+                parts = [StoredBlock(Name(key, group), parent, content) for group in seen]
+                wanted.append(Wanted(unseen, parts))
+                unseen = []
+        found: list[Piece] = list(pieces(wanted, max(1, self._writer.piece_blocks // len(self._groups))))
+        num_bytes = sum(len(each.parts) for each in wanted) * self.share.block_bytes
+        if self.share.state_bytes and end > usable:
+            last = StoredBlock(
+                Name(keys[end - 1], STATE),
+                keys[end - 2] if end > 1 else b"",
+                tuple(tokens[(end - 1) * size : end * size]),
+            )
+            found.append([Wanted([(last.name.key, last.tokens)], [last])])
+            num_bytes += self.share.state_bytes
         computing = self._scheduler.prefill_seconds(usable * size, (end - usable) * size)
-        num_bytes = sum(map(len, records)) * self._block_bytes + self._states.nbytes
-        reading = READ_SECONDS + num_bytes / self._store.read_rate
+        reading = READ_SECONDS + num_bytes / self.share.store.read_rate
         return chain[:end], [] if computing is not None and computing <= reading else found
 
     def _has_windows(self, keys: ListOf[bytes], chain: ListOf[CachedBlock], end: int) -> bool:
         """Whether a sequence can go on after `end` blocks: the windows of the next token are in the pool or stored."""
         return all(
-            chain[i].blocks[group] != UNUSED if i < len(chain) else self._store.can_read(Name(keys[i], group))
+            chain[i].blocks[group] != UNUSED if i < len(chain) else self.share.can_read(Name(keys[i], group))
             for group, window in enumerate(self._groups.windows)
             if window is not None
             for i in range(self._groups.first_block(group, end * self._pool.block_size), end)
@@ -186,7 +188,7 @@ class DiskTier:
 
     def _has_state(self, keys: ListOf[bytes], chain: ListOf[CachedBlock], end: int) -> bool:
         is_cached = end <= len(chain) and chain[end - 1] in self._checkpoints
-        return not self._states.nbytes or is_cached or self._store.can_read(Name(keys[end - 1], STATE))
+        return not self.share.state_bytes or is_cached or self.share.can_read(Name(keys[end - 1], STATE))
 
     def advance(self) -> None:
         """Before a step: store what the last step has confirmed, and load a piece, or all that is read if nothing
@@ -203,7 +205,7 @@ class DiskTier:
             try:
                 if load.sequence.sequence_id in self._scheduler.loading:
                     goes_on = next(load.portions, None)
-            except DeviceError:  # the contents of all blocks are lost
+            except (DeviceError, RankLostError):  # the contents of all blocks are lost
                 raise
             except Exception:
                 logger.exception("a prefix could not be loaded; it is computed")
@@ -224,12 +226,15 @@ class DiskTier:
     def _begin(self) -> bool:
         """Begin the next load. Queue the sequences that need none, which is so if another load was for them too."""
         for sequence in sorted(self._scheduler.loading.values(), key=ORDER):
-            chain, left = self._on_disk(sequence)
-            if not left or self._clock() < self._paused_until:
+            chain, left = self._on_disk(sequence) if self._clock() >= self._paused_until else ([], [])
+            while left and not self.share.look_up(contents(itertools.chain(*left))):
+                chain, left = self._on_disk(sequence)
+            if not left:
                 self._scheduler.release(sequence.sequence_id)
                 continue
             size = self._pool.block_size
-            seconds = self._scheduler.prefill_seconds(len(chain) * size, sum(map(len, left)) * size) or 0.0
+            num_records = sum(len(each.records) for piece in left for each in piece)
+            seconds = self._scheduler.prefill_seconds(len(chain) * size, num_records * size) or 0.0
             held = [block for record in chain for block in record.blocks if block != UNUSED]
             for block in held:
                 self._pool.share(block)
@@ -242,29 +247,27 @@ class DiskTier:
     def _portions(self, load: Load, left: deque[Piece]) -> Iterator[bool]:
         """Read the pieces, and put them into the pool in portions. Yields True after each portion, and False while it
         waits for the disk or for room."""
-        reads = deque(map(self._read, itertools.islice(left, PIECES_AHEAD)))
+        for piece in itertools.islice(left, PIECES_AHEAD):
+            self.share.read(contents(piece))
         while left:
             deadline = self._clock() + load.patience
-            while not reads[0].done():
-                wait([reads[0]], 0 if self._scheduler.num_runnable else WAIT_SECONDS)
-                if not reads[0].done() and self._clock() >= deadline:
+            while (found := self.share.next_read(0 if self._scheduler.num_runnable else WAIT_SECONDS)) is None:
+                if self._clock() >= deadline:
                     logger.warning("the disk is too slow: a prefix of %s is computed", load.sequence.label)
                     self._paused_until = self._clock() + PAUSE_SECONDS
                     return
-                if not reads[0].done():
-                    yield False
-            piece, data = left.popleft(), iter(reads.popleft().result())
-            if len(left) > len(reads):
-                reads.append(self._read(left[len(reads)]))
-            found = [(parts, [next(data) for _ in parts]) for parts in piece]
-            whole = list(itertools.takewhile(lambda each: all(map(self._is_whole, *each)), found))
-            if is_damaged := len(whole) < len(piece):
-                load.again = not all(self._store.can_read(part.name) for part in piece[len(whole)])
-            if whole and piece[0][0].name.part == STATE:
-                yield from self._write_state(load, whole.pop()[1][0])
+                yield False
+            piece, flags = left.popleft(), iter(found)
+            if len(left) >= PIECES_AHEAD:
+                self.share.read(contents(left[PIECES_AHEAD - 1]))
+            whole = list(itertools.takewhile(lambda each: all(next(flags) for _ in each.parts), piece))  # noqa: B023
+            is_damaged = load.again = len(whole) < len(piece)
+            if whole and whole[0].parts[0].name.part == STATE:
+                whole.clear()
+                yield from self._put_state(load)
             while whole:
                 count = self._portion if self._scheduler.num_runnable else len(whole)
-                missing = sum(len(parts) for parts, _ in whole[:count]) - self._scheduler.room_beside(load.sequence)
+                missing = sum(len(each.parts) for each in whole[:count]) - self._scheduler.room_beside(load.sequence)
                 if missing <= 0:
                     self._put(load, whole[:count])
                     del whole[:count]
@@ -273,52 +276,46 @@ class DiskTier:
                     self._missing = missing
                     yield False
                 else:
+                    load.again = False
                     return
             if is_damaged:
                 return
-
-    def _read(self, piece: Piece) -> Future[list[Data | None]]:
-        return self._store.read([part for parts in piece for part in parts])
 
     @property
     def _can_wait(self) -> bool:
         """Whether there may be room later."""
         return len(self._scheduler.running) > 0 or self._scheduler.blocks.size.can_grow
 
-    def _is_whole(self, part: StoredBlock, data: Data | None) -> bool:
-        return data is not None and data.nbytes == (
-            self._states.nbytes if part.name.part == STATE else self._block_bytes
-        )
-
-    def _write_state(self, load: Load, data: Data | None) -> Iterator[bool]:
+    def _put_state(self, load: Load) -> Iterator[bool]:
         """Make a checkpoint of the last record that was loaded."""
         record, load.checkpoint = load.parent, self._checkpoints.reserve()
         self.take_leaving()  # what was replaced for it
-        if load.checkpoint is None or data is None:
+        if load.checkpoint is None:
             return
-        for _ in self._states.write(load.checkpoint, np.frombuffer(data, np.uint8), PIECE_BYTES):
+        for _ in self.share.put_state(load.checkpoint):
             yield True
         if record is not None and record in self._cache:
             self._checkpoints.attach(load.checkpoint, record)
             load.checkpoint, record.is_start = None, True
             self._loaded += 1
 
-    def _put(self, load: Load, found: ListOf[tuple[Parts, ListOf[Data | None]]]) -> None:
+    def _put(self, load: Load, found: ListOf[Wanted]) -> None:
         """Put records into the pool, and let the prefix cache find them."""
         started = self._clock()
-        data = [np.frombuffer(each, np.uint8) for _, parts in found for each in parts if each is not None]
-        blocks = self._pool.allocate(len(data))
+        blocks = self._pool.allocate(sum(len(each.parts) for each in found))
         load.held += blocks
         self.take_leaving()  # what was evicted for them
-        self._runner.write_blocks(blocks, np.stack(data))
+        self.share.put(blocks)
         new = iter(blocks)
-        for parts, _ in found:
+        for records, parts in found:
             of_groups = [UNUSED] * len(self._groups)
+            for key, tokens in records[:-1]:
+                load.parent = self._cache.insert(key, load.parent, tokens, of_groups)
             for part in parts:
                 of_groups[part.name.part] = next(new)
             load.parent = self._cache.insert(parts[0].name.key, load.parent, parts[0].tokens, of_groups)
             load.parent.is_valuable = True
-        self._loaded += len(data)
+        self._loaded += len(blocks)
         self._record_seconds = max(1e-6, (self._clock() - started) / len(found))
 
     def end_load(self) -> None:
@@ -331,6 +328,8 @@ class DiskTier:
         self._pool.release(reversed(load.held))
         if load.checkpoint is not None:
             self._checkpoints.release(load.checkpoint)
+        if self.share.has_read:
+            self.share.drop_reads()
 
     def give_way(self) -> bool:
         """End the load, whose blocks other sequences need. Returns whether there was one."""
@@ -343,14 +342,19 @@ class DiskTier:
     @property
     def has_work(self) -> bool:
         """Whether `advance` has something to do, also if no sequence is left."""
-        return self._load is not None or self._writer.has_taken
+        return self._load is not None or self.share.has_taken
 
     def stats(self) -> TierStats:
-        counts = self._writer.num_stored, self._loaded
-        return TierStats(str(self._store.directory), "", self._store.stats(), len(self._scheduler.loading), *counts)
+        share = self.share
+        counts = share.num_stored, self._loaded
+        return TierStats(str(share.store.directory), "", share.stats(), len(self._scheduler.loading), *counts)
 
     def close(self) -> None:
-        close_store(self._store)
+        close_store(self.share.store)
+
+
+def contents(wanted: Iterable[Wanted]) -> StoredBlocks:
+    return StoredBlocks(part for each in wanted for part in each.parts)
 
 
 STORES: dict[Path, tuple[DiskStore, int]] = {}

@@ -10,6 +10,8 @@ import mlx.core as mx
 from mlxpaged.engine.builder import load_core
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.disk_share import CALLS as DISK_CALLS
+from mlxpaged.engine.disk_share import DiskShare
 from mlxpaged.engine.memory import limit_freed_buffers, prepare_device_memory
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.progress import Report
@@ -23,14 +25,15 @@ CALLS = {
     *("move_blocks", "copy_blocks", "resize_pool", "clear_cache", "wire_memory", "free_memory"),
     *("receive_features", "forget_features"),
 }
-"""The calls that a message can ask for, beside that for a step."""
+"""The calls of the model runner that a message can ask for, in addition to that for a step."""
 
 
 class Follower:
-    """Runs the steps of rank 0. Its steps overlap if rank 0's do: it waits for a step once it has launched the next."""
+    """Runs the steps of rank 0. Its steps overlap if rank 0's do: it waits for a step once it has launched the next.
+    share: of the prefixes on a disk; None if none are stored."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: ModelRunner, share: DiskShare | None = None) -> None:
+        self._runner, self._share = runner, share
         self._reader = MessageReader()
         self._in_flight: mx.array | None = None
 
@@ -42,6 +45,8 @@ class Follower:
         elif call in CALLS:
             self.finish()
             getattr(self._runner, call)(*arguments)
+        elif call in DISK_CALLS and self._share is not None:  # beside the step in flight, as on rank 0
+            getattr(self._share, call)(*arguments)
         else:
             raise ValueError(f"rank 0 asks for {call!r}, which no rank can do")
 
@@ -71,7 +76,7 @@ def follow(
     assert isinstance(core, EngineCore)
     limit_freed_buffers(core.step_bytes)
     wire_memory()
-    follower = Follower(core.runner)
+    follower = Follower(core.runner, None if core.tier is None else core.tier.share)
     try:
         while (message := receive()) is not None:
             follower.perform(message)

@@ -154,7 +154,7 @@ class ModelRunner:
             if self._images is not None:
                 self._images.on_put, self._images.on_drop = self._share_features, self._drop_features
 
-    def _tell(self, call: str, *arguments: Any) -> None:
+    def tell(self, call: str, *arguments: Any) -> None:
         """Let the other ranks make the same call. Raises RankLostError."""
         if self._broadcast is not None:
             try:
@@ -187,7 +187,7 @@ class ModelRunner:
             return self._forward_tiles(step, sampled)
         if self._broadcast is None:
             return self.run(step, sampled, running)
-        self._tell("run", step, list(sampled.sequence_ids), sorted(running))
+        self.tell("run", step, list(sampled.sequence_ids), sorted(running))
         try:
             logits = self.run(step, sampled, running)
             self.start_step(logits)  # the same arrays as on the other ranks, so that MLX orders collectives alike
@@ -366,7 +366,7 @@ class ModelRunner:
     def move_blocks(self, moves: BlockMoves) -> None:
         """Swap and copy blocks after the steps in flight and before the step that needs them. Raises errors of the disk
         and the device."""
-        self._tell("move_blocks", moves)
+        self.tell("move_blocks", moves)
         if self.swap is not None:
             self.swap.store(moves.swap_out)
             for sequence_id, num_tokens, slots in moves.states_out:
@@ -395,7 +395,7 @@ class ModelRunner:
     def copy_blocks(self, moves: Mapping[int, int]) -> None:
         """Copy blocks, source to target, in one layer after the other. The copies are done on return. Raises
         DeviceError."""
-        self._tell("copy_blocks", moves)
+        self.tell("copy_blocks", moves)
         pairs = list(moves.items())
         with device_errors():
             for pool in self.pools if pairs else ():
@@ -407,7 +407,7 @@ class ModelRunner:
     def resize_pool(self, index: int, num_blocks: int) -> None:
         """Give a pool another size, as `LayerKVCache.resize` does. Raises MLX's error if memory is missing, or
         MemoryError if it is missing on another rank. Then no rank's pool has changed."""
-        self._tell("resize_pool", index, num_blocks)
+        self.tell("resize_pool", index, num_blocks)
         pool = self.pools[index]
         before = pool.num_blocks
         if self.ranks is None:
@@ -426,19 +426,19 @@ class ModelRunner:
 
     def free_memory(self) -> int:
         """Bytes that each rank can take now without another program losing any."""
-        self._tell("free_memory")
+        self.tell("free_memory")
         return least(unused_memory(), self.ranks)
 
     def clear_cache(self) -> None:
         """Give back the freed buffers that MLX keeps."""
-        self._tell("clear_cache")
+        self.tell("clear_cache")
         mx.clear_cache()
 
     def _share_features(self, number: int, grid: tuple[int, int], features: mx.array) -> None:
         """Give an image's features to all ranks."""
         assert self.ranks is not None
         sizes = (*features.shape, *grid)
-        self._tell("receive_features", number, KV_DTYPES.index(features.dtype), *sizes)
+        self.tell("receive_features", number, KV_DTYPES.index(features.dtype), *sizes)
         mx.eval(self.ranks.from_first(features))
 
     def receive_features(self, number: int, dtype: int, *sizes: int) -> None:
@@ -454,7 +454,7 @@ class ModelRunner:
         """Let the other ranks drop them too. If those are lost the next step says so: features are also dropped while
         all requests are ended because of it."""
         with contextlib.suppress(RankLostError):
-            self._tell("forget_features", number)
+            self.tell("forget_features", number)
 
     def forget_features(self, number: int) -> None:
         assert self._images is not None
@@ -462,7 +462,7 @@ class ModelRunner:
 
     def wire_memory(self) -> None:
         """Keep the pools resident after a resize. No step may be in flight."""
-        self._tell("wire_memory")
+        self.tell("wire_memory")
         wire_memory()
 
     def start_step(self, *results: mx.array) -> None:

@@ -13,8 +13,17 @@ from typing import Any
 import numpy as np
 
 from mlxpaged.attention.metadata import IntArray, tables_of
+from mlxpaged.cache.disk_index import Name
+from mlxpaged.cache.disk_records import StoredBlock
 from mlxpaged.cache.table_rows import UNUSED
 from mlxpaged.step import BlockMoves, Row, Step
+
+OF_STORED_BLOCKS = {"take_blocks", "take_state", "look_up", "read"}
+"""The calls whose first argument is StoredBlocks."""
+
+
+class StoredBlocks(list[StoredBlock]):
+    """What is stored or loaded together."""
 
 
 class LastTables:
@@ -47,7 +56,7 @@ class MessageWriter:
         self._last = LastTables()
 
     def write(self, call: str, *arguments: Any) -> bytes:
-        """arguments: integers, BlockMoves, a Step without moves, or a mapping or list of integers."""
+        """arguments: numbers, BlockMoves, a Step without moves, StoredBlocks, or a mapping or list of integers."""
         return json.dumps([call, *map(self._plain, arguments)], separators=(",", ":")).encode()
 
     def _plain(self, argument: Any) -> Any:
@@ -55,6 +64,8 @@ class MessageWriter:
             return self._plain_step(argument)
         if isinstance(argument, BlockMoves):
             return [*map(list, vars(argument).values())]
+        if isinstance(argument, StoredBlocks):
+            return [[name.key.hex(), name.part, parent.hex(), tokens] for name, parent, tokens in argument]
         return list(argument.items()) if isinstance(argument, Mapping) else argument
 
     def _plain_step(self, step: Step) -> list[Any]:
@@ -79,7 +90,12 @@ class MessageReader:
             return call, [self._step(*step), *others]
         if call == "move_blocks":
             return call, [BlockMoves(*arguments[0])]
-        return call, [dict(each) if isinstance(each, list) else each for each in arguments]
+        if call == "copy_blocks":
+            return call, [dict(arguments[0])]
+        if call in OF_STORED_BLOCKS:
+            contents, *others = arguments
+            return call, [StoredBlocks(stored_block(*each) for each in contents), *others]
+        return call, arguments
 
     def _step(self, rows: list[list[Any]], shape: list[int], changed: list[int], blocks: list[int]) -> Step:
         ids = [row[0] for row in rows]
@@ -87,6 +103,10 @@ class MessageReader:
         tables.reshape(-1)[changed] = blocks
         self._last.keep(ids, tables)
         return Step([row_of(row, table) for row, table in zip(rows, tables.swapaxes(0, 1), strict=True)])
+
+
+def stored_block(key: str, part: int, parent: str, tokens: list[int]) -> StoredBlock:
+    return StoredBlock(Name(bytes.fromhex(key), part), bytes.fromhex(parent), tuple(tokens))
 
 
 def row_of(entries: list[Any], tables: IntArray) -> Row:

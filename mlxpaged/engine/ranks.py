@@ -7,7 +7,7 @@ issue the same collectives in the same order. That is what MLX's groups need: th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -34,12 +34,25 @@ class Ranks:
     @property
     def leads(self) -> bool:
         """Whether this is rank 0."""
-        return self.group.rank() == 0
+        return self.number == 0
+
+    @property
+    def number(self) -> int:
+        return self.group.rank()
+
+    @property
+    def count(self) -> int:
+        return self.group.size()
 
     def least(self, value: int) -> int:
         """The least of the ranks' values. All ranks must call it. Raises RankLostError."""
+        return self.least_of_each([value])[0]
+
+    def least_of_each(self, values: Sequence[int]) -> list[int]:
+        """For each of the values, the least that a rank has in its place. All ranks must call it. Raises
+        RankLostError."""
         try:
-            return sharding.least(value, self.group)
+            return sharding.least_of_each(values, self.group)
         except RuntimeError as error:
             raise RankLostError(f"the ranks cannot agree: {error}") from error
 

@@ -6,7 +6,7 @@ all ranks alike. So the sizes are checked here, before a weight is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,14 @@ class Share:
 
 def least(value: int, group: mx.distributed.Group) -> int:
     """The least of the ranks' values. Raises MLX's RuntimeError if a rank is lost."""
-    result: Any = mx.distributed.all_min(mx.array([value], mx.int64), group=group).item()
-    return int(result)
+    return least_of_each([value], group)[0]
+
+
+def least_of_each(values: Sequence[int], group: mx.distributed.Group) -> list[int]:
+    """For each of the values, the least that a rank has in its place. All ranks have equally many. Raises MLX's
+    RuntimeError if a rank is lost."""
+    result: Any = mx.distributed.all_min(mx.array(list(values), mx.int64), group=group).tolist()
+    return list(map(int, result))
 
 
 def shard(model: Any, config: Mapping[str, Any], group: mx.distributed.Group, load: Callable[[], Any]) -> None:

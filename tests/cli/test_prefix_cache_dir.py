@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
+from mlxpaged.cache.disk_index import Name
+from mlxpaged.cache.disk_records import StoredBlock
 from mlxpaged.cache.disk_store import DiskStore
-from mlxpaged.cli import main
 from tests.cli.helpers import DEADLINE, Result, serving
 
 TEXT = "What is 17 + 25? " * 12
@@ -77,8 +77,10 @@ def test_a_directory_without_prefixes_is_named(tmp_path: Path, run: Callable[...
     assert run("cache", "clear", str(tmp_path)).status == 0
 
 
-def test_several_hosts_store_no_prefixes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["serve", "--hosts", "FILE", "--prefix-cache-dir", str(tmp_path)])
-    assert end.value.code == 2
-    assert "--prefix-cache-dir cannot be used together with --hosts" in capsys.readouterr().err
+def test_the_shares_of_several_ranks_are_shown_and_deleted_together(tmp_path: Path, run: Callable[..., Result]) -> None:
+    for rank in range(2):
+        store = DiskStore(tmp_path / f"rank-{rank}-of-2", 10_000, 10_000)
+        store.write("m", [(StoredBlock(Name(bytes([rank]), 0), b"", (1, 2)), memoryview(bytes(100)))])
+        store.close()
+    assert re.search(r"^m +1 .*\nm +1 .*\n$", run("cache", "ls", str(tmp_path)).stdout, re.MULTILINE)
+    assert "2 blocks are deleted" in run("cache", "clear", str(tmp_path), "m").stderr

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import disk_tier
+from mlxpaged.engine import disk_share
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.step import InFlightStep
@@ -156,7 +156,7 @@ def test_instead_of_a_damaged_state_the_one_before_is_read(make_core: MakeCore, 
 def test_a_request_that_ends_while_its_state_is_loaded_leaves_nothing(
     make_core: MakeCore, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_tier, "PIECE_BYTES", 1)
+    monkeypatch.setattr(disk_share, "PIECE_BYTES", 1)
     core, prompt = make_core(Hybrid(hybrid.path.parent / "deep", num_layers=4)), prompt_of(1)
     for _ in range(2):
         answer(core, prompt)

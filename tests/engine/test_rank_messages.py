@@ -7,8 +7,10 @@ import random
 import numpy as np
 import pytest
 
+from mlxpaged.cache.disk_index import Name
+from mlxpaged.cache.disk_records import StoredBlock
 from mlxpaged.cache.table_rows import UNUSED
-from mlxpaged.engine.rank_messages import MessageReader, MessageWriter
+from mlxpaged.engine.rank_messages import MessageReader, MessageWriter, StoredBlocks
 from mlxpaged.step import BlockMoves, Row, Step
 
 BLOCK_SIZE = 32
@@ -66,6 +68,12 @@ def test_other_calls_are_read_as_they_were_written() -> None:
     assert reader.read(writer.write("copy_blocks", {5: 3, 6: 4})) == ("copy_blocks", [{5: 3, 6: 4}])
     assert reader.read(writer.write("resize_pool", 2, 40)) == ("resize_pool", [2, 40])
     assert reader.read(writer.write("clear_cache")) == ("clear_cache", [])
+    blocks = StoredBlocks(
+        [StoredBlock(Name(b"\x01\xff", 255), b"", (1, 2)), StoredBlock(Name(b"\x02", 0), b"\x01\xff", (3, 4))]
+    )
+    assert reader.read(writer.write("take_blocks", blocks, [7, 8])) == ("take_blocks", [blocks, [7, 8]])
+    assert reader.read(writer.write("make_room", 100, 0.5)) == ("make_room", [100, 0.5])
+    assert reader.read(writer.write("put", [7, 8])) == ("put", [[7, 8]])
 
 
 @pytest.mark.parametrize("message", [b"", b"{", b"[]", b'["run"]', b'["run",[1]]'])
