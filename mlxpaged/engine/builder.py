@@ -141,7 +141,7 @@ def build_engine(
         runner.warm_up()
         sampler.warm_up()
     runner.lead()
-    digest, no_tier_because = "", cannot_store(config, served, groups, num_checkpoints)
+    digest, no_tier_because = "", cannot_store(config, served, num_checkpoints)
     if not no_tier_because:
         digest = Turns(reporter(Stage.LOADING, report)).during(lambda: fingerprint(served.path))
     store, no_tier_because = (None, no_tier_because) if no_tier_because else open_tier(config, served, ranks)
@@ -215,7 +215,7 @@ def network_drafter_of(
     return HeadDrafter(*parts, read / served.weight_bytes)
 
 
-def cannot_store(config: EngineConfig, served: ServedModel, groups: CacheGroups, num_checkpoints: int) -> str:
+def cannot_store(config: EngineConfig, served: ServedModel, num_checkpoints: int) -> str:
     """The reason why prefixes are not stored on a disk; empty if they can be."""
     if config.prefix_cache_dir is None:
         return "there is no --prefix-cache-dir"
@@ -224,8 +224,6 @@ def cannot_store(config: EngineConfig, served: ServedModel, groups: CacheGroups,
         reason = "its caches of single sequences are not stored"
     elif keeps_states(served.layers) and not num_checkpoints:
         reason = "there is no memory for checkpoints of recurrent states (--state-cache-memory)"
-    elif None not in groups.windows:
-        reason = "all its layers have a window"
     if reason:
         logger.warning("no prefixes of %s are stored: %s", served.name, reason)
     return reason

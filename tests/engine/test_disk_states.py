@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlxpaged.cache.table_rows import UNUSED
 from mlxpaged.engine import disk_share
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import DeviceError
@@ -88,6 +89,30 @@ def test_prompts_go_on_from_a_checkpoint_after_a_restart(
         check(core, model, prompt, (len(prompt) - 1) // SIZE * SIZE)
     assert num_loaded(core) == 7 + 7 + 3 + 3, "blocks that two prompts share are loaded once, and a state for each"
     assert core.stats().tier.blocks_stored_total == 0
+
+
+def test_a_model_with_a_window_in_all_layers_goes_on_from_its_last_blocks_and_a_checkpoint(
+    make_core: MakeCore, tmp_path: Path
+) -> None:
+    """A window has 12 tokens, so a prompt needs its last two blocks and a state. The records of those before have no
+    blocks, and go with these."""
+    model = TinyModel(make_architecture(tmp_path / "m", "recurrent_gemma"), SIZE)
+    core = make_core(model)
+    assert None not in core.scheduler.config.groups.windows
+    prompts = [prompt_of(1), prompt_of(2), prompt_of(1)[:40] + prompt_of(3, 30)]
+    for prompt in prompts:
+        for _ in range(2):
+            check(core, model, prompt)
+    core = make_core(model, num_blocks=40)
+    for prompt in prompts:
+        check(core, model, prompt, (len(prompt) - 1) // SIZE * SIZE)
+    assert num_loaded(core) == 3 * 3
+    for number in range(4, 16):
+        check(core, model, prompt_of(number, 40))
+    cache = core.scheduler.prefix_cache
+    assert cache is not None
+    parents = {record.parent for record in cache}
+    assert all(record in parents or set(record.blocks) != {UNUSED} for record in cache)
 
 
 def test_a_prompt_that_parts_from_the_stored_one_goes_on_from_the_last_checkpoint_before(
