@@ -23,6 +23,7 @@ import pytest
 from mlxpaged.cache.disk_store import DiskStore
 from mlxpaged.engine import disk_tier
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.scheduler.scheduler import Scheduler
@@ -83,15 +84,17 @@ def answer(core: EngineCore, outcome: Outcome, prompts: list[list[int]]) -> None
 @dataclass(frozen=True)
 class Life:
     """What a server does: it answers the prompts so many times, and ends. is_emptied: before the last time, it stores
-    all and empties its memory."""
+    all and empties its memory. prepare: called first."""
 
     numbers: list[int]
     rounds: int = 1
     patience: float = 60.0
     is_emptied: bool = False
+    prepare: Callable[[], None] = no_fault
 
     def __call__(self, core: EngineCore) -> Outcome:
         outcome = Outcome()
+        self.prepare()
         costs = mock.patch.object(Scheduler, "prefill_seconds", lambda _, start, tokens: tokens / 10)
         with costs, mock.patch.object(disk_tier, "PATIENCE_SECONDS", self.patience):
             for i in range(self.rounds):
@@ -134,7 +137,7 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     kind = request.param
     folder = tmp_path_factory.mktemp(kind)
     case = Case(make_architecture(folder / "m", kind, **KINDS[kind]), folder / "prefixes", [])
-    case.expected = play_alone(case.setup(None), Life([0, 1, 2])).tokens
+    case.expected = play_alone(case.setup(None), Life([0, 1, 2, 3])).tokens
     assert case.play(case.directory).stored > 0
     return case
 
@@ -156,6 +159,19 @@ def test_all_ranks_load_their_shares_after_a_restart(stored: Case, directory: Pa
     beside = stored.play(directory)
     assert beside.cached == [SIZE * NUM_BLOCKS] * 3
     assert beside.stored == 0
+
+
+def overlap_steps() -> None:
+    ModelRunner.overlaps = True  # type: ignore[assignment, method-assign]
+
+
+@hybrid
+def test_ranks_store_and_load_beside_steps_in_flight(stored: Case, directory: Path) -> None:
+    """The last prompt is new, and is stored."""
+    numbers, overlapped = [0, 1, 2, 3], {"fault": overlap_steps, "prepare": overlap_steps}
+    got = stored.play(directory, numbers=numbers, **overlapped)
+    assert got.cached == [*[SIZE * NUM_BLOCKS] * 3, 0]
+    assert stored.play(directory, numbers=numbers, **overlapped).cached == [SIZE * NUM_BLOCKS] * 4
 
 
 @each_kind
