@@ -30,6 +30,7 @@ from mlxpaged.scheduler.scheduler import Scheduler
 from tests.cluster.ranks import Setup, no_fault, play, play_alone
 from tests.cluster.servers import cluster_of
 from tests.models.architectures import QWEN3_5, linear_attention, make_architecture, nested
+from tests.support import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -273,7 +274,7 @@ def test_if_one_rank_cannot_use_its_directory_none_stores_prefixes(stored: Case,
     assert got.stored == 0
 
 
-def test_a_restarted_server_finds_what_its_ranks_have_stored(tmp_path: Path) -> None:
+def test_a_server_finds_what_its_ranks_have_stored_after_an_unload_and_after_a_restart(tmp_path: Path) -> None:
     directory = tmp_path / "prefixes"
     prompt = "Once upon a time, there was a little cat. " * 12
 
@@ -290,6 +291,10 @@ def test_a_restarted_server_finds_what_its_ranks_have_stored(tmp_path: Path) -> 
         again, cached = ask(cluster.url)
         assert again == text
         assert cached >= 32
+        unloaded = httpx.post(f"{cluster.url}/v1/models/demo/unload", timeout=60, trust_env=False)
+        assert unloaded.status_code == 200, unloaded.text
+        wait_until(lambda: not cluster.ranks(), 60)
+        assert ask(cluster.url) == (text, cached)
         cluster.command.process.send_signal(signal.SIGTERM)
         assert cluster.command.wait_end() == 0
     with cluster_of(tmp_path / "two", *flags) as cluster:
