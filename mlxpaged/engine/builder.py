@@ -26,7 +26,15 @@ from mlxpaged.engine.embedding_core import EmbeddingCore
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.images import FEATURE_BYTES, Images, cannot_see
-from mlxpaged.engine.memory import START_TOKENS, StateMemory, kv_blocks, least_step, state_checkpoints, swap_slots
+from mlxpaged.engine.memory import (
+    START_TOKENS,
+    StateMemory,
+    drafting_sequences,
+    kv_blocks,
+    least_step,
+    state_checkpoints,
+    swap_slots,
+)
 from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.network_drafters import HeadDrafter, ModelDrafter, NetworkDrafter
@@ -113,6 +121,7 @@ def build_engine(
         windows=layout.windows,
         recurrent=keeps_states(served.layers),
         num_checkpoints=num_checkpoints,
+        max_draft_states=drafting_sequences(per_state),
         swap_slots_per_state=-(-per_state // per_block) if slots else 0,
         max_prompt_logits=max_prompt_logits(served.vocab_size, config.max_num_batched_tokens),
         tiles=device_tiles(served),
@@ -151,7 +160,8 @@ def build_engine(
         libraries = ["mlx", "mlx-lm"] if config.batch_invariant or num_checkpoints else []
         if served.vision is not None and served.vision.tower.library:
             libraries.append(served.vision.tower.library)
-        seed = seed, library_versions(libraries)
+        drafting = served.mtp is not None if served.draft_model is None else served.draft_model.name
+        seed = seed, library_versions(libraries), drafting
         if ranks is not None:
             seed = *seed, "tensor parallel", ranks.number, ranks.count
         scheduler_config = replace(scheduler_config, cache_seed=repr(seed).encode())

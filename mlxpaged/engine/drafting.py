@@ -120,7 +120,7 @@ class Drafting:
         lengths = self.lengths(contexts, chances, costs)
         self._add_probe(decoding, contexts, [len(each) for each in chances], costs, lengths)
         if self._scheduler.config.recurrent:
-            lengths = of_few(lengths, chances)
+            lengths = of_few(lengths, chances, self._scheduler.config.max_draft_states)
         for sequence, proposal, length in zip(decoding, proposals, lengths, strict=True):
             sequence.drafts = proposal.drafts[:length]
             self._proposals[sequence.sequence_id] = proposal

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlxpaged.models.device_memory import default_device_memory, free_device_memory
+from mlxpaged.scheduler.draft_budget import MOST_STATES
 
 LEAST_STEP = 10**9
 """Bytes that a GPU keeps free for a step, also if less was measured: a prompt chunk of 2,048 tokens of a model with 4
@@ -28,6 +29,13 @@ STATE_CACHE_SHARE = 0.1
 
 STATE_CACHE = 2 * 2**30
 """Most bytes of these checkpoints by default: 13 of Qwen3.5-27B, 147 MiB each."""
+
+
+MOST_DRAFT_STATES = 2**30
+"""Most bytes that states before rows with drafts take in a step, with those that replace the states after them."""
+
+DRAFT_STATES_SHARE = 32
+"""They take at most the free memory divided by this: 0.5 GB of 16 GB."""
 
 
 def prepare_device_memory() -> None:
@@ -126,6 +134,15 @@ def state_checkpoints(bytes_per_state: int, wanted_bytes: int | None) -> int:
     if wanted_bytes is None:
         wanted_bytes = min(STATE_CACHE, int(STATE_CACHE_SHARE * free_device_memory()))
     return wanted_bytes // bytes_per_state
+
+
+def drafting_sequences(bytes_per_state: int) -> int:
+    """The most sequences of a step that have drafts: MOST_STATES, or fewer if their states are large. Each keeps two of
+    them. bytes_per_state: 0 if the model has none."""
+    if not bytes_per_state:
+        return MOST_STATES
+    room = min(MOST_DRAFT_STATES, free_device_memory() // DRAFT_STATES_SHARE)
+    return max(1, min(MOST_STATES, room // (2 * bytes_per_state)))
 
 
 def swap_slots(bytes_per_block: int, wanted_bytes: int) -> int:

@@ -13,14 +13,14 @@ from mlxpaged.attention.gather import scores_bytes
 from mlxpaged.cache.groups import CacheGroups
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.drafting import MOST_DRAFT_ROWS
-from mlxpaged.engine.memory import START_TOKENS, least_step
+from mlxpaged.engine.memory import START_TOKENS, drafting_sequences, least_step
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.prompt_logits import prompt_logits_bytes
 from mlxpaged.models.cache_groups import CacheLayout, cache_layout, one_group
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.layers import KV, is_per_sequence, keeps_states, state_bytes
 from mlxpaged.models.loader import ServedModel
-from mlxpaged.scheduler.draft_budget import MOST_DRAFTS, MOST_STATES
+from mlxpaged.scheduler.draft_budget import MOST_DRAFTS
 from mlxpaged.step import Row, Step
 from mlxpaged.vision.image import LARGEST
 from mlxpaged.vision.tower import Vision
@@ -78,10 +78,10 @@ def measure_step(served: ServedModel, config: EngineConfig) -> int:
 def draft_bytes(served: ServedModel, config: EngineConfig) -> int:
     """Bytes that rows with drafts keep of recurrent layers until the next rows of their sequences.
 
-    In a step, S = min(--max-num-seqs, MOST_STATES) sequences have D = min(MOST_DRAFT_ROWS, S * MOST_DRAFTS) drafts
-    together, or fewer. They take 2 * S * s + (S + D) * a bytes: s for the state before each row, and as much for the
-    one that replaces the state after it; a for the arguments of all recurrent modules for each token. A row with one
-    draft is run to find a.
+    In a step, S = min(--max-num-seqs, `drafting_sequences`) sequences have D = min(MOST_DRAFT_ROWS, S * MOST_DRAFTS)
+    drafts together, or fewer. They take 2 * S * s + (S + D) * a bytes: s for the state before each row, and as much for
+    the one that replaces the state after it; a for the arguments of all recurrent modules for each token. A row with
+    one draft is run to find a.
     """
     if config.speculative == "off" or is_per_sequence(served.layers) or not keeps_states(served.layers):
         return 0
@@ -91,7 +91,7 @@ def draft_bytes(served: ServedModel, config: EngineConfig) -> int:
         logits = range(start, start + count)
         row = Row(0, start, [0] * count, logits, num_sampled=count, tables=tables)
         runner.finish_step(runner.forward(Step([row]), running=[0]))
-    sequences = min(config.max_num_seqs, MOST_STATES)
+    sequences = min(config.max_num_seqs, drafting_sequences(state_bytes(served.layers)))
     tokens = sequences + min(MOST_DRAFT_ROWS, sequences * MOST_DRAFTS)
     return 2 * sequences * state_bytes(served.layers) + tokens * runner.rollback.argument_bytes // 2
 

@@ -41,6 +41,8 @@ class SchedulerConfig:
     """Whether layers keep a recurrent state: a prefix hit then ends at a checkpoint."""
     num_checkpoints: int = 0
     """Recurrent states that are kept for the prefix cache, each of one sequence."""
+    max_draft_states: int = 8
+    """Sequences of a step that have drafts, if layers keep states."""
     swap_slots_per_state: int = 0
     """Swap slots that the recurrent state of one sequence takes."""
     max_num_seqs: int = 32

@@ -136,7 +136,7 @@ def draft_lengths(
     return best
 
 
-def of_few(lengths: ListOf[int], chances: ListOf[ListOf[float]], most: int = MOST_STATES) -> list[int]:
+def of_few(lengths: ListOf[int], chances: ListOf[ListOf[float]], most: int) -> list[int]:
     """Returns the lengths, but 0 for all except `most` sequences, those whose drafts bring the most tokens."""
     order = sorted(range(len(lengths)), key=lambda i: -sum(chances[i][: lengths[i]]))
     chosen = set(order[:most])

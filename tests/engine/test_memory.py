@@ -20,12 +20,13 @@ from mlxpaged.engine import builder, engine_thread, garbage, memory
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.embedder import Embedder
-from mlxpaged.engine.memory import kv_blocks, swap_slots
+from mlxpaged.engine.memory import MOST_DRAFT_STATES, drafting_sequences, kv_blocks, swap_slots
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.errors import ModelNotFoundError
 from mlxpaged.models.layers import bytes_per_token, state_bytes
 from mlxpaged.models.loader import load_embedding_model, load_model
 from mlxpaged.process_memory import system_free_memory
+from mlxpaged.scheduler.draft_budget import MOST_STATES
 from tests.support import make_embedding_model, make_tiny_model
 
 LFM2 = {
@@ -47,6 +48,15 @@ def ten_megabytes_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_device_memory", lambda: 10_000_000)
     monkeypatch.setattr(memory, "default_device_memory", lambda: 5_000_000)
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+
+
+def test_fewer_sequences_have_drafts_if_their_states_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_device_memory", lambda: 16_000_000_000)
+    assert drafting_sequences(0) == drafting_sequences(1_000_000) == MOST_STATES
+    assert drafting_sequences(147 * 2**20) == 1, "0.5 GB for two states of Qwen3.5-27B each"
+    assert drafting_sequences(10**9) == 1
+    monkeypatch.setattr(memory, "free_device_memory", lambda: 10**12)
+    assert drafting_sequences(147 * 2**20) == MOST_DRAFT_STATES // (2 * 147 * 2**20) == 3
 
 
 @pytest.mark.usefixtures("ten_megabytes_left")
