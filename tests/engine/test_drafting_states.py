@@ -11,7 +11,7 @@ from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.models.layers import bytes_per_token, is_per_sequence
+from mlxpaged.models.layers import is_per_sequence
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.rollback import Rollback
 from mlxpaged.scheduler.draft_budget import MOST_STATES
@@ -96,7 +96,7 @@ def test_sixteen_answers_are_those_without_drafts(
     assert drafting.stats.drafted_total > drafting.stats.accepted_total > 60
     assert core.runner.rollback.module_calls > 0
     stats = core.scheduler.stats()
-    if "blocks" in options and bytes_per_token(served.layers):
+    if "blocks" in options and any(spec.window is None for spec in served.kv_layers):  # windows need few blocks
         assert stats.preemptions_total > 0
         assert (stats.blocks_swapped_in_total > 0) == ("swap_blocks" in options)
     assert core.scheduler.pool.usage().used == 0
