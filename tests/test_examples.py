@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ def test_three_prompts_share_a_batch() -> None:
     assert "What is 17 + 25? -> 42\n" in done.stdout
     assert "Reverse: a b c -> c b a\n" in done.stdout
     assert "step 1: 3 running, blocks: 3 used, 0 cached, 61 free\n" in done.stdout
-    assert "step 6: 1 running, blocks: 1 used" in done.stdout
+    # In which step it is alone depends on the drafts that the measured times of steps are worth.
+    assert re.search(r"step \d: 1 running, blocks: 1 used", done.stdout)
     assert "up to 3 sequences at once" in done.stdout
     assert "blocks: 0 used" in done.stdout
     assert "preemptions_total=0" in done.stdout

@@ -91,9 +91,14 @@ class TinyModel:
         pressure: Callable[[], MemoryPressure] = lambda: MemoryPressure.NORMAL,
         **options: Any,
     ) -> EngineCore:
-        """New blocks are filled with NaN. Steps are not limited by time, so they are the same on any machine.
-        start_tokens: those that the pool holds at the start."""
-        defaults: dict[str, Any] = {"attention_backend": "gather", "max_num_seqs": 16, "max_step_ms": 0}
+        """New blocks are filled with NaN. Steps are not limited by time, so they are the same on any machine. Nothing
+        is drafted by default. start_tokens: those that the pool holds at the start."""
+        defaults: dict[str, Any] = {
+            "attention_backend": "gather",
+            "max_num_seqs": 16,
+            "max_step_ms": 0,
+            "speculative": "off",
+        }
         options = {"block_size": self.block_size} | defaults | options
         layout = cache_layout(self.served.kv_layers, self.served.context_length)
         block = options["block_size"] * layout.bytes_per_token
