@@ -287,6 +287,7 @@ class StepLoop:
     def _process(self, step: InFlightStep, delivers: bool = True) -> None:
         """Commit the tokens of a step, and turn them into outputs. delivers: whether all at once; otherwise those that
         can wait are left to `_deliver`."""
+        self._deliver()  # the tokens before these
         tokens, invalid, prompt_logprobs = step.read()
         if self._drafting is not None:
             for row in step.rows:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
 from mlxpaged.cache.groups import CacheGroups
+from mlxpaged.scheduler.draft_budget import MOST_STATES
 from mlxpaged.scheduler.row_tiles import ANY_ROWS, RowTiles
 
 PREFILL_MODES = ("mixed", "separate")
@@ -41,7 +42,7 @@ class SchedulerConfig:
     """Whether layers keep a recurrent state: a prefix hit then ends at a checkpoint."""
     num_checkpoints: int = 0
     """Recurrent states that are kept for the prefix cache, each of one sequence."""
-    max_draft_states: int = 8
+    max_draft_states: int = MOST_STATES
     """Sequences of a step that have drafts, if layers keep states."""
     swap_slots_per_state: int = 0
     """Swap slots that the recurrent state of one sequence takes."""

@@ -254,6 +254,30 @@ def test_a_step_with_drafts_that_fails_is_repeated(llama: Path, monkeypatch: pyt
     assert count > 9
 
 
+@pytest.mark.parametrize("alternates", [False, True], ids=["all steps", "every other pair"])
+def test_tokens_stay_in_order_if_blocks_cannot_be_moved(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, alternates: bool
+) -> None:
+    """Their text may wait for a step that is then computed another way."""
+    served = load_model(str(llama))
+    expected = answers(make_core(served), requests(12))
+    monkeypatch.setattr(ModelRunner, "overlaps", True)
+    original, calls = ModelRunner.move_blocks, itertools.count()
+
+    def sometimes(self: ModelRunner, *moves: Any) -> None:
+        if next(calls) % 2:
+            raise OSError("the swap space is gone")
+        original(self, *moves)
+
+    monkeypatch.setattr(ModelRunner, "move_blocks", sometimes)
+    core = make_core(served, speculative="ngram", blocks=8, swap_blocks=40)
+    drafting = use_oracle(core, tokens_of(expected))
+    if alternates:
+        drafting.lengths = every_other_step()
+    assert tokens_of(answers(core, requests(12))) == tokens_of(expected)
+    assert next(calls) > 2
+
+
 def test_drafts_take_free_blocks_only(llama: Path) -> None:
     """A pool with room for the answers alone: no sequence is preempted because of drafts."""
     plain, core = both(llama, blocks=8, prefix_caching=False)

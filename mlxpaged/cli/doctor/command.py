@@ -137,8 +137,8 @@ def time_rows_of(engine: EngineCore) -> dict[str, float]:
 
 
 def drafts_of(engine: EngineCore) -> dict[str, dict[str, int]]:
-    """The draft tokens that `--speculative ngram` would verify for each sequence, by their chance and by the sequences
-    that decode, according to the times of steps by their rows."""
+    """The draft tokens that a step would verify for each sequence, by their chance and by the sequences that decode,
+    according to the times of steps by their rows."""
     seconds = engine.scheduler.decode_seconds()
     assert seconds is not None, "steps were timed"
 

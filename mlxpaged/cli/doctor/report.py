@@ -162,12 +162,12 @@ def times_text(content: Any) -> list[str]:
 
 def drafts_text(content: Any) -> list[str]:
     if (reason := unknown(content)) is not None:
-        return [f"draft tokens that --speculative ngram would verify: unknown, because {reason}"]
+        return [f"draft tokens that a step would verify: unknown, because {reason}"]
     found = [
         f"{', '.join(f'{count} at batch {batch}' for batch, count in counts.items())} if {chance} are accepted"
         for chance, counts in content.items()
     ]
-    return [f"draft tokens that --speculative ngram would verify: {'; '.join(found)}"]
+    return [f"draft tokens that a step would verify: {'; '.join(found)}"]
 
 
 def steps_text(content: Any) -> list[str]:
