@@ -36,7 +36,7 @@ test-kernels: $(STAMP)
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "slow or not slow" tests/attention tests/metal_on_cpu
 
 test-models: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "models or not models" tests/models tests/engine/test_metal_backend.py tests/engine/test_warm_start.py tests/engine/test_recurrent_fuzz.py tests/engine/test_window_fuzz.py tests/engine/test_pool_resizer.py tests/engine/test_seeing_families.py tests/engine/test_drafting_states.py
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "models or not models" tests/models tests/engine/test_metal_backend.py tests/engine/test_warm_start.py tests/engine/test_recurrent_fuzz.py tests/engine/test_window_fuzz.py tests/engine/test_pool_resizer.py tests/engine/test_seeing_families.py tests/engine/test_drafting_states.py tests/engine/test_draft_head.py
 
 # Several ranks of a model over loopback. They spin while they wait for each other, so one test runs at a time. FAULTS:
 # how often each rank of two is killed, stopped and slowed. ARGS=-rP prints how soon that was noticed, and counts of bytes.

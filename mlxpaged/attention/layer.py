@@ -151,6 +151,12 @@ class PagedLayer:
         """What `update_and_fetch` has returned: a layer without keys of its own attends with them (Gemma 3n)."""
         return self._step.written_by(self)
 
+    def earlier(self) -> tuple[mx.array, mx.array]:
+        """Stands for what earlier steps have written, for a layer of another model that attends with it."""
+        keys, values = mx.zeros(0), mx.zeros(0)
+        self._step.wrote(keys, values, self)
+        return keys, values
+
     def attend(
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None, softcap: float | None = None
     ) -> mx.array:

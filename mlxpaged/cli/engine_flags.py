@@ -70,7 +70,7 @@ def add_engine_flags(groups: flags.Flags) -> None:
     )
     steps.field("--speculative", flags.one_of(*SPECULATIVE), drafted)
     steps.field("--draft-model", str, "a smaller model with the same vocabulary, which drafts", "none")
-    steps.field("--mtp", str, "file, directory or repository with the model's draft head", "its own files")
+    steps.field("--mtp", str, "file, directory or repository with the model's draft head or assistant", "its own files")
     steps.switch(
         "--batch-invariant", "give each request the same tokens and log-probabilities in any batch, to the bit; slower"
     )

@@ -37,7 +37,7 @@ from mlxpaged.engine.memory import (
 )
 from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
 from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.engine.network_drafters import HeadDrafter, ModelDrafter, NetworkDrafter
+from mlxpaged.engine.network_drafters import AssistantDrafter, HeadDrafter, ModelDrafter, NetworkDrafter
 from mlxpaged.engine.ngram import NgramDrafter
 from mlxpaged.engine.pool_resizer import PoolResizer
 from mlxpaged.engine.progress import Report, Stage, reporter
@@ -49,12 +49,13 @@ from mlxpaged.engine.step_memory import bytes_per_key, measure_encoding, measure
 from mlxpaged.engine.wired_memory import choose_wiring
 from mlxpaged.models.cache_groups import cache_layout, one_group
 from mlxpaged.models.device_memory import free_device_memory
+from mlxpaged.models.draft_assistant import Assistant
 from mlxpaged.models.draft_model import draft_model
-from mlxpaged.models.embedding import EmbeddingModel, weight_bytes
-from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.embedding import EmbeddingModel
+from mlxpaged.models.errors import AssistantError, UnsupportedModelError
 from mlxpaged.models.fingerprint import fingerprint, library_versions
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes, unfused
-from mlxpaged.models.loader import ServedModel, load_embedding_model, load_model, own_embedding_model
+from mlxpaged.models.loader import ServedModel, load_embedding_model, load_model, own_embedding_model, with_assistant
 from mlxpaged.models.preflight import Reserved
 from mlxpaged.models.turns import Turns
 from mlxpaged.scheduler.scheduler import Scheduler
@@ -160,7 +161,7 @@ def build_engine(
         libraries = ["mlx", "mlx-lm"] if config.batch_invariant or num_checkpoints else []
         if served.vision is not None and served.vision.tower.library:
             libraries.append(served.vision.tower.library)
-        drafting = served.mtp is not None if served.draft_model is None else served.draft_model.name
+        drafting = served.num_drafting > 0 if served.draft_model is None else served.draft_model.name
         seed = seed, library_versions(libraries), drafting
         if ranks is not None:
             seed = *seed, "tensor parallel", ranks.number, ranks.count
@@ -220,9 +221,8 @@ def network_drafter_of(
             level = logging.WARNING if config.speculative == "mtp" else logging.INFO
             logger.log(level, "no draft head drafts for %s: %s", served.name, served.no_mtp_because)
         return None
-    # A draft reads the head's weights and the output head, which is as large as the embedding.
-    read = served.mtp.nbytes + weight_bytes(served.mtp.embed)
-    return HeadDrafter(*parts, read / served.weight_bytes)
+    drafter = AssistantDrafter if isinstance(served.mtp, Assistant) else HeadDrafter
+    return drafter(*parts, served.mtp.bytes_read / served.weight_bytes)
 
 
 def cannot_store(config: EngineConfig, served: ServedModel, num_checkpoints: int) -> str:
@@ -306,7 +306,10 @@ def with_draft_model(config: EngineConfig, served: ServedModel, turns: Turns) ->
     """The model with a smaller one that drafts for it. Raises ModelNotFoundError or UnsupportedModelError."""
     assert config.draft_model is not None
     reserved = Reserved(config.kv_cache_bytes or 0, least_step())
-    draft = load_model(config.draft_model, turns=turns, reserved=reserved, joins=config.joins, most_pixels=0)
+    try:
+        draft = load_model(config.draft_model, turns=turns, reserved=reserved, joins=config.joins, most_pixels=0)
+    except AssistantError:
+        return with_assistant(served, config.draft_model, turns)
     small = draft_model(draft, served)
     weights = served.weight_bytes + small.nbytes
     return replace(served, layers=[*served.layers, *small.layers], draft_model=small, weight_bytes=weights)

@@ -269,11 +269,22 @@ class ModelRunner:
         metas, _ = last.step.on_device(last.vector)
         return self._caches.forward_draft(partial(self.mtp, tokens, last.hidden), metas)
 
-    def draft_further(self, step: Step, following: mx.array, hidden: mx.array) -> mx.array:
-        """Does what `draft` does for a step of one token for each sequence, after `draft`. following[T]: the tokens
-        after these. hidden[T, 1, D]: the head's own states of the tokens before these."""
+    def draft_at(self, step: Step, following: mx.array, at: ListOf[int]) -> mx.array:
+        """An assistant's hidden states [R, 1, D] for these of the tokens of the last `forward`, not yet evaluated.
+        step: of one row for each of them. following[R]: the token after each."""
+        last, self._last_pass = self._last_pass, None
+        assert last is not None
         assert self.mtp is not None
-        return self._caches.forward_draft(partial(self.mtp, following, hidden), self._metas(step))
+        is_all = len(at) == last.hidden.shape[0]
+        metas = last.step.on_device(last.vector)[0] if is_all else self._metas(step)
+        hidden = last.hidden if is_all else last.hidden[mx.array(list(at))]
+        return self._caches.forward_draft(partial(self.mtp, following, hidden), metas)
+
+    def draft_further(self, step: Step, following: mx.array, hidden: mx.array) -> mx.array:
+        """Does what `draft` does for a step of one token for each sequence, after `draft` or `draft_at`. following[T]:
+        the tokens after these. hidden[T, 1, D]: the head's own states of the tokens before these."""
+        assert self.mtp is not None
+        return self._caches.forward_draft(partial(self.mtp.further, following, hidden), self._metas(step))
 
     def draft_by_model(self, step: Step, tokens: mx.array, wanted: ListOf[int]) -> mx.array:
         """Logits [W, V] of the draft model after the tokens [T] of a step at these indices, not yet evaluated. Writes
@@ -287,9 +298,10 @@ class ModelRunner:
         return metas
 
     def project(self, hidden: mx.array) -> mx.array:
-        """Logits [T, V] of hidden states [T, 1, D]."""
+        """Logits [T, V] of hidden states [T, 1, D] of the draft head."""
         assert self._rows is not None
-        return self._rows.project(hidden)[:, -1]
+        assert self.mtp is not None
+        return (self.mtp.project or self._rows.project)(hidden)[:, -1]
 
     def _outputs(self, step: HostStep, vector: mx.array, sampled: mx.array | None) -> list[mx.array]:
         """The graph of a step. vector: its upload. sampled: tokens that replace the pending ones."""

@@ -1,7 +1,9 @@
-"""Drafts by the model's own draft head (models/draft_head.py), or by a smaller model (models/draft_model.py).
+"""Drafts by the model's own draft head (models/draft_head.py), by its assistant (models/draft_assistant.py), or by a
+smaller model (models/draft_model.py).
 
-Their keys and values are further layers in the blocks of the sequences. So the prefix cache, swap space and preemption
-know nothing of them. Whatever they compute, and miss, changes how many drafts are accepted, and no answer.
+Their keys and values are further layers in the blocks of the sequences, and an assistant has none. So the prefix cache,
+swap space and preemption know nothing of them. Whatever they compute, and miss, changes how many drafts are
+accepted, and no answer.
 """
 
 from __future__ import annotations
@@ -28,13 +30,14 @@ CATCH_UP = 256
 
 class LaunchedDrafts(NamedTuple):
     """What a head has launched with a step. hidden[T, 1, D]: of its tokens. at: the indices of those that were sampled
-    from. first: the index of a sequence's first one in `at`. tokens[R]: the draft after each of them. All are empty
-    for a smaller model, which begins when the tokens are known."""
+    from. first: the index of a sequence's first one in `at`. tokens[R]: the draft after each of them. rows: of
+    each, for an assistant. All are empty for a smaller model, which begins when the tokens are known."""
 
     at: ListOf[int] = ()
     first: Mapping[int, int] = {}
     tokens: mx.array | None = None
     hidden: mx.array | None = None
+    rows: ListOf[Row] = ()
 
 
 class NetworkDrafter:
@@ -130,9 +133,11 @@ class HeadDrafter(NetworkDrafter):
         if tokens is None:
             mx.async_eval(hidden)
             return None
-        logits = self._runner.project(hidden[mx.array(at)])
-        next_rows = [row._replace(position=row.position + 1) for row in sampling]
-        return LaunchedDrafts(at, first, self._sampler.guess(logits, next_rows), hidden)
+        return LaunchedDrafts(at, first, self._first_drafts(hidden[mx.array(at)], sampling), hidden)
+
+    def _first_drafts(self, hidden: mx.array, sampling: ListOf[SamplingRow]) -> mx.array:
+        rows = [row._replace(position=row.position + 1) for row in sampling]
+        return self._sampler.guess(self._runner.project(hidden), rows)
 
     def draft(
         self,
@@ -165,13 +170,53 @@ class HeadDrafter(NetworkDrafter):
         hidden = launched.hidden[mx.array([launched.at[i] for i in chosen])]
         tokens, made = launched.tokens[mx.array(list(chosen))], []
         for number in range(more):
-            ends = [each.num_computed_tokens + number for each in sequences]
-            hidden = self._runner.draft_further(
-                self._step(sequences, [range(end, end + 1) for end in ends]), tokens, hidden
-            )
+            step = self._further_step(launched, sequences, chosen, number)
+            hidden = self._runner.draft_further(step, tokens, hidden)
             tokens = self._guess(self._runner.project(hidden), running, number + 1)
             made.append(tokens)
         return read_columns(made)
+
+    def _further_step(
+        self, launched: LaunchedDrafts, sequences: ListOf[Sequence], chosen: ListOf[int], number: int
+    ) -> Step:
+        """The step of the draft of this number, from 0 on, after the first one."""
+        ends = [each.num_computed_tokens + number for each in sequences]
+        return self._step(sequences, [range(end, end + 1) for end in ends])
+
+
+class AssistantDrafter(HeadDrafter):
+    """An assistant runs for the sampled tokens only, and all drafts after one have its position. It reads their blocks
+    before the next step can take any of them."""
+
+    def launch(
+        self, step: Step, sampling: ListOf[SamplingRow], tokens: mx.array | None, sequences: Mapping[int, Sequence]
+    ) -> LaunchedDrafts | None:
+        if tokens is None:
+            return None
+        rows: list[Row] = []
+        at: list[int] = []
+        first: dict[int, int] = {}
+        sampled, end = {row.sequence_id for row in sampling}, 0
+        for row in step.rows:
+            end += row.num_tokens
+            if row.sequence_id in sampled:
+                first[row.sequence_id] = len(at)
+                at += range(end - row.num_sampled, end)
+                last = row._replace(checkpoints=(), restore=None, spans=())
+                rows += [
+                    last._replace(start=position, token_ids=[0], logits=range(position, position + 1), num_sampled=1)
+                    for position in range(row.context_len - row.num_sampled, row.context_len)
+                ]
+        hidden = self._runner.draft_at(Step(rows), tokens, at)
+        return LaunchedDrafts(range(len(at)), first, self._first_drafts(hidden, sampling), hidden, rows)
+
+    def _further_step(
+        self, launched: LaunchedDrafts, sequences: ListOf[Sequence], chosen: ListOf[int], number: int
+    ) -> Step:
+        return Step([launched.rows[i] for i in chosen])
+
+    def _room(self, running: RunningRequest) -> int:
+        return MOST_BY_NETWORK  # drafts are not written
 
 
 class ModelDrafter(NetworkDrafter):

@@ -181,11 +181,11 @@ class ModelCaches:
         finally:
             self._end_pass()
 
-    def forward_draft(self, run: Callable[[list[Any]], mx.array], metas: Sequence[AttentionMetadata]) -> mx.array:
-        """What a draft head or model makes of its caches in a pass of its own."""
+    def forward_draft(self, run: Callable[[Sequence[Any]], mx.array], metas: Sequence[AttentionMetadata]) -> mx.array:
+        """What a draft head or model makes of all caches in a pass of its own. Those that only draft are the last."""
         self.step.begin(metas)
         try:
-            return run(self.drafting)
+            return run([*self.caches, *self.drafting])
         finally:
             self._end_pass()
 

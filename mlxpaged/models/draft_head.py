@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +22,13 @@ from mlx.nn.layers.normalization import RMSNorm
 from mlx.nn.layers.quantized import quantize
 from mlx_lm.models.base import create_attention_mask
 
+from mlxpaged.models.draft_assistant import Assistant, is_assistant, load_assistant
 from mlxpaged.models.embedding import weight_bytes
 from mlxpaged.models.errors import UnsupportedModelError, in_one_line
 from mlxpaged.models.layers import KV, LayerSpec
 from mlxpaged.models.preflight import WEIGHTS
 from mlxpaged.models.weight_headers import read_shapes
+from mlxpaged.models.weights import quantization
 
 
 class Names(NamedTuple):
@@ -53,9 +56,6 @@ SHARED = ("embed_tokens.", "shared_head.head.")
 """Copies of the model's own tensors."""
 
 LAYER = re.compile(r"(^|\.)layers\.\d+$")
-
-MODES = {(4, 32): "mxfp4", (4, 16): "nvfp4", (8, 32): "mxfp8"}
-"""How weights of so many bits and group size are quantized if they have no biases."""
 
 
 class DraftHead(Module):
@@ -87,15 +87,24 @@ class Mtp:
     index: int
     nbytes: int
 
-    def __call__(self, tokens: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
-        """Hidden states [T, 1, D] for the output head. tokens[T]: each after the token that hidden[T, 1, D] is of."""
-        embedding: Any = self.embed(tokens[:, None])
-        return self.head(embedding, hidden, caches[0])
+    @property
+    def bytes_read(self) -> int:
+        """For a draft: its own weights and the output head, which is as large as the embedding."""
+        return self.nbytes + weight_bytes(self.embed)
 
-    def spec(self, layers: Sequence[LayerSpec]) -> KV | None:
+    def __call__(self, tokens: mx.array, hidden: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Hidden states [T, 1, D] for the output head and for a further draft. tokens[T]: each after the token that
+        hidden[T, 1, D] is of. caches: the last one is its own."""
+        embedding: Any = self.embed(tokens[:, None])
+        return self.head(embedding, hidden, caches[-1])
+
+    further = __call__
+    project = None  # the model's output head does it
+
+    def specs(self, layers: Sequence[LayerSpec]) -> list[LayerSpec] | None:
         """What its layer keeps; None if the model's layer keeps anything but blocks of keys and values."""
         like = layers[self.index]
-        return replace(like, qkv=None, quantization=None, mutual=False) if isinstance(like, KV) else None
+        return [replace(like, qkv=None, quantization=None, mutual=False)] if isinstance(like, KV) else None
 
 
 class Part(NamedTuple):
@@ -105,15 +114,15 @@ class Part(NamedTuple):
     module: Any
 
 
-def load_mtp(model: Module, path: Path) -> Mtp:
+def load_mtp(model: Module, path: Path) -> Mtp | Assistant:
     """The draft head in a file, or in the weights of a directory, which are not read yet. It may be there alone: then
-    its tensors have no prefix. model: as mlx-lm has loaded it. Raises UnsupportedModelError, with the reason if there
-    is none."""
+    its tensors have no prefix. Or the directory is that of an assistant. model: as mlx-lm has loaded it. Raises
+    UnsupportedModelError, with the reason if there is none."""
     files = sorted(path.glob(WEIGHTS)) if path.is_dir() else [path]
     try:
         for each in files:
             read_shapes(each)  # so that MLX opens no damaged file
-        return _load(model, files)
+        return load_assistant(model, path) if is_assistant(path) else _load(model, files)
     except UnsupportedModelError:
         raise
     except Exception as error:  # mlx and mlx-lm raise any type for tensors that do not fit
@@ -152,7 +161,7 @@ def _load(model: Any, files: Sequence[Path]) -> Mtp:
         if not name.endswith((".conv1d.weight", ".rotary_emb.inv_freq")):
             weights[f"layer.{name.removeprefix(layer.name + '.')}"] = array
     head = DraftHead(type(layer.module)(args, index), args.hidden_size, args.rms_norm_eps)
-    quantize(head, class_predicate=lambda path, module: quantization(path, module, weights))
+    quantize(head, class_predicate=partial(quantization, weights=weights))
     head.load_weights(list(weights.items()))
     head.eval()
     return Mtp(head, embed, index, weight_bytes(head))
@@ -170,14 +179,3 @@ def read_tensors(files: Sequence[Path], prefix: str) -> tuple[dict[str, mx.array
         found |= own
         is_converted |= bool(own) and metadata.get("format") == "mlx"
     return found, is_converted
-
-
-def quantization(path: str, module: Any, weights: Mapping[str, mx.array]) -> bool | dict[str, Any]:
-    """How the weights of a module are quantized, by their shapes; False if they are not."""
-    scales = weights.get(f"{path}.scales")
-    if scales is None:
-        return False
-    size = module.weight.shape[-1]
-    bits, group = 32 * weights[f"{path}.weight"].shape[-1] // size, size // scales.shape[-1]
-    mode = "affine" if f"{path}.biases" in weights else MODES[bits, group]
-    return {"bits": bits, "group_size": group, "mode": mode}

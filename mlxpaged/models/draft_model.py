@@ -28,11 +28,11 @@ class DraftModel:
     vocab_size: int
     nbytes: int
 
-    def __call__(self, tokens: mx.array, wanted: Sequence[int], caches: list[Any]) -> mx.array:
-        """Logits [W, V] after the tokens [T] at these indices."""
+    def __call__(self, tokens: mx.array, wanted: Sequence[int], caches: Sequence[Any]) -> mx.array:
+        """Logits [W, V] after the tokens [T] at these indices. caches: the last ones are its own."""
         self.rows.rows = mx.array(list(wanted))
         try:
-            logits: mx.array = self.model(tokens[:, None], cache=caches)
+            logits: mx.array = self.model(tokens[:, None], cache=list(caches[-len(self.layers) :]))
         finally:
             self.rows.rows = None
         return logits[:, -1, : self.vocab_size]

@@ -24,6 +24,10 @@ class InsufficientMemoryError(UnsupportedModelError, MemoryError):
         self.missing_bytes = missing_bytes
 
 
+class AssistantError(UnsupportedModelError):
+    """The model is an assistant, which only drafts for another one."""
+
+
 class AdapterError(UnsupportedModelError):
     """An adapter cannot be used with its model. The message names it and says why."""
 

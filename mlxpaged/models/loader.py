@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from mlxpaged.models.adapters import (
     load_adapters,
 )
 from mlxpaged.models.device_memory import free_device_memory
+from mlxpaged.models.draft_assistant import Assistant
 from mlxpaged.models.draft_head import Mtp, load_mtp
 from mlxpaged.models.draft_model import DraftModel
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder, weight_bytes
@@ -88,8 +89,8 @@ class ServedModel:
     generation_config.json recommends, by name. vision: None if it takes no
     images. no_vision_because: the reason then, if it was made to. kv_cache_dtype: as `EngineConfig` has it.
     kv_cache_dtype_because: why it is not the type that was asked for; empty if it is. mtp: its draft head, whose layer
-    is the last of `layers`; None if none was asked for. no_mtp_because: the reason if it has none. draft_model: a
-    smaller model that drafts, whose layers are the last ones.
+    is the last of `layers`, or its assistant; None if none was asked for. no_mtp_because: the reason if it has none.
+    draft_model: a smaller model that drafts, whose layers are the last ones.
     """
 
     name: str
@@ -112,14 +113,14 @@ class ServedModel:
     no_vision_because: str = ""
     kv_cache_dtype: str = "auto"
     kv_cache_dtype_because: str = ""
-    mtp: Mtp | None = None
+    mtp: Mtp | Assistant | None = None
     no_mtp_because: str = ""
     draft_model: DraftModel | None = None
 
     @property
     def num_drafting(self) -> int:
         """How many of the last layers only draft."""
-        return int(self.mtp is not None) if self.draft_model is None else len(self.draft_model.layers)
+        return int(isinstance(self.mtp, Mtp)) if self.draft_model is None else len(self.draft_model.layers)
 
     @property
     def kv_layers(self) -> list[KV]:
@@ -306,9 +307,9 @@ def load_model(
             f"{name} cannot be served: {kind} models are not supported yet, because {error}"
         ) from None
     reranker, no_reranker_because = find_reranker(name, tokenizer, is_reranker)
-    spec = None if mtp is None else mtp.spec(kv.layers)
-    if mtp is not None and (spec is None or rows is None):
-        mtp, no_mtp_because = None, "its layers or its output head are not known well enough"
+    drafting = [] if mtp is None else mtp.specs(kv.layers)
+    if mtp is not None and (drafting is None or rows is None):
+        mtp, drafting, no_mtp_because = None, [], "its layers or its output head are not known well enough"
     added = (0 if mtp is None else mtp.nbytes) + (0 if vision is None else vision.tower.nbytes)
     return ServedModel(
         name=served_name or name,
@@ -316,7 +317,7 @@ def load_model(
         model_type=str(config.get("model_type", "")),
         model=model,
         tokenizer=tokenizer,
-        layers=kv.layers if mtp is None else [*kv.layers, spec],
+        layers=[*kv.layers, *(drafting or ())],
         rows=rows,
         vocab_size=vocab_size,
         context_length=longest,
@@ -338,7 +339,7 @@ def load_model(
 
 def find_mtp(
     model: Module, path: Path, mtp_path: str | None, group: mx.distributed.Group | None
-) -> tuple[Mtp | None, str]:
+) -> tuple[Mtp | Assistant | None, str]:
     """The draft head, not read yet, or None and the reason. Raises UnsupportedModelError if that of another place does
     not fit."""
     if group is not None:
@@ -349,6 +350,15 @@ def find_mtp(
         if mtp_path is not None:
             raise UnsupportedModelError(f"--mtp {mtp_path}: {error}") from None
         return None, str(error)
+
+
+def with_assistant(served: ServedModel, name: str, turns: Turns) -> ServedModel:
+    """A model with the assistant of this name, as `resolve_mtp` finds it. Raises UnsupportedModelError."""
+    if served.rows is None:
+        raise UnsupportedModelError(f"{name} cannot draft: the output head of {served.name} is not found")
+    mtp = load_mtp(served.model, resolve_mtp(name))
+    read_weights(mtp.head, turns.report)
+    return replace(served, mtp=mtp, no_mtp_because="", weight_bytes=served.weight_bytes + mtp.nbytes)
 
 
 def resolve_mtp(name: str) -> Path:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import HfApi, constants
 from mlx_lm import utils as mlx_lm_utils
 
-from mlxpaged.models.errors import InsufficientMemoryError, UnsupportedModelError
+from mlxpaged.models.errors import AssistantError, InsufficientMemoryError, UnsupportedModelError
 from mlxpaged.models.files import check_files
 from mlxpaged.models.json_files import read_object
 from mlxpaged.models.weight_names import MODULES
@@ -34,6 +34,9 @@ TOKENIZER_FILES = [
     "merges.txt",
 ]
 """A tokenizer without any of these is only Python code."""
+
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+"""Types of models that draft with the keys and values of another one."""
 
 ENCODERS = {
     "albert",
@@ -144,6 +147,8 @@ def check_architecture(config: Mapping[str, Any]) -> None:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise UnsupportedModelError("its config.json has no model_type")
+    if model_type in ASSISTANTS:
+        raise AssistantError("it is an assistant, which drafts for a Gemma 4 model: name it with --mtp of that model")
     if model_type in ENCODERS:
         raise UnsupportedModelError(
             f"it is an encoder (model_type {model_type!r}), and mlx-lm has only decoders; use a decoder, such as "

@@ -1,7 +1,8 @@
-"""Reads the weights of a model in parts, so that a display can follow."""
+"""The weights of a model: read in parts, so that a display can follow, and how they are quantized."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,9 @@ from mlxpaged.attention.self_check import ReportAmount
 
 READ_BYTES = 2**27
 """Bytes of weights that are read at once: about 40 ms from the SSD of a Mac, so that a display can follow."""
+
+MODES = {(4, 32): "mxfp4", (4, 16): "nvfp4", (8, 32): "mxfp8"}
+"""How weights of so many bits and group size are quantized if they have no biases."""
 
 
 def read_weights(model: Module, report: ReportAmount, group_bytes: int = READ_BYTES) -> None:
@@ -32,3 +36,14 @@ def read_weights(model: Module, report: ReportAmount, group_bytes: int = READ_BY
             mx.eval(waiting)
             done, group, waiting = done + group, 0, []
             report(done, total)
+
+
+def quantization(path: str, module: Any, weights: Mapping[str, mx.array]) -> bool | dict[str, Any]:
+    """How the weights of a module are quantized, by their shapes; False if they are not."""
+    scales = weights.get(f"{path}.scales")
+    if scales is None:
+        return False
+    size = module.weight.shape[-1]
+    bits, group = 32 * weights[f"{path}.weight"].shape[-1] // size, size // scales.shape[-1]
+    mode = "affine" if f"{path}.biases" in weights else MODES[bits, group]
+    return {"bits": bits, "group_size": group, "mode": mode}

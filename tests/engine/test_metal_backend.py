@@ -24,6 +24,7 @@ from tests.engine.test_draft_head import logged
 from tests.engine.test_drafting import as_many, every_other_step
 from tests.metal_on_cpu import Interpreter
 from tests.models.architectures import make_architecture
+from tests.models.draft_assistants import make_assistant
 from tests.models.draft_heads import make_drafting
 from tests.support import make_tiny_model, poison_new_blocks, run_requests
 
@@ -161,13 +162,18 @@ def test_steps_with_drafts_have_the_launches_of_decoding(
         assert launched[True] <= launched[False]
 
 
-@pytest.mark.parametrize("kind", ["glm4_moe", pytest.param("glm4_moe_lite", marks=pytest.mark.models)])
+@pytest.mark.parametrize(
+    "kind",
+    ["glm4_moe", *(pytest.param(kind, marks=pytest.mark.models) for kind in ("glm4_moe_lite", "gemma4"))],
+)
 def test_a_draft_head_runs_on_the_kernels(kind: str, tmp_path: Path, interpreter: Interpreter | None) -> None:
     """Its steps are replayed, and its drafts are those of the gather backend."""
-    directory = make_drafting(tmp_path / kind, kind).path
+    path = tmp_path / kind
+    reference = make_assistant(path, has_clusters=True) if kind == "gemma4" else make_drafting(path, kind)
+    directory = reference.path
     prompts = PROMPTS[1:4]
     expected = run_requests(make_core(load_model(str(directory)), "gather"), prompts, max_tokens=16)
-    served = load_model(str(directory), drafts=True)
+    served = load_model(str(directory), drafts=True, mtp_path=reference.mtp)
     found = []
     for backend in ("gather", "metal"):
         core = make_core(served, backend, speculative="mtp")

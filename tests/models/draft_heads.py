@@ -53,6 +53,8 @@ class Head(nn.Module):  # type: ignore[name-defined]
 class Reference:
     """mlx-lm's model of a directory, with a random draft head."""
 
+    method, mtp, has_clusters = "draft", None, False
+
     def __init__(self, path: Path, names: dict[str, str]) -> None:
         self.path = path
         model: Any = load_plain_model(path)[0]

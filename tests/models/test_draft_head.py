@@ -25,7 +25,7 @@ def load(path: Path) -> ServedModel:
 def head_of(path: Path) -> Tensors:
     served = load(path)
     assert served.mtp is not None, served.no_mtp_because
-    assert served.layers[-1] == served.mtp.spec(served.layers)
+    assert [served.layers[-1]] == served.mtp.specs(served.layers)
     weights: Any = tree_flatten(served.mtp.head)
     return dict(weights)
 
