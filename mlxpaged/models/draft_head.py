@@ -1,9 +1,9 @@
 """The multi-token prediction of a checkpoint: one layer that predicts the token after the next one.
 
 It makes its input of the model's hidden state at a position and the embedding of the next token, and shares embedding
-and output head with the model (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3.5 and GLM-4.5 have the same). mlx-lm
-leaves these tensors out. What counts is whether they are there: many configurations name layers that a conversion has
-dropped.
+and output head with the model (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3.5, GLM-4.5 and Nemotron 3 have one
+too). mlx-lm leaves these tensors out. What counts is whether they are there: many configurations name layers that a
+conversion has dropped.
 """
 
 from __future__ import annotations
@@ -56,6 +56,23 @@ SHARED = ("embed_tokens.", "shared_head.head.")
 """Copies of the model's own tensors."""
 
 LAYER = re.compile(r"(^|\.)layers\.\d+$")
+
+
+NEMOTRON = DEEPSEEK | {"final_layernorm": "norm"}
+"""The names of Nemotron 3, after the number of a block: the first block joins the inputs, the last has the norm."""
+
+
+class Blocks(Module):
+    """A decoder layer of blocks with one mixer each, as Nemotron has them. One of them, at most, attends."""
+
+    def __init__(self, blocks: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.blocks = blocks
+
+    def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        for block in self.blocks:
+            x = block(x, mask=mask, cache=cache if block.block_type == "*" else None)
+        return x
 
 
 class DraftHead(Module):
@@ -134,6 +151,8 @@ def _load(model: Any, files: Sequence[Path]) -> Mtp:
     like = [each for each in parts if LAYER.search(each.name) and hasattr(each.module, "self_attn")]
     embed = next((each.module for each in parts if each.name.endswith("embed_tokens")), None)
     args = next((a for each in parts if hasattr(a := getattr(each.module, "args", None), "hidden_size")), None)
+    if hasattr(args, "hybrid_override_pattern"):
+        return _load_nemotron(model, args, files)
     if not like or embed is None or args is None:
         raise UnsupportedModelError("models of this kind have no draft head that is known")
     index, layer = max((int(each.name.rpartition(".")[2]), each) for each in like)
@@ -161,10 +180,46 @@ def _load(model: Any, files: Sequence[Path]) -> Mtp:
         if not name.endswith((".conv1d.weight", ".rotary_emb.inv_freq")):
             weights[f"layer.{name.removeprefix(layer.name + '.')}"] = array
     head = DraftHead(type(layer.module)(args, index), args.hidden_size, args.rms_norm_eps)
+    return Mtp(with_weights(head, weights), embed, index, weight_bytes(head))
+
+
+def _load_nemotron(model: Any, args: Any, files: Sequence[Path]) -> Mtp:
+    """Which mixers the blocks have, and in which order, is seen by their tensors."""
+    tensors = [read_tensors(files, prefix)[0] for prefix in ("mtp.layers.", "layers.")]
+    found = next((own for own in tensors if "0.eh_proj.weight" in own), None)
+    if found is None:
+        raise UnsupportedModelError("it has no draft head")
+    weights: dict[str, mx.array] = {}
+    of_blocks: dict[str, mx.array] = {}
+    kinds: dict[int, str] = {}
+    for name, array in found.items():
+        number, _, rest = name.partition(".")
+        module, _, kind = rest.rpartition(".")
+        if rest.startswith(SHARED):
+            continue
+        if module in NEMOTRON:
+            weights[f"{NEMOTRON[module]}.{kind}"] = array
+            continue
+        of_blocks[f"backbone.layers.{name}"] = array
+        mixer = "*" if module == "mixer.q_proj" else "E" if module == "mixer.gate" else ""
+        kinds[int(number)] = mixer or kinds.get(int(number), "-")
+    for name, array in model.sanitize(of_blocks).items():
+        weights[f"layer.{name.replace('backbone.layers', 'blocks', 1)}"] = array
+    pattern = [kinds[number] for number in sorted(kinds)]
+    keeping = [kind for kind in args.hybrid_override_pattern if kind in "M*"]
+    if pattern.count("*") != 1 or "*" not in keeping:
+        raise UnsupportedModelError(f"its draft head has the blocks {''.join(pattern)}, of which one must attend")
+    block = type(model.layers[0])
+    head = DraftHead(Blocks([block(args, kind) for kind in pattern]), args.hidden_size, args.layer_norm_epsilon)
+    embed, index = model.backbone.embeddings, keeping.index("*")
+    return Mtp(with_weights(head, weights), embed, index, weight_bytes(head))
+
+
+def with_weights(head: DraftHead, weights: Mapping[str, mx.array]) -> DraftHead:
     quantize(head, class_predicate=partial(quantization, weights=weights))
     head.load_weights(list(weights.items()))
     head.eval()
-    return Mtp(head, embed, index, weight_bytes(head))
+    return head
 
 
 def read_tensors(files: Sequence[Path], prefix: str) -> tuple[dict[str, mx.array], bool]:

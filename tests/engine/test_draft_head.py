@@ -22,12 +22,14 @@ from tests.models.draft_heads import Reference, make_drafting
 Drafting: TypeAlias = Reference | AssistantReference
 
 ASSISTANTS = {"gemma4": False, "gemma4 with clusters": True}
-NAMES = ("glm4_moe", "glm4_moe_lite", "qwen3_5", *ASSISTANTS)
+NAMES = ("glm4_moe", "glm4_moe_lite", "qwen3_5", "nemotron_h", *ASSISTANTS)
+
+LARGE_SUITE = ("gemma4", "nemotron_h")
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.models] if name == "gemma4" else []) for name in NAMES],
+    params=[pytest.param(name, marks=[pytest.mark.models] if name in LARGE_SUITE else []) for name in NAMES],
 )
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drafting:
     path = tmp_path_factory.mktemp("heads") / "m"

@@ -29,18 +29,35 @@ DEEPSEEK = {
     "norm": "model.layers.{}.shared_head.norm",
     "layer": "model.layers.{}",
 }
-"""Names of the parts in the files of both families."""
+NEMOTRON = {
+    "projection": "mtp.layers.0.eh_proj",
+    "embedding": "mtp.layers.0.enorm",
+    "hidden": "mtp.layers.0.hnorm",
+    "norm": "mtp.layers.1.final_layernorm",
+    "layer": "mtp",
+}
+"""Names of the parts in the files of each family."""
+
+
+class Blocks(nn.Module):  # type: ignore[name-defined]
+    """A block that attends, and one with experts."""
+
+    def __init__(self, block: Any, args: Any) -> None:
+        super().__init__()
+        self.layers = [block(args, "*"), block(args, "E")]
+
+    def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        return self.layers[1](self.layers[0](x, mask=mask, cache=cache))
 
 
 class Head(nn.Module):  # type: ignore[name-defined]
     """A draft head for one contiguous sequence."""
 
-    def __init__(self, layer: Any, args: Any) -> None:
+    def __init__(self, layer: Any, size: int, eps: float) -> None:
         super().__init__()
-        size = args.hidden_size
         self.projection = nn.Linear(2 * size, size, bias=False)  # type: ignore[attr-defined]
         self.embedding, self.hidden, self.norm = (
-            nn.RMSNorm(size, args.rms_norm_eps)  # type: ignore[attr-defined]
+            nn.RMSNorm(size, eps)  # type: ignore[attr-defined]
             for _ in range(3)
         )
         self.layer = layer
@@ -59,10 +76,15 @@ class Reference:
         self.path = path
         model: Any = load_plain_model(path)[0]
         self._text = getattr(model, "language_model", model)
-        layers = self._text.model.layers
-        index = max(i for i, layer in enumerate(layers) if hasattr(layer, "self_attn"))
+        self._body = self._text.backbone if names is NEMOTRON else self._text.model
+        layers, args = self._body.layers, self._text.args
         mx.random.seed(7)
-        self._head = Head(type(layers[index])(self._text.args, index), self._text.args)
+        if names is NEMOTRON:
+            layer, eps = Blocks(type(layers[0]), args), args.layer_norm_epsilon
+        else:
+            index = max(i for i, layer in enumerate(layers) if hasattr(layer, "self_attn"))
+            layer, eps = type(layers[index])(args, index), args.rms_norm_eps
+        self._head = Head(layer, args.hidden_size, eps)
         weights: Any = random_weights(dict(tree_flatten(self._head)), 1.0)
         self._head.update(tree_unflatten(list(weights.items())))
         self.tensors = {}
@@ -76,9 +98,9 @@ class Reference:
 
     def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
         """The tokens that the head expects after these."""
-        embed, cache = self._text.model.embed_tokens, KVCache()
+        embed, cache = getattr(self._body, "embed_tokens", None) or self._body.embeddings, KVCache()
         is_tied = getattr(self._text.args, "tie_word_embeddings", False)
-        hidden, following, drafts = self._text.model(mx.array([tokens]))[:, :-1], tokens[1:], list[int]()
+        hidden, following, drafts = self._body(mx.array([tokens]))[:, :-1], tokens[1:], list[int]()
         for _ in range(count):
             hidden = self._head(embed(mx.array([following])), hidden, cache)[:, -1:]
             logits = embed.as_linear(hidden) if is_tied else self._text.lm_head(hidden)
@@ -89,6 +111,7 @@ class Reference:
 
 def make_drafting(directory: Path, name: str) -> Reference:
     """A model directory of an architecture with a draft head, as MLX stores it."""
-    reference = Reference(make_architecture(directory, name), QWEN if name.startswith("qwen") else DEEPSEEK)
+    names = NEMOTRON if name == "nemotron_h" else QWEN if name.startswith("qwen") else DEEPSEEK
+    reference = Reference(make_architecture(directory, name), names)
     reference.save(format="mlx")
     return reference

@@ -50,13 +50,17 @@ def stored_as(reference: Reference, change: Callable[[Tensors], Tensors], **meta
     return reference.path
 
 
-def test_experts_one_by_one_and_copies_of_the_models_own_tensors(glm: Reference) -> None:
+@pytest.mark.parametrize("name", ["glm4_moe", "nemotron_h"])
+def test_experts_one_by_one_and_copies_of_the_models_own_tensors(name: str, tmp_path: Path) -> None:
+    reference = make_drafting(tmp_path / "m", name)
+
     def as_published(tensors: Tensors) -> Tensors:
         found: Tensors = {}
         for name, array in tensors.items():
             if "switch_mlp" in name:
                 for expert in range(array.shape[0]):
-                    found[name.replace("switch_mlp", f"experts.{expert}")] = array[expert]
+                    part = name.replace("switch_mlp", f"experts.{expert}").replace("fc1", "up_proj")
+                    found[part.replace("fc2", "down_proj")] = array[expert]
             else:
                 found[name] = array
         prefix = next(name for name in tensors if name.endswith("enorm.weight")).removesuffix("enorm.weight")
@@ -65,8 +69,8 @@ def test_experts_one_by_one_and_copies_of_the_models_own_tensors(glm: Reference)
             f"{prefix}shared_head.head.weight": mx.zeros((4, 4)),
         }
 
-    expected = head_of(stored_as(glm, dict, format="mlx"))
-    assert equal(head_of(stored_as(glm, as_published)), expected)
+    expected = head_of(stored_as(reference, dict, format="mlx"))
+    assert equal(head_of(stored_as(reference, as_published)), expected)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
