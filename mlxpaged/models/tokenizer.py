@@ -41,6 +41,9 @@ TAG_TOKENS = 16
 """Upper bound on the tokens of a thinking tag and the white space after it."""
 RENDERING_OPTIONS = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 """Arguments of the renderer itself. A request's `chat_template_kwargs` may not set them."""
+DECODE = ("decode", "_decode")
+"""What a kind of tokenizer may have its own version of."""
+
 SAMPLE = "a A 1 ."
 """Text that has tokens in every vocabulary."""
 MAX_MESSAGE = 2000
@@ -93,6 +96,7 @@ class Tokenizer:
         self.token_text = functools.cache(self._token_text)
         # Its own is one of them, too. mlx-lm before 0.32 takes it only if there are no others.
         self.eos_token_ids: frozenset[int] = frozenset({*wrapped.eos_token_ids, wrapped.eos_token_id} - {None})
+        self._text_of = decode_of(self._decoder)
         added = self._decoder.added_tokens_decoder
         special = {*self._decoder.all_special_ids, *(i for i, token in added.items() if token.special)}
         self._special_ids = frozenset(special)
@@ -276,11 +280,11 @@ class Tokenizer:
 
     @guarded
     def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._decoder.decode(list(token_ids), skip_special_tokens=True))
+        return self._text_of(list(token_ids), True)
 
     @guarded
     def text_with_specials(self, token_ids: Sequence[int]) -> str:
-        return str(self._decoder.decode(list(token_ids), skip_special_tokens=False))
+        return self._text_of(list(token_ids), False)
 
     def _token_text(self, token_id: int) -> str:
         """The text of a single token, special tokens included."""
@@ -323,6 +327,19 @@ class Tokenizer:
 
     def _tag_ids(self, tag: str) -> list[int]:
         return list(self._encoder.encode(tag, add_special_tokens=False)) if tag else []
+
+
+def decode_of(tokenizer: Any) -> Callable[[list[int], bool], str]:
+    """Returns the text of tokens, with or without the special ones: by the library tokenizers alone, where the `decode`
+    of transformers does nothing more. For one or two tokens, that one takes three times as long."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    own = [getattr(type(tokenizer), name, None) for name in DECODE]
+    forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+    is_bpe = type(getattr(fast, "model", None)).__name__ == "BPE"
+    cleans = tokenizer.clean_up_tokenization_spaces and (forced or not is_bpe)
+    if fast is None or cleans or own != [getattr(PreTrainedTokenizerFast, name, tokenizer) for name in DECODE]:
+        return lambda ids, skips: str(tokenizer.decode(ids, skip_special_tokens=skips))
+    return lambda ids, skips: str(fast.decode(ids, skip_special_tokens=skips))
 
 
 def is_markup(text: str) -> bool:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.decoders import WordPiece as WordPieceDecoder
+from tokenizers.models import WordPiece
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import DEMO_PATH
 from mlxpaged.models.templates import renderer
-from mlxpaged.models.tokenizer import ChatTemplateError, Tokenizer
+from mlxpaged.models.tokenizer import ChatTemplateError, Tokenizer, decode_of
 from tests.support import demo_vocab_size
 
 TOKENIZER = Tokenizer(load_tokenizer(DEMO_PATH))
@@ -133,3 +137,22 @@ def test_a_template_that_loops_at_an_effort_is_refused(monkeypatch: pytest.Monke
     wrapped.chat_template = f"{{{{ messages }}}}{{% if reasoning_effort == 'high' %}}{loops}{{% endif %}}"
     with pytest.raises(UnsupportedModelError, match="takes more than"):
         Tokenizer(wrapped)
+
+
+class Reversing(PreTrainedTokenizerFast):  # type: ignore[no-untyped-call,misc]
+    def _decode(self, token_ids: Any, **options: Any) -> str:
+        return str(super()._decode(token_ids, **options))[::-1]
+
+
+@pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, Reversing])
+@pytest.mark.parametrize("cleans", [False, True])
+def test_texts_are_those_that_transformers_makes(kind: Any, cleans: bool) -> None:
+    """It may clean them up, as for tokens of words and punctuation, and a kind may have a way of its own."""
+    words = {"[UNK]": 0, "hello": 1, ",": 2, "is": 3, "n't": 4, "[END]": 5}
+    inner = FastTokenizer(WordPiece(words, unk_token="[UNK]"))
+    inner.decoder = WordPieceDecoder(cleanup=False)
+    tokenizer = kind(tokenizer_object=inner, clean_up_tokenization_spaces=cleans, eos_token="[END]")
+    ids, text_of = [1, 2, 3, 4, 5], decode_of(tokenizer)
+    for skips in (False, True):
+        assert text_of(ids, skips) == tokenizer.decode(ids, skip_special_tokens=skips)
+    assert ("hello," in text_of(ids, True)) == (cleans and kind is not Reversing)
