@@ -212,7 +212,8 @@ def server_models(args: argparse.Namespace) -> Registry | None:
     options = {"generation_config": not args.no_generation_config}
     name = args.served_model_name or own_name
     base = engine_config(args, **options, model=path, served_model_name=None if name == path else name)
-    plain = dataclasses.replace(base, tool_parser=None, reranker=False, mtp=None, draft_model=None)
+    own = "off" if base.speculative == "draft" else base.speculative
+    plain = dataclasses.replace(base, tool_parser=None, reranker=False, mtp=None, draft_model=None, speculative=own)
     models = [Model(name, base)]
     if args.embedding_model is not None:
         name = args.served_embedding_model_name or without_address(args.embedding_model)

@@ -491,6 +491,16 @@ def test_flags_that_would_do_nothing_are_refused(
     assert error in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("speculative", ["auto", "draft"])
+def test_a_draft_model_drafts_for_the_first_model_only(started: dict[str, Any], speculative: str) -> None:
+    """The others have no drafts if only those of a model are wanted."""
+    flags = [f"--speculative={speculative}", "--draft-model=x", "--embedding-model=vectors"]
+    assert main(["serve", "--model=demo", "--model=other=/m", *flags]) == 0
+    found = {name: (model.config.speculative, model.config.draft_model) for name, model in started["models"].items()}
+    others = "off" if speculative == "draft" else "auto"
+    assert found == {"demo": (speculative, "x"), "other": (others, None), "vectors": (others, None)}
+
+
 @pytest.mark.parametrize("value", ["auto", "default"])
 def test_a_backend_without_choices_takes_a_tuning_that_makes_none(started: dict[str, Any], value: str) -> None:
     assert main(["serve", "--attention-backend=gather", f"--attention-tuning={value}"]) == 0
