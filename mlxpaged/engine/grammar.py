@@ -117,10 +117,11 @@ class Grammars:
         """The same for one answer, before each of its drafts and after the last one. The drafts must be allowed.
         avoided: for each mask."""
         found = []
+        num_words = -(-self.tokenizer().vocab_size // 32)  # `compute_bitmask` has one more for some vocabularies
         for number, tokens in enumerate(avoided):
             if number:
                 matcher.matcher.consume_token(drafts[number - 1])
-            mask = np.frombuffer(matcher.matcher.compute_bitmask(), dtype=np.int32)
+            mask = np.frombuffer(matcher.matcher.compute_bitmask(), dtype=np.int32)[:num_words]
             found.append(preferring(mask, {*matcher.avoided, *tokens}))
         matcher.matcher.rollback(len(drafts))
         return found

@@ -367,7 +367,7 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize("has_oracle", [False, True], ids=["forced tokens", "oracle"])
-def test_constrained_answers(has_oracle: bool) -> None:
+def test_constrained_answers(has_oracle: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Drafts that the grammar does not allow are cut, and the names of a schema are drafted because nothing else can
     come."""
     served = load_model("demo")
@@ -392,6 +392,7 @@ def test_constrained_answers(has_oracle: bool) -> None:
         assert [getattr(got[name], each) for each in fields] == [getattr(output, each) for each in fields]
     assert core.stats().drafts.accepted_total >= 10
     assert core.stats().steps_total < plain.stats().steps_total
+    assert not caplog.text, "no step fails and is repeated"
 
 
 def test_repeated_text_is_drafted_from_itself(either: Path) -> None:
