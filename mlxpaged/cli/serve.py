@@ -242,7 +242,6 @@ def server_models(args: argparse.Namespace) -> Registry | None:
 def cluster_registry(args: argparse.Namespace, models: Sequence[Model]) -> Registry:
     """A registry whose model runs on several machines. Raises ValueError."""
     given = {"a second model": models[1:], "--adapter": args.adapter_paths, "--reranker": args.reranker}
-    given |= {"--mtp": args.mtp, "--draft-model": args.draft_model}
     for what in (name for name, value in given.items() if value):
         raise ValueError(f"{what} cannot be used together with --hosts")
     if args.prefix_cache_dir is not None:  # the ranks have other working directories

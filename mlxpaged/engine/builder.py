@@ -21,6 +21,7 @@ from mlxpaged.engine.device_tiles import device_tiles
 from mlxpaged.engine.disk_share import DiskShare
 from mlxpaged.engine.disk_tier import DiskTier, close_store, open_store
 from mlxpaged.engine.draft_check import takes_drafts_back
+from mlxpaged.engine.draft_loading import with_draft_model
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.embedding_core import EmbeddingCore
 from mlxpaged.engine.grammar import Grammars
@@ -50,12 +51,16 @@ from mlxpaged.engine.wired_memory import choose_wiring
 from mlxpaged.models.cache_groups import cache_layout, one_group
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.draft_assistant import Assistant
-from mlxpaged.models.draft_model import draft_model
 from mlxpaged.models.embedding import EmbeddingModel
-from mlxpaged.models.errors import AssistantError, UnsupportedModelError
+from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.fingerprint import fingerprint, library_versions
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes, unfused
-from mlxpaged.models.loader import ServedModel, load_embedding_model, load_model, own_embedding_model, with_assistant
+from mlxpaged.models.loader import (
+    ServedModel,
+    load_embedding_model,
+    load_model,
+    own_embedding_model,
+)
 from mlxpaged.models.preflight import Reserved
 from mlxpaged.models.turns import Turns
 from mlxpaged.scheduler.scheduler import Scheduler
@@ -123,7 +128,7 @@ def build_engine(
         recurrent=keeps_states(served.layers),
         num_checkpoints=num_checkpoints,
         max_draft_states=drafting_sequences(per_state),
-        swap_slots_per_state=-(-per_state // per_block) if slots else 0,
+        swap_slots_per_state=-least(-per_state // per_block, ranks) if slots else 0,  # a block of rank 0 may be larger
         max_prompt_logits=max_prompt_logits(served.vocab_size, config.max_num_batched_tokens),
         tiles=device_tiles(served),
     )
@@ -287,8 +292,7 @@ def load_core(
         *(config.model, name, config.tool_parser, turns, *options, group, config.joins),
         *(config.max_image_pixels, config.kv_cache_dtype, config.loads_draft_head, config.mtp),
     )
-    if config.draft_model is not None:
-        served = with_draft_model(config, served, turns)
+    served = with_draft_model(config, served, turns, ranks)
     turns.take()
     step_bytes = measure_step(served, config)
     turns.take()
@@ -300,19 +304,6 @@ def load_core(
     if ranks is None:  # the other ranks take no steps before all are ready
         time_rows(core, turns.take)
     return core
-
-
-def with_draft_model(config: EngineConfig, served: ServedModel, turns: Turns) -> ServedModel:
-    """The model with a smaller one that drafts for it. Raises ModelNotFoundError or UnsupportedModelError."""
-    assert config.draft_model is not None
-    reserved = Reserved(config.kv_cache_bytes or 0, least_step())
-    try:
-        draft = load_model(config.draft_model, turns=turns, reserved=reserved, joins=config.joins, most_pixels=0)
-    except AssistantError:
-        return with_assistant(served, config.draft_model, turns)
-    small = draft_model(draft, served)
-    weights = served.weight_bytes + small.nbytes
-    return replace(served, layers=[*served.layers, *small.layers], draft_model=small, weight_bytes=weights)
 
 
 def check_for_ranks(config: EngineConfig) -> None:

@@ -418,8 +418,13 @@ class ModelRunner:
 
     def resize_pool(self, index: int, num_blocks: int) -> None:
         """Give a pool another size, as `LayerKVCache.resize` does. Raises MLX's error if memory is missing, or
-        MemoryError if it is missing on another rank. Then no rank's pool has changed."""
+        MemoryError if it is missing on another rank. Then no rank's pool has changed. Only rank 0 has the pools
+        of layers that only draft."""
         self.tell("resize_pool", index, num_blocks)
+        if index >= len(self.pools):
+            assert self.ranks is not None
+            self.ranks.least(True)
+            return
         pool = self.pools[index]
         before = pool.num_blocks
         if self.ranks is None:

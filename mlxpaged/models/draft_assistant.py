@@ -127,7 +127,7 @@ class Assistant:
         """Logits [T, 1, V]."""
         return self.head.logits(hidden[:, -1])[:, None]
 
-    def specs(self, layers: Sequence[LayerSpec]) -> list[LayerSpec]:
+    def specs(self, layers: Sequence[LayerSpec], num_ranks: int = 1) -> list[LayerSpec]:
         """It keeps nothing."""
         return []
 

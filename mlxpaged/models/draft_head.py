@@ -97,12 +97,13 @@ class DraftHead(Module):
 @dataclass(frozen=True)
 class Mtp:
     """A draft head that is loaded. embed: the model's embedding of tokens. index: of the model's layer that its own is
-    like. nbytes: of its weights."""
+    like. nbytes: of its weights. num_kv_heads: of its layer, whole as it is on one of several ranks, too."""
 
     head: DraftHead
     embed: Module
     index: int
     nbytes: int
+    num_kv_heads: int
 
     @property
     def bytes_read(self) -> int:
@@ -118,10 +119,15 @@ class Mtp:
     further = __call__
     project = None  # the model's output head does it
 
-    def specs(self, layers: Sequence[LayerSpec]) -> list[LayerSpec] | None:
-        """What its layer keeps; None if the model's layer keeps anything but blocks of keys and values."""
+    def specs(self, layers: Sequence[LayerSpec], num_ranks: int = 1) -> list[LayerSpec] | None:
+        """What its layer keeps; None if the model's layer keeps anything but blocks of keys and values. layers: of one
+        of so many ranks."""
         like = layers[self.index]
-        return [replace(like, qkv=None, quantization=None, mutual=False)] if isinstance(like, KV) else None
+        if not isinstance(like, KV):
+            return None
+        heads = like.num_kv_heads if like.latent or num_ranks == 1 else self.num_kv_heads
+        like = replace(like, num_kv_heads=heads, num_query_heads=like.num_query_heads * num_ranks)
+        return [replace(like, qkv=None, quantization=None, mutual=False)]
 
 
 class Part(NamedTuple):
@@ -180,7 +186,7 @@ def _load(model: Any, files: Sequence[Path]) -> Mtp:
         if not name.endswith((".conv1d.weight", ".rotary_emb.inv_freq")):
             weights[f"layer.{name.removeprefix(layer.name + '.')}"] = array
     head = DraftHead(type(layer.module)(args, index), args.hidden_size, args.rms_norm_eps)
-    return Mtp(with_weights(head, weights), embed, index, weight_bytes(head))
+    return Mtp(with_weights(head, weights), embed, index, weight_bytes(head), args.num_key_value_heads)
 
 
 def _load_nemotron(model: Any, args: Any, files: Sequence[Path]) -> Mtp:
@@ -212,7 +218,7 @@ def _load_nemotron(model: Any, args: Any, files: Sequence[Path]) -> Mtp:
     block = type(model.layers[0])
     head = DraftHead(Blocks([block(args, kind) for kind in pattern]), args.hidden_size, args.layer_norm_epsilon)
     embed, index = model.backbone.embeddings, keeping.index("*")
-    return Mtp(with_weights(head, weights), embed, index, weight_bytes(head))
+    return Mtp(with_weights(head, weights), embed, index, weight_bytes(head), args.num_key_value_heads)
 
 
 def with_weights(head: DraftHead, weights: Mapping[str, mx.array]) -> DraftHead:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 class RowSelection:
     """The rows of the running step that the output head projects; None means all. is_projecting: during its call.
-    project: the output head. hidden[T, 1, D]: its last input, all rows of it, if `keeps_hidden`."""
+    project: the output head, of so many outputs. hidden[T, 1, D]: its last input, all rows of it, if `keeps_hidden`."""
 
     def __init__(self) -> None:
         self.rows: mx.array | None = None
@@ -26,6 +26,7 @@ class RowSelection:
         self.keeps_hidden = False
         self.hidden: mx.array | None = None
         self.project: Callable[[mx.array], mx.array] = lambda hidden: hidden
+        self.num_outputs = 0
 
     def __call__(self, hidden: mx.array) -> mx.array:
         if self.keeps_hidden:
@@ -65,4 +66,5 @@ def _subclass_in_place(head: Any, method: str, selection: RowSelection) -> None:
             selection.is_projecting = False
 
     head.__class__ = type(base.__name__, (base,), {method: project})
+    selection.num_outputs = head.weight.shape[0]
     selection.project = lambda hidden: getattr(base, method)(head, hidden)

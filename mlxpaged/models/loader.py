@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,8 @@ CONFIG = "config.json"
 DEMO_PATH = Path(__file__).parent / BUNDLED[DEMO_MODEL]
 DEFAULT_CONTEXT_LENGTH = 4096
 """Assumed if a model's config states none."""
+
+NO_HEADS_TO_READ = "each of several ranks has only a part of the heads that an assistant reads"
 
 SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken", "*.txt"]
 """What is downloaded beside the weights."""
@@ -307,9 +309,11 @@ def load_model(
             f"{name} cannot be served: {kind} models are not supported yet, because {error}"
         ) from None
     reranker, no_reranker_because = find_reranker(name, tokenizer, is_reranker)
-    drafting = [] if mtp is None else mtp.specs(kv.layers)
+    drafting = [] if mtp is None else mtp.specs(kv.layers, num_ranks)
     if mtp is not None and (drafting is None or rows is None):
         mtp, drafting, no_mtp_because = None, [], "its layers or its output head are not known well enough"
+    elif mtp is not None and rows is not None and rows.num_outputs != vocab_size:
+        mtp, drafting, no_mtp_because = None, [], "its output head is divided among the ranks"
     added = (0 if mtp is None else mtp.nbytes) + (0 if vision is None else vision.tower.nbytes)
     return ServedModel(
         name=served_name or name,
@@ -342,23 +346,17 @@ def find_mtp(
 ) -> tuple[Mtp | Assistant | None, str]:
     """The draft head, not read yet, or None and the reason. Raises UnsupportedModelError if that of another place does
     not fit."""
-    if group is not None:
-        return None, "several ranks have no draft head"
+    if group is not None and group.rank():
+        return None, "rank 0 drafts"
     try:
-        return load_mtp(model, path if mtp_path is None else resolve_mtp(mtp_path)), ""
+        found = load_mtp(model, path if mtp_path is None else resolve_mtp(mtp_path))
+        if group is not None and isinstance(found, Assistant):
+            raise UnsupportedModelError(NO_HEADS_TO_READ)
+        return found, ""
     except UnsupportedModelError as error:
         if mtp_path is not None:
             raise UnsupportedModelError(f"--mtp {mtp_path}: {error}") from None
         return None, str(error)
-
-
-def with_assistant(served: ServedModel, name: str, turns: Turns) -> ServedModel:
-    """A model with the assistant of this name, as `resolve_mtp` finds it. Raises UnsupportedModelError."""
-    if served.rows is None:
-        raise UnsupportedModelError(f"{name} cannot draft: the output head of {served.name} is not found")
-    mtp = load_mtp(served.model, resolve_mtp(name))
-    read_weights(mtp.head, turns.report)
-    return replace(served, mtp=mtp, no_mtp_because="", weight_bytes=served.weight_bytes + mtp.nbytes)
 
 
 def resolve_mtp(name: str) -> Path:

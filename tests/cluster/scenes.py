@@ -159,6 +159,8 @@ def with_drafts(core: EngineCore) -> Outcome:
     last one of several is wrong."""
     outcome = Outcome()
     if core.drafting is not None:
+        core.drafting.lengths = lambda contexts, chances, costs: [len(each) for each in chances]
+    if core.drafting is not None and core.drafting.drafter is not None:
         propose = core.drafting.drafter.propose
 
         def careless(running: RunningRequest, most: int) -> tuple[list[int], int]:
@@ -166,7 +168,6 @@ def with_drafts(core: EngineCore) -> Outcome:
             return [*drafts[:-1], *(7 if len(drafts) > 1 else draft for draft in drafts[-1:])], match
 
         core.drafting.drafter.propose = careless  # type: ignore[method-assign]
-        core.drafting.lengths = lambda contexts, chances, costs: [len(each) for each in chances]
     for request in requests(0):
         core.add(replace(request, params=replace(request.params, logit_bias={50: 20.0})))
     step_to_the_end(core, outcome)

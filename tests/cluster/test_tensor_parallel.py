@@ -25,6 +25,7 @@ from tests.cluster.scenes import (
 )
 from tests.engine.hybrid import TinyModel
 from tests.models.architectures import QWEN3_5, linear_attention, make_architecture, nested
+from tests.models.draft_heads import make_drafting
 from tests.support import make_tiny_model
 from tests.vision.tiny_qwen import make_seeing
 
@@ -45,7 +46,7 @@ CONTROL_BYTES = 64 * 1024
 
 def make_setup(path: Path, **options: Any) -> Setup:
     """A pool that grows, and in which not all requests find room."""
-    limits = {"block_size": 8, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    limits = {"block_size": 8, "max_num_seqs": 16, "max_num_batched_tokens": 64, "speculative": "off"}
     return Setup(path, num_blocks=54, swap_slots=40, start_tokens=64, options=limits, **options)
 
 
@@ -122,6 +123,25 @@ def test_ranks_verify_drafts_together(tmp_path: Path, kind: str) -> None:
     expected, got = play_alone(setup, with_drafts), play(2, drafting, with_drafts)
     assert got == expected
     assert (expected.hits, got.hits >= 60) == (0, True)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("kind", ["glm4_moe", "glm4_moe_lite", "qwen3_5", "qwen3"])
+def test_rank_0_drafts_alone_by_a_head_or_a_smaller_model(tmp_path: Path, kind: str) -> None:
+    """The others have no layers for it, and their blocks are smaller. Sequences are preempted both ways."""
+    path = tmp_path / "m"
+    if kind != "qwen3":
+        text = KINDS["qwen3_5"]["text_config"] | {"tie_word_embeddings": True}
+        make_drafting(path, kind, **({"text_config": text} if kind == "qwen3_5" else {}))
+        options = {"speculative": "mtp"}
+    else:
+        make_architecture(path, kind, **KINDS[kind])
+        options = {"speculative": "draft", "draft_model": str(path)}
+    setup = make_setup(path)
+    drafting = replace(setup, options={**setup.options, **options})
+    expected, got = play_alone(setup, with_drafts), play(2, drafting, with_drafts)
+    assert got == expected
+    assert (expected.hits, got.hits >= 30) == (0, True)
 
 
 @pytest.mark.cluster

@@ -11,9 +11,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_plain_model
 
-from mlxpaged.engine.builder import with_draft_model
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.draft_loading import with_draft_model
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.errors import UnsupportedModelError

@@ -109,9 +109,9 @@ class Reference:
         return drafts
 
 
-def make_drafting(directory: Path, name: str) -> Reference:
-    """A model directory of an architecture with a draft head, as MLX stores it."""
+def make_drafting(directory: Path, name: str, **changes: Any) -> Reference:
+    """A model directory of an architecture with a draft head, as MLX stores it. changes: of its configuration."""
     names = NEMOTRON if name == "nemotron_h" else QWEN if name.startswith("qwen") else DEEPSEEK
-    reference = Reference(make_architecture(directory, name), names)
+    reference = Reference(make_architecture(directory, name, **changes), names)
     reference.save(format="mlx")
     return reference

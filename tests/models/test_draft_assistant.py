@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxpaged.engine.builder import with_draft_model
 from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.draft_loading import with_draft_model
 from mlxpaged.models.draft_assistant import Assistant
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import ServedModel, load_model
@@ -123,6 +124,14 @@ def test_a_model_of_another_kind_has_none(dense: AssistantReference, tmp_path: P
         load_model(str(llama), drafts=True, mtp_path=dense.mtp)
     with pytest.raises(UnsupportedModelError, match="it is an assistant of Gemma 4"):
         with_draft_model(EngineConfig(speculative="draft", draft_model=dense.mtp), load_model(str(llama)), Turns())
+
+
+def test_ranks_have_no_assistant(dense: AssistantReference) -> None:
+    """Each has a part of the heads."""
+    config = EngineConfig(speculative="draft", draft_model=dense.mtp)
+    ranks: Any = SimpleNamespace(leads=True)
+    with pytest.raises(UnsupportedModelError, match="only a part of the heads that an assistant reads"):
+        with_draft_model(config, load_model(str(dense.path)), Turns(), ranks)
 
 
 def test_an_assistant_is_not_served_alone(dense: AssistantReference) -> None:

@@ -140,8 +140,8 @@ def test_a_template_that_loops_at_an_effort_is_refused(monkeypatch: pytest.Monke
 
 
 class Reversing(PreTrainedTokenizerFast):  # type: ignore[no-untyped-call,misc]
-    def _decode(self, token_ids: Any, **options: Any) -> str:
-        return str(super()._decode(token_ids, **options))[::-1]
+    def decode(self, token_ids: Any, *args: Any, **options: Any) -> str:
+        return str(super().decode(token_ids, *args, **options))[::-1]
 
 
 @pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, Reversing])
