@@ -11,7 +11,7 @@ TOOLS := $(VENV)/tools
 LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
 	--custom-compile-command 'make lock' $(ARGS)
 
-.PHONY: serve test test-kernels test-models test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
+.PHONY: serve test test-kernels test-models test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults test-reliability soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
 
 serve: $(SERVE_STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -119,6 +119,10 @@ test-fuzz: $(STAMP)
 # Faults in a real server under 16 streams, and a table of what became of them. ARGS selects: ARGS='-k deadline'.
 test-faults: $(STAMP)
 	$(BIN)/python -m pytest -m faults tests/faults $(ARGS)
+
+# Each fault of the table in docs/reliability.md is put back into a copy of the package. Its test must fail there.
+test-reliability: $(STAMP)
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "slow or not slow" tests/reliability $(ARGS)
 
 # Mixed load on a tiny pool, with checked answers. It uses 1.5 cores.
 soak: $(STAMP)
