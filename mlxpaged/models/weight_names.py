@@ -1,4 +1,4 @@
-"""Lets mlx-lm load multimodal models whose published weights have names that its modules do not know."""
+"""Lets mlx-lm load models whose weights have names that its modules do not know."""
 
 from __future__ import annotations
 
@@ -61,9 +61,15 @@ def with_split_projections(model: Any, weights: Weights) -> Weights:
     return others | {TEXT + name: weight for name, weight in split.items()}
 
 
+def without_draft_head(model: Any, weights: Weights) -> Weights:
+    """mlx-lm drops the draft head from published weights of Qwen3-Next, and refuses converted ones that have it."""
+    return {name: weight for name, weight in weights.items() if not name.startswith("mtp.")}
+
+
 RENAMED: Mapping[str, Callable[[Any, Weights], Weights]] = {
     "lfm2_vl": as_mlx_vlm,
     "lfm2-vl": as_mlx_vlm,
     "kimi_vl": with_split_projections,
+    "qwen3_next": without_draft_head,
 }
 """What makes the weights those of mlx-lm's module, by model type."""

@@ -22,9 +22,9 @@ from tests.models.draft_heads import Reference, make_drafting
 Drafting: TypeAlias = Reference | AssistantReference
 
 ASSISTANTS = {"gemma4": False, "gemma4 with clusters": True}
-NAMES = ("glm4_moe", "glm4_moe_lite", "qwen3_5", "nemotron_h", *ASSISTANTS)
+NAMES = ("glm4_moe", "glm4_moe_lite", "qwen3_5", "qwen3_next", "nemotron_h", *ASSISTANTS)
 
-LARGE_SUITE = ("gemma4", "nemotron_h")
+LARGE_SUITE = ("gemma4", "nemotron_h", "qwen3_next")
 
 
 @pytest.fixture(

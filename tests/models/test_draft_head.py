@@ -50,21 +50,26 @@ def stored_as(reference: Reference, change: Callable[[Tensors], Tensors], **meta
     return reference.path
 
 
+def one_by_one(tensors: Tensors) -> Tensors:
+    """The experts as they are published."""
+    found: Tensors = {}
+    for name, array in tensors.items():
+        if "switch_mlp" in name:
+            for expert in range(array.shape[0]):
+                part = name.replace("switch_mlp", f"experts.{expert}").replace("fc1", "up_proj")
+                found[part.replace("fc2", "down_proj")] = array[expert]
+        else:
+            found[name] = array
+    return found
+
+
 @pytest.mark.parametrize("name", ["glm4_moe", "nemotron_h"])
 def test_experts_one_by_one_and_copies_of_the_models_own_tensors(name: str, tmp_path: Path) -> None:
     reference = make_drafting(tmp_path / "m", name)
 
     def as_published(tensors: Tensors) -> Tensors:
-        found: Tensors = {}
-        for name, array in tensors.items():
-            if "switch_mlp" in name:
-                for expert in range(array.shape[0]):
-                    part = name.replace("switch_mlp", f"experts.{expert}").replace("fc1", "up_proj")
-                    found[part.replace("fc2", "down_proj")] = array[expert]
-            else:
-                found[name] = array
         prefix = next(name for name in tensors if name.endswith("enorm.weight")).removesuffix("enorm.weight")
-        return found | {
+        return one_by_one(tensors) | {
             f"{prefix}embed_tokens.weight": mx.zeros((4, 4)),
             f"{prefix}shared_head.head.weight": mx.zeros((4, 4)),
         }
@@ -73,14 +78,15 @@ def test_experts_one_by_one_and_copies_of_the_models_own_tensors(name: str, tmp_
     assert equal(head_of(stored_as(reference, as_published)), expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_scales_that_are_stored_less_one(tmp_path: Path, name: str) -> None:
     """Until a conversion to MLX adds it, which its files say."""
     reference = make_drafting(tmp_path / "m", name)
     converted = head_of(reference.path)
 
     def as_published(tensors: Tensors) -> Tensors:
-        return {name: array - 1 if array.ndim == 1 else array for name, array in tensors.items()}
+        shifted = {name: array - 1 if array.ndim == 1 else array for name, array in tensors.items()}
+        return one_by_one(shifted) if name == "qwen3_next" else shifted
 
     assert equal(head_of(stored_as(reference, as_published)), converted)
     assert not equal(head_of(stored_as(reference, as_published, format="mlx")), converted)
