@@ -43,7 +43,8 @@ from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models.layers import KV, LayerSpec, bytes_per_token
-from mlxpaged.models.loader import ServedModel, load_model, resolve_model
+from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.models.sources import resolve_model
 
 # isort: split
 import mlx.core as mx

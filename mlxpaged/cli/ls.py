@@ -58,6 +58,7 @@ def described(download: Download) -> dict[str, Any]:
     from mlxpaged.models.loader import context_length
     from mlxpaged.models.preflight import check_directory, local_file_sizes
     from mlxpaged.models.reranker import KNOWN
+    from mlxpaged.models.sources import local_path
 
     config: dict[str, Any] = {}
     try:
@@ -65,8 +66,9 @@ def described(download: Download) -> dict[str, Any]:
             raise UnsupportedModelError(
                 f"{missing[0]} is missing: `mlxpaged pull {download.name}` resumes the download"
             )
-        config = read_object(download.path / "config.json", missing_is_empty=True)
-        check_directory(download.path, local_file_sizes(download.path), free_device_memory())
+        path = local_path(str(download.path)) or download.path
+        config = read_object(path / "config.json", missing_is_empty=True)
+        check_directory(path, local_file_sizes(path), free_device_memory())
         reason = None
     except UnsupportedModelError as error:
         reason = str(error)

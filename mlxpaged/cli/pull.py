@@ -15,6 +15,7 @@ from mlxpaged.cli.banner import megabytes
 from mlxpaged.cli.parser import heavy_imports
 from mlxpaged.models.disk import check_disk
 from mlxpaged.models.errors import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.gguf.choice import split_name
 from mlxpaged.models.short_names import (
     BUNDLED,
     full_name,
@@ -43,7 +44,8 @@ def add_parser(commands: Any) -> None:
         description="Download a model from the Hugging Face hub. First its small files show whether it can be served "
         "here and which context fits beside its weights. An interrupted download is resumed.",
     )
-    parser.add_argument("name", metavar="MODEL", help="hub repository, its address, or a short name such as qwen3:4b")
+    text = "hub repository, its address, or a short name such as qwen3:4b; OWNER/NAME:Q4_K_M for one of its GGUF files"
+    parser.add_argument("name", metavar="MODEL", help=text)
     parser.set_defaults(run=run)
 
 
@@ -56,18 +58,24 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.name} is on this machine: mlxpaged serve {args.name}")
         return 0
     with heavy_imports():
-        from mlxpaged.models import loader
-        from mlxpaged.models.preflight import NOTHING
+        from mlxpaged.models import sources
+        from mlxpaged.models.preflight import NOTHING, is_gguf, local_file_sizes, weight_files
     try:
-        if name.count("/") != 1:
+        if split_name(name)[0].count("/") != 1:
             raise ModelNotFoundError(f"there is no model named {args.name!r}")
-        found = loader.download_small_files(name)
+        found = sources.download_small_files(name)
         if found is not None:
             directory, sizes = found
             check_disk(directory, sizes)
-            print("\n".join(description(name, directory, sizes)), flush=True)
+            if is_gguf(sizes):  # what describes the model is in the file
+                files = weight_files(sizes)
+                print(f"{name}: {', '.join(files)}, {megabytes(sum(size or 0 for size in files.values()))}", flush=True)
+            else:
+                print("\n".join(description(name, directory, sizes)), flush=True)
         with ended_by_signal():
-            path = loader.download(name, NOTHING)
+            path = sources.download(name, NOTHING)
+        if found is not None and is_gguf(sizes):
+            print("\n".join(description(name, path, local_file_sizes(path))), flush=True)
     except ModelNotFoundError as error:
         print(f"mlxpaged: {error}{suggestions(args.name)}", file=sys.stderr)
         return 1
@@ -91,11 +99,11 @@ def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:
     from mlxpaged.models.json_files import read_object
     from mlxpaged.models.layers import quantized
     from mlxpaged.models.loader import context_length
-    from mlxpaged.models.preflight import weight_files
+    from mlxpaged.models.preflight import GGUF_BYTES, weight_files
     from mlxpaged.models.quantized_kv import cannot_quantize
 
     config = read_object(directory / "config.json")
-    weights = sum(size or 0 for size in weight_files(sizes).values())
+    weights = config.get(GGUF_BYTES) or sum(size or 0 for size in weight_files(sizes).values())
     longest = context_length(config)
     yield f"{name}: {config['model_type']}, {quantization(config)}, {megabytes(weights)}, context length {longest}"
     free = max(0, default_device_memory() - weights - least_step())

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mlxpaged.engine.info import Link
 from mlxpaged.models.json_files import read_object
-from mlxpaged.models.loader import resolve_model
+from mlxpaged.models.sources import resolve_model
 
 TIMES = 7
 """Messages of each size; the median of their times counts."""

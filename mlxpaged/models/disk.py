@@ -23,4 +23,5 @@ def check_disk(directory: Path, sizes: Mapping[str, int | None]) -> None:
 
 
 def free_disk(directory: Path) -> int:
-    return shutil.disk_usage(directory).free
+    """Free bytes of the disk that a directory is on, or will be: a repository without small files has none yet."""
+    return shutil.disk_usage(next(each for each in (directory, *directory.parents) if each.exists())).free

@@ -58,7 +58,10 @@ def repositories() -> list[CachedRepoInfo]:
 
 
 def quantization(config: dict[str, object]) -> str:
-    """The quantization in a config.json, as "4-bit", "mxfp4" or "bfloat16"."""
+    """The quantization in a config.json, as "4-bit", "mxfp4" or "bfloat16"; the type of most of a GGUF file's
+    weights."""
+    if "gguf_type" in config:
+        return str(config["gguf_type"])
     part = config.get("quantization") or config.get("quantization_config")
     if isinstance(part, dict):
         mode, bits = part.get("mode", "affine"), part.get("bits")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from mlxpaged.models.preflight import WEIGHTS
+from mlxpaged.models.preflight import weight_paths
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -22,7 +22,7 @@ def fingerprint(directory: Path) -> str:
     in the hub's cache, whose files have their digests as names."""
     found = hashlib.sha256()
     settings = (directory / name for name in SETTINGS)
-    for path in [*filter(Path.is_file, settings), *sorted(directory.glob(WEIGHTS))]:
+    for path in [*filter(Path.is_file, settings), *weight_paths(directory)]:
         found.update(f"{path.name}:{file_digest(path)}\n".encode())
     return found.hexdigest()
 

@@ -1,21 +1,17 @@
-"""Loads a local directory, a hub repository or a bundled model as a ServedModel or EmbeddingModel."""
+"""Loads what sources.py finds as a ServedModel or EmbeddingModel."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from huggingface_hub import errors as hub_errors
-from huggingface_hub import snapshot_download
 from mlx.nn.layers.base import Module
 from mlx_lm.utils import get_total_parameters, load_tokenizer
-from mlx_lm.utils import load_model as load_weights
 
 from mlxpaged.attention.layer import WindowMismatchError
 from mlxpaged.cpu.optimize import optimize_for_cpu, parts_of_projection, prepare_first_load
@@ -27,12 +23,11 @@ from mlxpaged.models.adapters import (
     install_adapters,
     load_adapters,
 )
-from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.draft_assistant import Assistant
 from mlxpaged.models.draft_head import Mtp, load_mtp
 from mlxpaged.models.draft_model import DraftModel
 from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder, weight_bytes
-from mlxpaged.models.errors import AdapterError, HubError, ModelNotFoundError, UnsupportedModelError, in_one_line
+from mlxpaged.models.errors import AdapterError, ModelNotFoundError, UnsupportedModelError, in_one_line
 from mlxpaged.models.files import check_entries
 from mlxpaged.models.gated_delta import route_gated_delta
 from mlxpaged.models.generation_config import end_tokens_of, read_generation_config
@@ -41,29 +36,20 @@ from mlxpaged.models.joins import join
 from mlxpaged.models.json_files import read_object
 from mlxpaged.models.layer_finder import Way, layer_specs
 from mlxpaged.models.layers import KV, LayerSpec, kv_layers, mutual
+from mlxpaged.models.model_files import ModelFiles
 from mlxpaged.models.panics import guarded
-from mlxpaged.models.preflight import (
-    GGUF_ADVICE,
-    NOTHING,
-    WEIGHTS,
-    FileSizes,
-    Reserved,
-    check_directory,
-    hub_file_sizes,
-    local_file_sizes,
-)
+from mlxpaged.models.preflight import NOTHING, Reserved
 from mlxpaged.models.probe import probe, selects_rows
 from mlxpaged.models.quantized_kv import choose_quantization
 from mlxpaged.models.reference import Reference, make_reference
 from mlxpaged.models.reranker import Reranker, make_reranker
 from mlxpaged.models.sharding import least, shard
-from mlxpaged.models.short_names import BUNDLED, DEMO_MODEL, full_name, near_names, taken
+from mlxpaged.models.short_names import BUNDLED, DEMO_MODEL
+from mlxpaged.models.sources import download_weights, resolve_model
 from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.models.tokenizer_limits import check_tokenizer_file
 from mlxpaged.models.turns import Turns
 from mlxpaged.models.vision import let_see, load_vision
-from mlxpaged.models.weight_headers import check_sizes
-from mlxpaged.models.weight_names import classes_of
 from mlxpaged.models.weights import READ_BYTES, read_weights
 from mlxpaged.vision import MOST_PIXELS
 from mlxpaged.vision.tower import Vision
@@ -76,9 +62,6 @@ DEFAULT_CONTEXT_LENGTH = 4096
 """Assumed if a model's config states none."""
 
 NO_HEADS_TO_READ = "each of several ranks has only a part of the heads that an assistant reads"
-
-SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken", "*.txt"]
-"""What is downloaded beside the weights."""
 
 
 @dataclass(frozen=True)
@@ -130,97 +113,6 @@ class ServedModel:
         return kv_layers(self.layers)
 
 
-def resolve_model(name: str, reserved: Reserved = NOTHING, num_ranks: int = 1) -> Path:
-    """The directory of a bundled model, of a local model, or of a hub repository, which is downloaded if it is not
-    cached. A repository may have a short name. The weights are neither downloaded nor read if other files show that
-    they cannot be loaded. reserved: memory that is needed beside the weights. num_ranks: each loads a share of them.
-
-    Raises ModelNotFoundError, whose message says what was tried, or UnsupportedModelError."""
-    if name in BUNDLED:
-        path = Path(__file__).parent / BUNDLED[name]
-        check_before_loading(name, path, local_file_sizes(path), reserved, num_ranks)
-        return path
-    if (said := taken(name)) is not None:
-        logger.info("%s", said)
-    name = full_name(name)
-    path = Path(name).expanduser()
-    if path.is_file():
-        with path.open("rb") as file:
-            is_gguf = file.read(4) == b"GGUF"
-    else:
-        is_gguf = name.lower().endswith(".gguf") and not path.is_dir()
-    if is_gguf:
-        raise ModelNotFoundError(f"{path} is a GGUF file: {GGUF_ADVICE}")
-    if path.is_file():
-        raise ModelNotFoundError(f"{path} is a file; use an MLX model, a directory with config.json and safetensors")
-    if not path.is_dir():
-        if name.startswith((".", "/", "~")) or name.count("/") != 1:
-            near = ", ".join(near_names(name)) if "/" not in name else ""
-            meant = f"; did you mean {near}?" if near else "; a hub repository is named OWNER/NAME"
-            raise ModelNotFoundError(f"no such directory: {name if '://' in name else path}{meant}")
-        path = download(name, reserved, num_ranks)
-    check_before_loading(name, path, local_file_sizes(path), reserved, num_ranks)
-    return path
-
-
-def download(name: str, reserved: Reserved, num_ranks: int = 1) -> Path:
-    """The directory of a hub repository in the local cache. Raises ModelNotFoundError or UnsupportedModelError."""
-    download_small_files(name, reserved, num_ranks)
-    return download_weights(name)
-
-
-def download_weights(name: str) -> Path:
-    """The directory of a hub repository with its weights. Raises ModelNotFoundError."""
-    with hub_errors_explained(name):
-        return Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, WEIGHTS]))
-
-
-def download_small_files(
-    name: str, reserved: Reserved = NOTHING, num_ranks: int = 1, reclaimable_bytes: int = 0
-) -> tuple[Path, FileSizes] | None:
-    """The directory of a hub repository with all but its weights, and the sizes of all files; None if the hub does not
-    tell them. reclaimable_bytes: memory that is not free yet, and can be until the model is loaded. Raises
-    ModelNotFoundError, or UnsupportedModelError if the model cannot be loaded."""
-    with hub_errors_explained(name):
-        sizes = hub_file_sizes(name)
-        if sizes is None:
-            return None
-        directory = Path(snapshot_download(name, allow_patterns=SMALL_FILES))
-    check_before_loading(name, directory, sizes, reserved, num_ranks, reclaimable_bytes)
-    return directory, sizes
-
-
-@contextlib.contextmanager
-def hub_errors_explained(name: str) -> Iterator[None]:
-    """Turns the errors of the hub's library into ModelNotFoundError or HubError."""
-    try:
-        yield
-    except hub_errors.GatedRepoError:
-        message = f"{name} is gated: accept its terms on the hub and log in with `hf auth login`"
-        raise ModelNotFoundError(message) from None
-    except hub_errors.RepositoryNotFoundError:
-        raise ModelNotFoundError(f"{name} is neither a local directory nor a repository on the hub") from None
-    except (hub_errors.HFValidationError, hub_errors.HfHubHTTPError, OSError) as error:
-        raise HubError(f"{name} could not be fetched from the hub: {error}") from error
-
-
-def check_before_loading(
-    name: str,
-    directory: Path,
-    sizes: FileSizes,
-    reserved: Reserved,
-    num_ranks: int = 1,
-    reclaimable_bytes: int = 0,
-) -> None:
-    shares = {file: size and size // num_ranks for file, size in sizes.items()}
-    try:
-        check_directory(directory, shares, free_device_memory() + reclaimable_bytes, reserved)
-    except UnsupportedModelError as error:
-        what = f"its share of {name}, one of {num_ranks}," if num_ranks > 1 else name
-        error.args = (f"{what} cannot be loaded: {error}",)
-        raise
-
-
 def load_model(
     name: str,
     served_name: str | None = None,
@@ -260,11 +152,14 @@ def load_model(
             f"{name} cannot be loaded: --max-model-len is {max_model_len}, but its context length is {limit}"
         )
     try:
-        turns.during(lambda: check_sizes(own_config, sorted(path.glob(WEIGHTS))))
-        model, config = load_weights(path, lazy=True, get_model_classes=classes_of)
+        files = turns.during(lambda: ModelFiles(path))
+        turns.during(lambda: files.check_sizes(own_config))
+        if files.is_gguf and group is not None:
+            raise UnsupportedModelError("several ranks need a model in MLX's format, and this is a GGUF file")
+        model, config = files.load(turns.report)
         num_parameters = int(get_total_parameters(model))
         if group is not None:
-            shard(model, config, group, lambda: load_weights(path, lazy=True, get_model_classes=classes_of)[0])
+            shard(model, config, group, lambda: files.load(turns.report)[0])
         mtp, no_mtp_because = find_mtp(model, path, mtp_path, group) if drafts else (None, "")
         read_weights(model, turns.report, READ_BYTES // num_ranks)
         if mtp is not None:
@@ -419,7 +314,7 @@ def load_embedding_model(
     try:
         spec = embedding_spec(path)  # before gigabytes are loaded
         try:
-            turns.during(lambda: check_sizes(read_object(path / CONFIG), sorted(path.glob(WEIGHTS))))
+            turns.during(lambda: ModelFiles(path).check_sizes(read_object(path / CONFIG)))
             model, config = load_decoder(path)
             read_weights(model, turns.report)
             tokenizer = turns.during(lambda: tokenizer_in(path, None, ()))

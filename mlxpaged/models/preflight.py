@@ -17,11 +17,17 @@ from mlx_lm import utils as mlx_lm_utils
 
 from mlxpaged.models.errors import AssistantError, InsufficientMemoryError, UnsupportedModelError
 from mlxpaged.models.files import check_files
+from mlxpaged.models.gguf.choice import GROWTH
 from mlxpaged.models.json_files import read_object
 from mlxpaged.models.weight_names import MODULES
 
 WEIGHTS = "model*.safetensors"
 """The files that mlx-lm loads. Some repositories hold the same weights under other names too."""
+
+GGUF = ".gguf"
+"""The suffix of llama.cpp's files, which are loaded if there are no WEIGHTS."""
+GGUF_BYTES = "gguf_bytes"
+"""The field of the config.json that is made for a GGUF file: bytes of its weights in memory."""
 
 TOKENIZER_FILES = [
     "tokenizer.json",
@@ -56,11 +62,6 @@ ENCODERS = {
 }
 """Types of models whose tokens attend in both directions. They make embeddings or rerank, and generate no text."""
 
-GGUF_ADVICE = (
-    "the format of llama.cpp is not supported; use a repository of mlx-community, or convert the original model with "
-    "mlx_lm.convert"
-)
-
 
 class Reserved(NamedTuple):
     """Bytes that are needed beside the weights: of the KV cache, if its size is configured, of a step, and of
@@ -92,7 +93,18 @@ def hub_file_sizes(repository: str) -> FileSizes | None:
 
 
 def weight_files(sizes: FileSizes) -> FileSizes:
-    return {name: size for name, size in sizes.items() if fnmatch(name, WEIGHTS) and "/" not in name}
+    found = {name: size for name, size in sizes.items() if fnmatch(name, WEIGHTS) and "/" not in name}
+    return found or {name: size for name, size in sizes.items() if name.lower().endswith(GGUF)}
+
+
+def weight_paths(directory: Path) -> list[Path]:
+    """The weights of a directory that `resolve_model` has returned."""
+    return sorted(directory.glob(WEIGHTS)) or sorted(directory.glob(f"model*{GGUF}"))
+
+
+def is_gguf(sizes: FileSizes) -> bool:
+    """Whether the only weights are GGUF files."""
+    return any(name.lower().endswith(GGUF) for name in weight_files(sizes))
 
 
 def check_directory(directory: Path, sizes: FileSizes, free_bytes: int, reserved: Reserved = NOTHING) -> None:
@@ -112,22 +124,22 @@ def check_model(
 ) -> None:
     """Raises UnsupportedModelError, with the reason, if a model with these files cannot be loaded.
 
-    config: None if there is no config.json. free_bytes: memory for the weights and what is `reserved`. If the size of a
-    file of weights is not known, the memory is not checked.
+    config: None if there is no config.json; a GGUF file that is not downloaded yet has none. free_bytes: memory for the
+    weights and what is `reserved`. If the size of a file of weights is not known, the memory is not checked.
     """
-    weights = weight_files(sizes)
-    if not weights and any(name.lower().endswith(".gguf") for name in sizes):
-        raise UnsupportedModelError(f"it has only GGUF files: {GGUF_ADVICE}")
-    if config is None:
+    weights, gguf = weight_files(sizes), is_gguf(sizes)
+    if config is None and not gguf:
         raise UnsupportedModelError("it has no config.json, which describes a model")
     if not weights:
         raise UnsupportedModelError(f"it has no weights, which are files named {WEIGHTS}")
-    check_architecture(config)
-    check_tokenizer(tokenizer_config, sizes)
+    if config is not None and (not gguf or GGUF_BYTES in config):
+        check_architecture(config)
+        check_tokenizer(tokenizer_config, sizes)
     known = [size for size in weights.values() if size is not None]
-    needed = sum(known) + sum(reserved)
+    taken = int((config or {}).get(GGUF_BYTES, GROWTH * sum(known))) if gguf else sum(known)
+    needed = taken + sum(reserved)
     if len(known) == len(weights) and needed > free_bytes:
-        parts = [f"its weights take {sum(known) / 1e9:.1f} GB"]
+        parts = [f"its weights take {taken / 1e9:.1f} GB"]
         parts += [f"--kv-cache-memory {reserved.kv_cache / 1e9:.1f} GB"] * bool(reserved.kv_cache)
         parts += [f"a step {reserved.step / 1e9:.1f} GB"] * bool(reserved.step)
         parts += [f"its adapters {reserved.adapters / 1e9:.1f} GB"] * bool(reserved.adapters)

@@ -18,7 +18,7 @@ TABLE = Path(__file__).with_suffix(".toml")
 
 HUB_ADDRESS = re.compile(
     r"(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)"
-    r"([\w.-]+/[\w.-]+)(?:/(?:tree|blob)/main(?:/[^?#]*)?)?/?(?:[?#].*)?",
+    r"([\w.-]+/[\w.-]+(?::[\w.-]+)?)(?:/(?:tree|blob)/main(?:/[^?#]*)?)?/?(?:[?#].*)?",
     flags=re.IGNORECASE,
 )
 """The address of a repository, as a browser shows it or as Ollama takes it. A revision other than main is not taken:

@@ -66,9 +66,8 @@ class Weights(NamedTuple):
     largest: int
 
 
-def check_sizes(config: Mapping[str, Any], weights: list[Path]) -> None:
-    """Raises UnsupportedModelError if the config asks for more than the weights can have, or a file is damaged."""
-    shapes = [shape for path in weights for shape in read_shapes(path)]
+def check_sizes(config: Mapping[str, Any], shapes: list[list[int]]) -> None:
+    """Raises UnsupportedModelError if the config asks for more than weights of these shapes can have."""
     found = Weights(len(shapes), max((max(shape, default=1) for shape in shapes), default=1))
     layers, experts = 1, 1
     for name, value in fields(config):

@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.downloads import repositories
-from mlxpaged.models.preflight import local_file_sizes, weight_files
+from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.gguf.choice import begins_model, choose, gguf_sizes, split_name
+from mlxpaged.models.gguf.file import split_paths
+from mlxpaged.models.preflight import GGUF, local_file_sizes, weight_files, weight_paths
 from mlxpaged.models.short_names import full_name
 
 
 @dataclass(frozen=True)
 class Found:
-    """A model on this machine. size_bytes: of its weights."""
+    """A model on this machine. path: its directory, or its GGUF file. size_bytes: of its weights."""
 
     name: str
     path: Path
@@ -34,7 +38,8 @@ class Catalog:
         self._directories = directories
 
     def find(self, name: str) -> Found | None:
-        """A name is that of a repository (OWNER/NAME), its short name, or that of a directory."""
+        """A name is that of a repository (OWNER/NAME, or OWNER/NAME:Q4_K_M of GGUF files), its short name, or that of a
+        directory or a GGUF file."""
         path = Path(name)
         if path.is_absolute() or ".." in path.parts or not path.parts:
             return None
@@ -42,13 +47,9 @@ class Catalog:
             if (found := described(str(path), directory / path)) is not None:
                 return found
         name = full_name(name)
-        try:
-            config = (
-                try_to_load_from_cache(name, "config.json", constants.HF_HUB_CACHE) if name.count("/") == 1 else None
-            )
-        except HFValidationError:  # no repository can have this name
-            return None
-        return described(name, Path(config).parent) if isinstance(config, str) else None
+        repository, wanted = split_name(name)
+        snapshot = cached_snapshot(repository)
+        return None if snapshot is None else described(name, snapshot, wanted)
 
     def find_directory(self, name: str) -> Found | None:
         """A directory anywhere on the machine, by its absolute path."""
@@ -59,29 +60,57 @@ class Catalog:
         return described(str(path), path)
 
     def find_source(self, source: str) -> Found | None:
-        """What a flag names: a directory, or a repository if it is downloaded."""
+        """What a flag names: a directory or a GGUF file, or a repository if it is downloaded."""
         path = Path(source).expanduser()
-        return described(source, path) if path.is_dir() else self.find(source)
+        if path.exists():
+            return described(source, path)
+        plain, wanted = split_name(source)
+        directory = Path(plain).expanduser()
+        return described(source, directory, wanted) if directory.is_dir() else self.find(source)
 
     def all(self) -> list[Found]:
         """All models that `find` finds, by name."""
         found = [
             each
             for directory in self._directories
-            for path in sorted(directory.glob("**/config.json"))
-            if (each := described(str(path.parent.relative_to(directory)), path.parent)) is not None
+            for path in sorted(model_paths(directory))
+            if (each := described(str(path.relative_to(directory)), path)) is not None
         ]
         names = sorted(repository.repo_id for repository in repositories())
         found += [each for name in names if (each := self.find(name)) is not None]
         return list({each.name: each for each in found}.values())
 
 
-def described(name: str, path: Path) -> Found | None:
-    """None if the directory has no config.json and weights, or cannot be read."""
+def model_paths(directory: Path) -> set[Path]:
+    """Directories with a config.json, and GGUF files, the first ones of models in parts."""
+    files = {path for path in directory.glob(f"**/*{GGUF}") if begins_model(path.name)}
+    return {path.parent for path in directory.glob("**/config.json")} | files
+
+
+def described(name: str, path: Path, wanted: str = "") -> Found | None:
+    """None if the directory has no config.json and weights, and no GGUF file, or cannot be read. wanted: as `choose`
+    has it."""
     try:
-        if not (path / "config.json").is_file():
-            return None
-        sizes = weight_files(local_file_sizes(path))
-    except OSError:  # for example if the name is too long, or the directory is another user's
+        if path.is_file():
+            return Found(name, path, gguf_bytes(path)) if path.suffix.lower() == GGUF else None
+        if weight_paths(path):
+            sizes = weight_files(local_file_sizes(path)) if (path / "config.json").is_file() else {}
+            return Found(name, path, sum(size or 0 for size in sizes.values())) if sizes else None
+        found = gguf_sizes(path) if path.is_dir() else {}
+        file = path / choose(found, wanted, free_device_memory())[0]
+        return Found(name, file, gguf_bytes(file))
+    except (OSError, UnsupportedModelError):  # for example if the name is too long, or it is another user's
         return None
-    return Found(name, path, sum(size or 0 for size in sizes.values())) if sizes else None
+
+
+def gguf_bytes(path: Path) -> int:
+    """Bytes of a GGUF file, or of all parts of its model."""
+    return sum(part.stat().st_size for part in split_paths(path))
+
+
+def cached_snapshot(repository: str) -> Path | None:
+    """The directory of a downloaded repository."""
+    try:
+        return Path(snapshot_download(repository, local_files_only=True)) if repository.count("/") == 1 else None
+    except (HFValidationError, LocalEntryNotFoundError):  # no repository can have this name, or it is not there
+        return None

@@ -121,8 +121,8 @@ def test_only_so_many_repositories_are_downloaded_at_once(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = threading.Event()
-    monkeypatch.setattr("mlxpaged.models.loader.download_small_files", lambda name, **_: ended.wait(DEADLINE) and None)
-    monkeypatch.setattr("mlxpaged.models.loader.download_weights", lambda name: Path(name))
+    monkeypatch.setattr("mlxpaged.models.sources.download_small_files", lambda name, **_: ended.wait(DEADLINE) and None)
+    monkeypatch.setattr("mlxpaged.models.sources.download_weights", lambda name, files: Path(name))
     with contextlib.ExitStack() as stack:
         stack.callback(ended.set)
         client = stack.enter_context(raw(server))

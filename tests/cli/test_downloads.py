@@ -18,7 +18,7 @@ from mlxpaged.models import device_memory, disk, loader
 from mlxpaged.models.downloads import downloads
 from mlxpaged.models.fit import fit, layers_of
 from mlxpaged.models.layers import KV, PerSequence
-from mlxpaged.models.loader import DEMO_PATH, resolve_model
+from mlxpaged.models.loader import DEMO_PATH
 from mlxpaged.models.preflight import has_module, modules_of
 from mlxpaged.models.short_names import (
     default_name,
@@ -29,11 +29,13 @@ from mlxpaged.models.short_names import (
     short_names,
     without_address,
 )
+from mlxpaged.models.sources import resolve_model
 from mlxpaged.registry.catalog import Catalog
 from tests.cli.helpers import DEADLINE, Result, hub, mlxpaged
 from tests.models.architectures import ARCHITECTURES, REFUSED, make_architecture
+from tests.models.gguf_models import as_gguf
 from tests.models.test_preflight import point_to, requested_weights, sizes_of
-from tests.support import since_mlx_lm_0_32, wait_until
+from tests.support import make_tiny_model, since_mlx_lm_0_32, wait_until
 
 Run = Callable[..., Result]
 NAME = "mlx-community/Qwen3-4B-4bit"
@@ -415,3 +417,38 @@ def test_a_window_takes_memory_up_to_its_length_only() -> None:
     assert fit([everywhere, window], 6400).tokens == 100
     assert fit([everywhere, window], 9600).tokens == 200
     assert fit([PerSequence(lambda: None, 64)], 6400).tokens == 100
+
+
+# -- GGUF --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_gguf_file_is_pulled_listed_found_and_removed(
+    run: Run, cache: Path, free: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free(8 * 10**9)
+    (repository := tmp_path / "gguf").mkdir()
+    path = as_gguf(make_tiny_model(tmp_path / "m", "llama"), repository / "tiny-Q8_0.gguf")
+    sizes = {path.name: path.stat().st_size, "tiny-BF16.gguf": 10**18}
+    with hub("someone/tiny-GGUF", repository, sizes) as (address, _):
+        point_to(address, monkeypatch)
+        pulled = run("pull", "someone/tiny-GGUF")
+        assert pulled.status == 0, pulled.stderr
+        assert run("pull", "someone/tiny-GGUF:Q5_0").status == 1
+    assert "someone/tiny-GGUF: tiny-Q8_0.gguf, " in pulled.stdout
+    assert "someone/tiny-GGUF: llama, F32, " in pulled.stdout
+    assert "its whole context fits" in pulled.stdout
+    [row] = json.loads(run("ls", "--json").stdout)
+    assert (row["name"], row["quantization"], row["context_length"], row["served"]) == (
+        "someone/tiny-GGUF",
+        "F32",
+        512,
+        True,
+    )
+    for name in ("someone/tiny-GGUF", "someone/tiny-GGUF:Q8_0"):
+        found = Catalog().find(name)
+        assert found is not None
+        assert (found.path.name, found.size_bytes) == ("tiny-Q8_0.gguf", path.stat().st_size)
+    assert Catalog().find("someone/tiny-GGUF:Q5_0") is None
+    assert [each.name for each in Catalog((repository,)).all()] == ["tiny-Q8_0.gguf", "someone/tiny-GGUF"]
+    assert run("rm", "someone/tiny-GGUF", "--yes").status == 0
+    assert Catalog().find("someone/tiny-GGUF") is None

@@ -333,12 +333,12 @@ def test_a_hub_repository_is_downloaded_and_served(tmp_path: Path) -> None:
 
 def test_a_hub_repository_without_a_model_that_can_be_loaded_is_said_in_a_sentence(tmp_path: Path) -> None:
     (directory := tmp_path / "files").mkdir()
-    (directory / "model-q4.gguf").write_bytes(b"GGUF")
+    (directory / "mmproj-q4.gguf").write_bytes(b"GGUF")
     with hub("someone/tiny-GGUF", directory) as (address, requests):
         env = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": ""}
         with mlxpaged(tmp_path / "run", "serve", "someone/tiny-GGUF", "--port", "0", env=env) as command:
             assert command.wait_end() == 1
             [sentence] = [line for line in command.stderr.splitlines() if line.startswith("mlxpaged: ")]
-            assert "someone/tiny-GGUF cannot be loaded: it has only GGUF files" in sentence
+            assert "someone/tiny-GGUF cannot be loaded: it has no GGUF file of a language model" in sentence
             assert "Traceback" not in command.stderr
-        assert not any("model-q4.gguf" in request for request in requests)
+        assert not any("mmproj-q4.gguf" in request for request in requests)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mlxpaged.engine.config import EngineConfig
-from mlxpaged.models.loader import resolve_model
+from mlxpaged.models.sources import resolve_model
 from tests.cli.helpers import mlxpaged
 from tests.cluster.servers import LOCAL, PROMPTS, START_SECONDS, Cluster, Load, Storm, cluster_of, processes_of
 from tests.support import wait_until

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.models.loader import resolve_model
+from mlxpaged.models.sources import resolve_model
 from mlxpaged.models.tokenizer_limits import MAX_REPLACED
 from tests.faults import costs, wire
 from tests.faults.fault import Context, must

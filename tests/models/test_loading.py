@@ -21,8 +21,9 @@ from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models import loader
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
-from mlxpaged.models.loader import DEMO_PATH, ServedModel, context_length, load_model, resolve_model
+from mlxpaged.models.loader import DEMO_PATH, ServedModel, context_length, load_model
 from mlxpaged.models.short_names import DEMO_MODEL
+from mlxpaged.models.sources import resolve_model
 from mlxpaged.models.turns import Turns
 from mlxpaged.step import Step
 from tests.support import SMALL, demo_vocab_size, make_tiny_model, run_requests
@@ -116,10 +117,10 @@ def test_a_file_is_not_a_model_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model-Q4_K_M.gguf", "sha256-0a1b"])
-def test_a_gguf_file_is_refused_as_what_it_is(tmp_path: Path, name: str) -> None:
+def test_a_damaged_gguf_file_is_refused_as_what_it_is(tmp_path: Path, name: str) -> None:
     file = tmp_path / name
     file.write_bytes(b"GGUF\x03\x00\x00\x00")
-    with pytest.raises(ModelNotFoundError, match=rf"{name} is a GGUF file: .* is not supported; .*mlx_lm\.convert"):
+    with pytest.raises(UnsupportedModelError, match=rf"{name} cannot be loaded: {name} is not usable: .* cut short"):
         load_model(str(file))
 
 

@@ -13,10 +13,11 @@ import mlx_lm
 import pytest
 from huggingface_hub import HfApi, constants
 
-from mlxpaged.models import loader
-from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
-from mlxpaged.models.loader import DEMO_PATH, load_model, resolve_model
+from mlxpaged.models import sources
+from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.loader import DEMO_PATH, load_model
 from mlxpaged.models.preflight import Reserved, check_model
+from mlxpaged.models.sources import resolve_model
 from tests.cli.helpers import hub
 from tests.support import make_tiny_model
 
@@ -133,19 +134,14 @@ def test_a_model_without_weights_that_are_loaded_is_refused(others: list[str]) -
 
 @pytest.mark.parametrize("config", [None, LLAMA], ids=["without config", "with config"])
 @pytest.mark.parametrize("file", ["qwen3-4b-q4_k_m.gguf", "BF16/qwen3-00001-of-00002.GGUF"])
-def test_a_repository_of_gguf_files_is_refused_with_what_to_use_instead(file: str, config: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"only GGUF files: .*mlx-community.*mlx_lm\.convert"):
-        check(config, sizes={"README.md": 900, file: 2 * GB})
+def test_of_a_repository_of_gguf_files_only_the_memory_is_checked(file: str, config: dict[str, Any] | None) -> None:
+    check(config, sizes={"README.md": 900, file: 2 * GB})
+    with pytest.raises(UnsupportedModelError, match=r"its weights take 9\.0 GB, but only 8\.0 GB"):
+        check(config, sizes={"README.md": 900, file: 8 * GB})
 
 
 def test_a_gguf_file_beside_safetensors_passes() -> None:
     check(sizes=FILES | {"model-q4.gguf": 2 * GB})
-
-
-@pytest.mark.parametrize("name", ["someone/model-GGUF/model-q4.gguf", "./absent.gguf"])
-def test_the_name_of_a_gguf_file_is_refused_as_such(name: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"q4\.gguf is a GGUF file: |absent\.gguf is a GGUF file: "):
-        resolve_model(name)
 
 
 # -- local directories -------------------------------------------------------------------------------------------------
@@ -157,7 +153,7 @@ def test_a_directory_whose_weights_do_not_fit_is_refused_before_they_are_read(
     path = make_tiny_model(tmp_path / "m", "llama")
     size = (path / "model.safetensors").stat().st_size
     (path / "model.safetensors").write_bytes(bytes(size))  # not readable as weights
-    monkeypatch.setattr(loader, "free_device_memory", lambda: size - 1)
+    monkeypatch.setattr(sources, "free_device_memory", lambda: size - 1)
     with pytest.raises(UnsupportedModelError, match=rf"{path} cannot be loaded: its weights take"):
         load_model(str(path))
 
@@ -168,7 +164,7 @@ def test_weights_that_do_not_fit_beside_the_kv_cache_and_a_step_are_refused_with
     path = make_tiny_model(tmp_path / "m", "llama")
     weights = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(bytes(len(weights)))  # not readable as weights
-    monkeypatch.setattr(loader, "free_device_memory", lambda: 5_700_000_000)
+    monkeypatch.setattr(sources, "free_device_memory", lambda: 5_700_000_000)
     numbers = r"its weights take 0\.0 GB and --kv-cache-memory 4\.8 GB and a step 1\.0 GB, but only 5\.7 GB of memory"
     with pytest.raises(UnsupportedModelError, match=numbers):
         load_model(str(path), reserved=Reserved(4_800_000_000, 1_000_000_000))
@@ -182,12 +178,6 @@ def test_a_limit_above_the_context_length_is_refused_before_the_weights_are_read
     (path / "model.safetensors").write_bytes(bytes(100))  # not readable as weights
     with pytest.raises(UnsupportedModelError, match="--max-model-len is 513, but its context length is 512"):
         load_model(str(path), max_model_len=513)
-
-
-def test_a_directory_of_gguf_files_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model-q4.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
-    with pytest.raises(UnsupportedModelError, match="cannot be loaded: it has only GGUF files"):
-        load_model(str(tmp_path))
 
 
 # -- the hub -----------------------------------------------------------------------------------------------------------
@@ -226,7 +216,7 @@ def resolved(
 
 
 def requested_weights(requests: list[str]) -> bool:
-    return any("/resolve/" in request and request.endswith((".safetensors", ".gguf")) for request in requests)
+    return any("/resolve/" in request and request.endswith(".safetensors") for request in requests)
 
 
 @pytest.mark.parametrize(
@@ -258,17 +248,6 @@ def test_a_hub_repository_too_large_for_the_memory_is_refused_before_its_weights
     assert not requested_weights(requests)
 
 
-def test_a_hub_repository_of_gguf_files_is_refused_before_they_are_requested(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for path in repository.iterdir():
-        path.unlink()
-    (repository / "model-q4.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
-    _, message, requests = resolved(repository, monkeypatch, sizes_of(repository))
-    assert message.startswith("someone/model cannot be loaded: it has only GGUF files")
-    assert not requested_weights(requests)
-
-
 @pytest.mark.parametrize("knows_sizes", [True, False])
 def test_a_hub_repository_that_fits_is_downloaded(
     repository: Path, monkeypatch: pytest.MonkeyPatch, knows_sizes: bool
@@ -282,7 +261,7 @@ def test_a_hub_repository_that_fits_is_downloaded(
 def test_without_sizes_from_the_hub_the_memory_is_checked_after_the_download(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "free_device_memory", lambda: 1_000_000)
+    monkeypatch.setattr(sources, "free_device_memory", lambda: 1_000_000)
     _, message, requests = resolved(repository, monkeypatch, None)
     assert "its weights take 0.0 GB" in message
     assert requested_weights(requests)

@@ -29,8 +29,9 @@ from mlxpaged.engine.row_times import time_rows
 from mlxpaged.engine.wired_memory import wire_memory
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.layers import unfused
-from mlxpaged.models.loader import ServedModel, load_model, resolve_model
+from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.short_names import BUNDLED
+from mlxpaged.models.sources import resolve_model
 from mlxpaged.scheduler.draft_budget import MOST_DRAFTS, draft_lengths
 
 SIZES = Sizes()

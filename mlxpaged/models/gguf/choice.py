@@ -1,0 +1,73 @@
+"""Chooses one of the GGUF files of a directory or repository, which often has the same model in twenty quantizations.
+Nothing here imports mlx."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.files import MAX_FILES
+
+GROWTH = 1.12
+"""Memory of the weights, divided by the size of a file with 4 or more bits: 4.5 bits become 5."""
+ROOM = 0.7
+"""Share of the free memory for the weights; the rest is for the KV cache."""
+
+PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+OTHERS = re.compile(r"(^|/)mmproj|imatrix", re.IGNORECASE)
+"""Towers for images, and statistics of a quantization."""
+QUANTIZATION = re.compile(r"(.*/.*):([A-Za-z0-9_.-]+)", re.DOTALL)
+FILE = re.compile(r"([^/.~][^/]*/[^/]+)/(.+\.gguf)", re.IGNORECASE | re.DOTALL)
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """The repository or directory of a name such as OWNER/NAME:Q4_K_M or OWNER/NAME/FILE.gguf, and what follows; empty
+    if nothing does."""
+    found = FILE.fullmatch(name) or QUANTIZATION.fullmatch(name)
+    return (name, "") if found is None else (found[1], "" if found[2] == "latest" else found[2])
+
+
+def gguf_sizes(directory: Path) -> dict[str, int]:
+    """Bytes of the GGUF files in a directory and its subdirectories, by their paths in it. Raises OSError, and
+    UnsupportedModelError if there are too many files."""
+    found: dict[str, int] = {}
+    for count, path in enumerate(itertools.chain(directory.iterdir(), directory.glob("[!.]*/*"))):
+        if count == MAX_FILES:
+            raise UnsupportedModelError(f"its directory has more than {MAX_FILES:,} files")
+        if path.suffix.lower() == ".gguf" and path.is_file():
+            found[str(path.relative_to(directory))] = path.stat().st_size
+    return found
+
+
+def begins_model(name: str) -> bool:
+    """Whether a GGUF file is a language model, or the first part of one, by its name."""
+    part = PART.search(name)
+    return OTHERS.search(name) is None and (part is None or int(part[1]) == 1)
+
+
+def choose(sizes: Mapping[str, int | None], wanted: str, free_bytes: int) -> list[str]:
+    """The files of the model to load, in order. wanted: the quantization or the file that the user has named; the
+    largest that fits if it is empty. Raises UnsupportedModelError, with what there is, if there is no such file."""
+    models: dict[str, list[str]] = {}
+    for name in sorted(sizes):
+        if name.lower().endswith(".gguf") and not OTHERS.search(name):
+            models.setdefault(PART.sub("", name), []).append(name)
+    if not models:
+        raise UnsupportedModelError("it has no GGUF file of a language model")
+    if wanted:
+        is_wanted = re.compile(rf"(^|[-._/]){re.escape(wanted)}($|[-./])", re.IGNORECASE).search
+        found = {name: files for name, files in models.items() if wanted in files or is_wanted(name)}
+        if not found:
+            raise UnsupportedModelError(f"it has no GGUF file {wanted}, but {', '.join(models)}")
+        models = found
+    by_size = sorted(models.values(), key=lambda files: total(sizes, files))
+    fitting = [files for files in by_size if GROWTH * total(sizes, files) <= ROOM * free_bytes]
+    return (fitting or by_size[:1])[-1]
+
+
+def total(sizes: Mapping[str, int | None], files: list[str]) -> int:
+    """Bytes of some files."""
+    return sum(sizes[name] or 0 for name in files)

@@ -1,0 +1,197 @@
+"""GGUF files compute what the MLX directories with the same values do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxpaged.models.embedding import weight_bytes
+from mlxpaged.models.gguf.blocks import AGAIN
+from mlxpaged.models.gguf.directory import gguf_directory
+from mlxpaged.models.model_files import ModelFiles
+from tests.models.architectures import ARCHITECTURES, FULL, SLIDING, make_architecture
+from tests.models.gguf_blocks import VALUES, random_tensor, values
+from tests.models.gguf_files import Stored, plain
+from tests.models.gguf_models import as_gguf, tensor_name
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LONG_FACTORS = [1.0 + 0.5 * i for i in range(8)]
+YARN = {
+    "rope_type": "yarn",
+    "type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
+GEMMA4_ROPE = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+}
+QWEN35 = {"rope_parameters": {"type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
+    "gemma3": ("gemma3_text", {"tie_word_embeddings": True}),
+    "gemma4": ("gemma4_text", {"rope_parameters": GEMMA4_ROPE}),
+    "gemma4 with shared layers": (
+        "gemma4_text",
+        {
+            "rope_parameters": GEMMA4_ROPE,
+            "num_kv_shared_layers": 2,
+            "enable_moe_block": False,
+            "num_experts": None,
+            "top_k_experts": None,
+            "attention_k_eq_v": False,
+            "num_global_key_value_heads": None,
+        },
+    ),
+    "glm4": ("glm4", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "granite": ("granite", {}),
+    "lfm2": ("lfm2", {"conv_bias": False}),
+    "llama": ("llama", {"layer_types": None, "sliding_window": None}),
+    "llama 3.1": (
+        "llama",
+        {"layer_types": None, "sliding_window": None, "rope_theta": 500_000.0, "rope_scaling": LLAMA3},
+    ),
+    "ministral3": ("ministral3", {"layer_types": [FULL, FULL], "sliding_window": None, "rope_parameters": YARN}),
+    "mixtral": ("mixtral", {}),
+    "phi3": ("phi3", {}),
+    "phi3 with long contexts": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 128,
+            "rope_scaling": {"type": "longrope", "long_factor": LONG_FACTORS, "short_factor": [1.0] * 8},
+        },
+    ),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3_5": ("qwen3_5", {"text_config": ARCHITECTURES["qwen3_5"].config["text_config"] | QWEN35}),
+    "qwen3_5_moe": ("qwen3_5_moe", {"text_config": ARCHITECTURES["qwen3_5_moe"].config["text_config"] | QWEN35}),
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": []}),
+}
+
+
+DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
+
+
+def loaded(directory: Path) -> Any:
+    model, _ = ModelFiles(directory).load(lambda done, total: None)
+    return model
+
+
+def greedy(model: Any, count: int = 8) -> list[int]:
+    tokens = list(PROMPT)
+    for _ in range(count):
+        tokens.append(int(model(mx.array([tokens]))[0, -1].argmax()))
+    return tokens[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gguf_file_computes_what_the_mlx_directory_does(name: str, tmp_path: Path) -> None:
+    model_type, changes = MODELS[name]
+    directory = make_architecture(tmp_path / "mlx", model_type, **changes)
+    path = as_gguf(directory, tmp_path / "model.gguf")
+    own, theirs = loaded(gguf_directory(path)), loaded(directory)
+    assert mx.allclose(own(mx.array([PROMPT])), theirs(mx.array([PROMPT])), rtol=1e-5, atol=1e-5)
+    assert greedy(own) == greedy(theirs)
+
+
+def in_float32(path: Path) -> Any:
+    """The model of a file, with scales in float32: half types round in another order."""
+    made = gguf_directory(path)
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    return loaded(made)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_quantized_weights_of_every_architecture_are_put_in_order_without_unpacking(name: str, tmp_path: Path) -> None:
+    """Rows and heads in another order, experts, fused projections: with the numbers as float32, the test above has
+    shown the same."""
+    model_type, changes = MODELS[name]
+    if "text_config" in changes:
+        changes = {"text_config": changes["text_config"] | {"linear_value_head_dim": 32}}
+    directory = make_architecture(tmp_path / "mlx", model_type, **changes)
+    kinds = {}
+
+    def packed(tensor: str, array: Any) -> Stored:
+        if array.ndim < 2 or array.shape[-1] % 32 or tensor.endswith(".bias"):
+            return plain(array)
+        kinds[tensor] = "MXFP4" if "exps" in tensor else "Q8_0"
+        return random_tensor(kinds[tensor], array.shape, len(kinds))
+
+    def unpacked(tensor: str, array: Any) -> Stored:
+        if tensor not in kinds:
+            return plain(array)
+        number = list(kinds).index(tensor) + 1
+        return plain(values(random_tensor(kinds[tensor], array.shape, number)))
+
+    own = in_float32(as_gguf(directory, tmp_path / "packed.gguf", packed))
+    theirs = loaded(gguf_directory(as_gguf(directory, tmp_path / "unpacked.gguf", unpacked)))
+    assert mx.allclose(own(mx.array([PROMPT])), theirs(mx.array([PROMPT])), rtol=1e-3, atol=1e-4)
+    assert weight_bytes(own) < 0.5 * weight_bytes(theirs)
+
+
+@pytest.mark.parametrize("kind", [*VALUES, "F16", "BF16"])
+def test_each_type_gives_the_tokens_of_the_mlx_directory_with_the_same_values(kind: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+    directory = make_architecture(tmp_path / "mlx", "qwen3", tie_word_embeddings=True, **sizes)
+    own_values: dict[str, Any] = {}
+
+    def store(name: str, array: Any) -> Stored:
+        if name not in ("token_embd.weight", "blk.0.attn_q.weight", "blk.0.ffn_down.weight"):
+            return plain(array)
+        stored = random_tensor(kind, array.shape, len(name)) if kind in VALUES else plain(array, kind)
+        own_values[name] = mx.array(values(stored)) if kind in VALUES else mx.array(array).astype(DTYPES[kind])
+        if kind in AGAIN:
+            bits = AGAIN[kind][0]
+            own_values[name] = mx.dequantize(*mx.quantize(own_values[name], 32, bits), 32, bits)
+        return stored
+
+    path = as_gguf(directory, tmp_path / "model.gguf", store)
+    weights: Any = mx.load(str(directory / "model.safetensors"))
+    same = {name: own_values.get(tensor_name(name, "qwen3"), array) for name, array in weights.items()}
+    same = {name: array.astype(mx.float32) for name, array in same.items()}
+    mx.save_safetensors(str(directory / "model.safetensors"), same)
+    config = json.loads((gguf_directory(path) / "config.json").read_text())
+    assert config["dtype"] == ("float16" if kind == "F16" else "bfloat16")
+    own, theirs = in_float32(path), loaded(directory)
+    assert mx.allclose(own(mx.array([PROMPT])), theirs(mx.array([PROMPT])), rtol=1e-3, atol=1e-3)
+    assert greedy(own) == greedy(theirs)
+
+
+def test_weights_of_a_q4_k_m_file_take_as_much_memory_as_the_file_and_a_tenth(tmp_path: Path) -> None:
+    """llama.cpp's mixture: Q6_K for the embedding and half of the values and down projections, Q4_K for the rest."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "head_dim": 128, "num_hidden_layers": 2}
+    directory = make_architecture(tmp_path / "mlx", "llama", layer_types=None, sliding_window=None, **sizes)
+
+    def store(name: str, array: Any) -> Stored:
+        if array.ndim < 2:
+            return plain(array)
+        large = name == "output.weight" or name in ("blk.0.attn_v.weight", "blk.0.ffn_down.weight")
+        return random_tensor("Q6_K" if large else "Q4_K", array.shape)
+
+    path = as_gguf(directory, tmp_path / "model.gguf", store)
+    model = loaded(gguf_directory(path))
+    assert weight_bytes(model) < 1.1 * path.stat().st_size
+    assert model.model.layers[0].self_attn.q_proj.bits == 4
+    assert model.model.layers[0].self_attn.v_proj.bits == 6

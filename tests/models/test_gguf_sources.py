@@ -1,0 +1,199 @@
+"""A GGUF file is found by its path, in a directory and on the hub, and served like an MLX directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from huggingface_hub import constants
+
+from mlxpaged.models import sources
+from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.fingerprint import fingerprint
+from mlxpaged.models.gguf.choice import choose
+from mlxpaged.models.loader import load_model, read_tokenizer
+from mlxpaged.models.sources import resolve_model
+from tests.cli.helpers import hub
+from tests.models.gguf_blocks import random_tensor
+from tests.models.gguf_files import Stored, plain
+from tests.models.gguf_models import as_gguf
+from tests.support import make_tiny_model
+
+GB = 10**9
+PROMPT = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+@pytest.fixture(scope="module")
+def mlx(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("mlx") / "m", "llama")
+
+
+@pytest.fixture(scope="module")
+def gguf(mlx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return as_gguf(mlx, tmp_path_factory.mktemp("gguf") / "tiny-F32.gguf")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+
+def test_a_gguf_file_is_served_like_the_directory_with_the_same_weights(mlx: Path, gguf: Path) -> None:
+    own, theirs = load_model(str(gguf)), load_model(str(mlx))
+    assert mx.allclose(own.model(PROMPT), theirs.model(PROMPT), rtol=1e-5, atol=1e-5)
+    assert own.layers == theirs.layers
+    assert own.num_parameters == theirs.num_parameters
+    assert own.tokenizer.encode("What is 17 + 25?") == theirs.tokenizer.encode("What is 17 + 25?")
+    assert own.model_type == "llama"
+    assert own.context_length == theirs.context_length
+    assert 2 in own.tokenizer.eos_token_ids
+
+
+def test_weights_are_linked_and_never_copied(gguf: Path) -> None:
+    directory = resolve_model(str(gguf))
+    assert (directory / "model.gguf").readlink() == gguf
+    assert sum(path.lstat().st_size for path in directory.iterdir()) < gguf.stat().st_size
+
+
+def test_a_file_that_changes_gets_new_small_files(gguf: Path, mlx: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(gguf, tmp_path / "a.gguf"))
+    first = resolve_model(str(path))
+    assert resolve_model(str(path)) == first
+    as_gguf(mlx, path, change=lambda metadata, tensors: metadata.update({"llama.context_length": 77}))
+    second = resolve_model(str(path))
+    assert json.loads((second / "config.json").read_text())["max_position_embeddings"] == 77
+    assert not first.exists()
+
+
+def test_the_fingerprint_is_that_of_the_weights(gguf: Path, mlx: Path, tmp_path: Path) -> None:
+    copy = shutil.copy(gguf, tmp_path / "other name.gguf")
+    other = as_gguf(
+        mlx, tmp_path / "b.gguf", change=lambda _, tensors: tensors.update({"output_norm.weight": plain([1.5] * 64)})
+    )
+    digests = [fingerprint(resolve_model(str(path))) for path in (gguf, copy, other)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_model_in_parts_is_loaded_whole(mlx: Path, tmp_path: Path) -> None:
+    """The first part has the metadata, and each part a share of the tensors."""
+    names = [f"tiny-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    for number, name in enumerate(names):
+
+        def keep(metadata: dict[str, object], tensors: dict[str, object], number: int = number) -> None:
+            for place, tensor in enumerate(list(tensors)):
+                if place % 3 != number:
+                    del tensors[tensor]
+            if number:
+                metadata.clear()
+
+        as_gguf(mlx, tmp_path / name, change=keep)  # type: ignore[arg-type]
+    own = load_model(str(tmp_path / names[0]))
+    assert mx.allclose(own.model(PROMPT), load_model(str(mlx)).model(PROMPT), rtol=1e-5, atol=1e-5)
+    assert resolve_model(str(tmp_path)) == own.path
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(UnsupportedModelError, match=r"tiny-00002-of-00003\.gguf is missing"):
+        load_model(str(tmp_path / names[0]))
+
+
+def test_a_directory_with_several_quantizations_has_the_largest_that_fits(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = gguf.stat().st_size
+    for name, more in (("m-Q4_K_M.gguf", 0), ("m-Q8_0.gguf", 1000), ("m-F32.gguf", size), ("mmproj-F32.gguf", 10)):
+        (tmp_path / name).write_bytes(gguf.read_bytes() + bytes(more))
+
+    def link(name: str) -> str:
+        return (resolve_model(name) / "model.gguf").readlink().name
+
+    assert link(str(tmp_path)) == "m-F32.gguf"
+    assert link(f"{tmp_path}:q4_k_m") == "m-Q4_K_M.gguf"
+    monkeypatch.setattr(sources, "free_device_memory", lambda: 2 * size)
+    assert link(str(tmp_path)) == "m-Q8_0.gguf"
+    with pytest.raises(UnsupportedModelError, match=r"it has no GGUF file Q5_0, but m-F32\.gguf, m-Q4_K_M\.gguf"):
+        resolve_model(f"{tmp_path}:Q5_0")
+
+
+def test_of_a_hub_repository_only_the_chosen_file_is_downloaded(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    for name in ("m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-BF16.gguf"):
+        shutil.copy(gguf, repository / name)
+    sizes = {"m-Q4_K_M.gguf": 1, "m-Q8_0.gguf": 2, "m-BF16.gguf": 10**18}
+    with hub("someone/model", repository, sizes) as (address, requests):
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        chosen = {
+            name: (resolve_model(name) / "model.gguf").readlink().name
+            for name in ("someone/model", "someone/model:Q4_K_M", "someone/model/m-Q4_K_M.gguf")
+        }
+        assert chosen == {
+            "someone/model": "m-Q8_0.gguf",
+            "someone/model:Q4_K_M": "m-Q4_K_M.gguf",
+            "someone/model/m-Q4_K_M.gguf": "m-Q4_K_M.gguf",
+        }
+        assert not any("BF16" in request for request in requests)
+        with pytest.raises(UnsupportedModelError, match=r"someone/model:BF16 cannot be loaded: its weights take .* GB"):
+            resolve_model("someone/model:BF16")
+        assert not any("BF16" in request for request in requests)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve_model("someone/model:Q8_0").name == resolve_model("someone/model").name
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ("", ["big/m-Q8_0-00001-of-00002.gguf", "big/m-Q8_0-00002-of-00002.gguf"]),
+        ("Q4_K_M", ["m-Q4_K_M.gguf"]),
+        ("q4_k", []),
+        ("UD-Q4_K_XL", ["m-UD-Q4_K_XL.gguf"]),
+        ("big/m-Q8_0-00002-of-00002.gguf", ["big/m-Q8_0-00001-of-00002.gguf", "big/m-Q8_0-00002-of-00002.gguf"]),
+    ],
+)
+def test_what_is_chosen(wanted: str, expected: list[str]) -> None:
+    parts = [f"big/m-Q8_0-0000{number}-of-00002.gguf" for number in (2, 1)]
+    sizes = {
+        "m-Q4_K_M.gguf": 4 * GB,
+        "m-UD-Q4_K_XL.gguf": 5 * GB,
+        **dict.fromkeys(parts, 4 * GB),
+        "imatrix.gguf": 20 * GB,
+    }
+    if expected:
+        assert choose(sizes, wanted, 20 * GB) == expected
+    else:
+        with pytest.raises(UnsupportedModelError, match="no GGUF file q4_k"):
+            choose(sizes, wanted, 20 * GB)
+
+
+def quantized(name: str, array: Any) -> Stored:
+    return random_tensor("Q4_0", array.shape) if array.ndim > 1 else plain(array)
+
+
+def test_the_memory_is_checked_with_the_size_that_the_weights_will_have(
+    mlx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = as_gguf(
+        mlx,
+        tmp_path / "m.gguf",
+        lambda _, array: random_tensor("Q4_0", array.shape) if array.ndim > 1 else plain(array),
+    )
+    config = json.loads((resolve_model(str(path)) / "config.json").read_text())
+    served = load_model(str(path))
+    assert served.weight_bytes <= config["gguf_bytes"] <= 1.12 * path.stat().st_size
+    monkeypatch.setattr(sources, "free_device_memory", lambda: config["gguf_bytes"] - 1)
+    with pytest.raises(UnsupportedModelError, match=r"its weights take 0\.0 GB, but only 0\.0 GB"):
+        load_model(str(path))
+
+
+def test_the_tokenizer_alone_can_be_read(gguf: Path) -> None:
+    assert read_tokenizer(str(gguf)).encode("hello", add_special_tokens=False)
