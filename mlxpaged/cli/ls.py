@@ -1,4 +1,4 @@
-"""`mlxpaged ls` lists the models in the local cache of the hub, and says which of them can be served."""
+"""`mlxpaged ls` lists the models that the hub's cache, Ollama and LM Studio have, and says which can be served."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "ls",
         usage="%(prog)s [--json]",
-        description="List the downloaded models: size, kind, quantization, context length, and whether they can be "
-        "served, or why not.",
+        description="List the downloaded models, those of Ollama and LM Studio too: size, kind, quantization, context "
+        "length, and whether they can be served, or why not.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON: sizes in bytes, and the directories")
     parser.set_defaults(run=run)
@@ -32,7 +32,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     with heavy_imports():
         from mlxpaged.models.downloads import downloads
-    rows = [described(download) for download in downloads()]
+        from mlxpaged.models.other_apps import app_models
+    rows = [described(download) for download in [*downloads(), *app_models()]]
     if args.json:
         print(json.dumps(rows, indent=1))
         return 0
@@ -53,7 +54,7 @@ def described(download: Download) -> dict[str, Any]:
     """A row: what --json prints."""
     from mlxpaged.models.device_memory import free_device_memory
     from mlxpaged.models.downloads import quantization
-    from mlxpaged.models.errors import UnsupportedModelError
+    from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
     from mlxpaged.models.json_files import read_object
     from mlxpaged.models.loader import context_length
     from mlxpaged.models.preflight import check_directory, local_file_sizes
@@ -70,7 +71,7 @@ def described(download: Download) -> dict[str, Any]:
         config = read_object(path / "config.json", missing_is_empty=True)
         check_directory(path, local_file_sizes(path), free_device_memory())
         reason = None
-    except UnsupportedModelError as error:
+    except (ModelNotFoundError, UnsupportedModelError) as error:
         reason = str(error)
     is_reranker = KNOWN in download.name.lower()
     makes_embeddings = (download.path / "modules.json").is_file()

@@ -16,7 +16,8 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Download:
-    """A repository. path: the files of its newest revision. bytes: of all its revisions on the disk."""
+    """A repository, or a model of another app. path: the files of its newest revision, or a GGUF file. bytes: of all
+    its revisions on the disk."""
 
     name: str
     path: Path

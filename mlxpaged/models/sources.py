@@ -18,6 +18,7 @@ from mlxpaged.models.errors import HubError, ModelNotFoundError, UnsupportedMode
 from mlxpaged.models.gguf.choice import choose, gguf_sizes, split_name
 from mlxpaged.models.gguf.directory import gguf_directory
 from mlxpaged.models.gguf.file import MAGIC
+from mlxpaged.models.other_apps import app_path
 from mlxpaged.models.preflight import (
     NOTHING,
     WEIGHTS,
@@ -57,21 +58,21 @@ def resolve_model(name: str, reserved: Reserved = NOTHING, num_ranks: int = 1) -
 
 
 def local_path(name: str) -> Path | None:
-    """The directory of a model that a path names; None for a hub repository. Raises ModelNotFoundError or
-    UnsupportedModelError."""
-    path = Path(name).expanduser()
+    """The directory of a model that a path names, or that another app has; None for a hub repository. Raises
+    ModelNotFoundError or UnsupportedModelError."""
+    path = Path(app_path(name) or name).expanduser()
     if path.is_file():
         with path.open("rb") as file:
             if file.read(4) == MAGIC:
                 return directory_of(name, path.parent, [path.name])
         raise ModelNotFoundError(f"{path} is a file; use an MLX model, a directory with config.json and safetensors")
-    plain, quantization = split_name(name)
-    for each, wanted in ((path, ""), (Path(plain).expanduser(), quantization)):
+    plain, quantization = split_name(str(path))
+    for each, wanted in ((path, ""), (Path(plain), quantization)):
         if each.is_dir():
             if weight_paths(each) or not (found := gguf_sizes(each)):
                 return each
             return directory_of(name, each, chosen(name, found, wanted))
-    if name.startswith((".", "/", "~")) or plain.count("/") != 1:
+    if name.startswith((".", "/", "~")) or split_name(name)[0].count("/") != 1:
         near = ", ".join(near_names(name)) if "/" not in name else ""
         meant = f"; did you mean {near}?" if near else "; a hub repository is named OWNER/NAME"
         raise ModelNotFoundError(f"no such directory: {name if '://' in name else path}{meant}")

@@ -31,6 +31,9 @@ from mlxpaged.models.loader import DEMO_PATH, load_model
 from mlxpaged.registry.registry import Registry
 from tests.cli.helpers import DEADLINE, Command, Result, hub, mlxpaged, question, serving
 from tests.models.architectures import make_architecture
+from tests.models.gguf_blocks import quantized_q8_0
+from tests.models.gguf_files import Stored, plain
+from tests.models.gguf_models import as_gguf
 from tests.support import make_embedding_model, make_tiny_model, wait_until
 
 
@@ -329,6 +332,16 @@ def test_a_hub_repository_is_downloaded_and_served(tmp_path: Path) -> None:
             [sentence] = [line for line in command.stderr.splitlines() if line.startswith("mlxpaged: ")]
             assert "someone/absent" in sentence
             assert command.stdout == ""
+
+
+def test_a_gguf_file_is_served_with_its_chat_template(tmp_path: Path) -> None:
+    def store(_: str, array: Any) -> Stored:
+        return plain(array) if array.ndim < 2 else quantized_q8_0(array)
+
+    template = {"tokenizer.chat_template": (DEMO_PATH / "chat_template.jinja").read_text()}
+    path = as_gguf(DEMO_PATH, tmp_path / "demo-Q8_0.gguf", store, lambda metadata, _: metadata.update(template))
+    with serving(tmp_path / "run", str(path)) as command:
+        assert question(command.url) == "42"
 
 
 def test_a_hub_repository_without_a_model_that_can_be_loaded_is_said_in_a_sentence(tmp_path: Path) -> None:

@@ -182,3 +182,12 @@ def values(tensor: Stored) -> Any:
     """float32, by the definition of the tensor's type."""
     found = [each for block in blocks(tensor.data, tensor.kind) for each in VALUES[tensor.kind](block)]
     return np.array(found, np.float32).reshape(tensor.shape)
+
+
+def quantized_q8_0(array: Any) -> Stored:
+    """Rows of a multiple of 32 numbers as Q8_0."""
+    groups = np.asarray(array, np.float32).reshape(-1, 32)
+    scales = (np.abs(groups).max(axis=1) / 127).astype(np.float16)
+    q = np.rint(groups / np.maximum(scales.astype(np.float32), 1e-9)[:, None]).clip(-128, 127).astype(np.int8)
+    data = np.concatenate([scales[:, None].view(np.uint8), q.view(np.uint8)], axis=1)
+    return Stored("Q8_0", array.shape, data.tobytes())

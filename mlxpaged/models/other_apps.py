@@ -1,0 +1,109 @@
+"""Finds the models that Ollama and LM Studio have downloaded. They are used where they are. Nothing here imports mlx.
+
+Ollama keeps a manifest for each name and tag, which lists blobs by their digests; that of the weights is a GGUF file
+(https://github.com/ollama/ollama/blob/main/docs/faq.md says where). LM Studio has folders OWNER/NAME with GGUF files or
+MLX models.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mlxpaged.models.downloads import Download
+from mlxpaged.models.errors import ModelNotFoundError
+from mlxpaged.models.gguf.choice import begins_model, split_name
+
+OLLAMA, LM_STUDIO = "ollama:", "lmstudio:"
+"""What the names of their models begin with here."""
+
+WEIGHTS = "application/vnd.ollama.image.model"
+DEFAULT_PLACE = "registry.ollama.ai/library/"
+DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+MAX_MANIFEST_BYTES = 2**20
+MAX_MODELS = 1000
+"""Models of an app that are listed."""
+
+
+def ollama_directory() -> Path:
+    return Path(os.environ.get("OLLAMA_MODELS") or Path.home() / ".ollama" / "models").expanduser()
+
+
+def lm_studio_directory() -> Path:
+    """Older versions have another one."""
+    old = Path.home() / ".cache" / "lm-studio" / "models"
+    return old if old.is_dir() else Path.home() / ".lmstudio" / "models"
+
+
+def app_path(name: str) -> str | None:
+    """The path of a model of another app, with the quantization if one is named; None for any other name. Raises
+    ModelNotFoundError."""
+    if name.startswith(OLLAMA):
+        return str(ollama_path(name.removeprefix(OLLAMA)))
+    if name.startswith(LM_STUDIO):
+        path = lm_studio_directory() / name.removeprefix(LM_STUDIO)
+        if ".." in path.parts or not (path.exists() or Path(split_name(str(path))[0]).exists()):
+            raise ModelNotFoundError(f"LM Studio has no model {name.removeprefix(LM_STUDIO)}: `mlxpaged ls` lists them")
+        return str(path)
+    return None
+
+
+def ollama_path(name: str) -> Path:
+    """The GGUF file of a name such as qwen3:8b. Raises ModelNotFoundError."""
+    model, _, tag = name.partition(":")
+    place = model if model.count("/") >= 2 else DEFAULT_PLACE.split("/")[0] + "/" + model
+    place = place if "/" in model else DEFAULT_PLACE + model
+    manifest = ollama_directory() / "manifests" / place / (tag or "latest")
+    found = None if ".." in manifest.parts else blob_of(manifest)
+    if found is None:
+        raise ModelNotFoundError(f"Ollama has no model {name}: `mlxpaged ls` lists them, `ollama pull` downloads them")
+    return found
+
+
+def blob_of(manifest: Path) -> Path | None:
+    """The weights of a manifest; None if it has none, or they are not there."""
+    try:
+        if not manifest.is_file() or manifest.stat().st_size > MAX_MANIFEST_BYTES:
+            return None
+        layers = json.loads(manifest.read_bytes())["layers"]
+        digests = [DIGEST.fullmatch(each["digest"]) for each in layers if each["mediaType"] == WEIGHTS]
+        blobs = [ollama_directory() / "blobs" / f"sha256-{digest[1]}" for digest in digests if digest is not None]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return blobs[0] if blobs and blobs[0].is_file() else None
+
+
+def app_models() -> list[Download]:
+    """The models of other apps, in the order of their names."""
+    found = {each.name: each for models in (ollama_models(), lm_studio_models()) for each in models}
+    return [found[name] for name in sorted(found)]
+
+
+def ollama_models() -> Iterator[Download]:
+    root = ollama_directory() / "manifests"
+    for manifest in files_in(root, "*/*/*/*"):
+        blob = blob_of(manifest)
+        if blob is not None:
+            place, tag = manifest.parent.relative_to(root).as_posix(), manifest.name
+            name = place.removeprefix(DEFAULT_PLACE).removeprefix(DEFAULT_PLACE.split("/")[0] + "/")
+            yield Download(f"{OLLAMA}{name}:{tag}", blob, blob.stat().st_size)
+
+
+def lm_studio_models() -> Iterator[Download]:
+    root = lm_studio_directory()
+    for config in files_in(root, "*/*/config.json"):
+        sizes = [path.stat().st_size for path in config.parent.glob("*.safetensors")]
+        if sizes:
+            yield Download(LM_STUDIO + config.parent.relative_to(root).as_posix(), config.parent, sum(sizes))
+    for path in files_in(root, "*/*/*.gguf"):
+        if begins_model(path.name):
+            yield Download(LM_STUDIO + path.relative_to(root).as_posix(), path, path.stat().st_size)
+
+
+def files_in(root: Path, pattern: str) -> list[Path]:
+    """Regular files, at most MAX_MODELS."""
+    found = (path for path in root.glob(pattern) if path.is_file())
+    return sorted(path for path, _ in zip(found, range(MAX_MODELS), strict=False))
