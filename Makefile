@@ -11,7 +11,7 @@ TOOLS := $(VENV)/tools
 LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
 	--custom-compile-command 'make lock' $(ARGS)
 
-.PHONY: serve test test-kernels test-models test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults test-reliability soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
+.PHONY: serve test test-kernels test-models test-gguf test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults test-reliability soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
 
 serve: $(SERVE_STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -37,6 +37,13 @@ test-kernels: $(STAMP)
 
 test-models: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m "models or not models" tests/models tests/engine/test_metal_backend.py tests/engine/test_warm_start.py tests/engine/test_recurrent_fuzz.py tests/engine/test_window_fuzz.py tests/engine/test_pool_resizer.py tests/engine/test_seeing_families.py tests/engine/test_drafting_states.py tests/engine/test_draft_head.py
+
+# GGUF files of each architecture and kind of tokenizer, in llama.cpp too: the same probabilities and tokens. Its bindings
+# (34 MB) come into a folder of their own.
+test-gguf: $(STAMP)
+	$(BIN)/python -m venv --clear $(VENV)/llamacpp
+	$(VENV)/llamacpp/bin/python -m pip install --quiet --disable-pip-version-check xllamacpp==2026.10.11549
+	MLXPAGED_LLAMACPP=$(VENV)/llamacpp/bin/python $(BIN)/python -m pytest -m llamacpp tests/llama_cpp $(ARGS)
 
 # Several ranks of a model over loopback. They spin while they wait for each other, so one test runs at a time. FAULTS:
 # how often each rank of two is killed, stopped and slowed. ARGS=-rP prints how soon that was noticed, and counts of bytes.

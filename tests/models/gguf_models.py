@@ -159,6 +159,17 @@ def in_turns(name: str, array: Array, config: Mapping[str, Any]) -> Array:
     return turned(array, size=dim if "in_proj_z" in name else 1)
 
 
+def split_latents(name: str, array: Array, config: Mapping[str, Any]) -> dict[str, Array]:
+    """The keys, with their dimensions exchanged, and the values of DeepSeek V2's projection of latents."""
+    if "attn_kv_b" not in name:
+        return {name: array}
+    sizes = [config["qk_nope_head_dim"], config["v_head_dim"]]
+    heads = array.reshape(config["num_attention_heads"], sum(sizes), -1)
+    keys, values = heads[:, : sizes[0]], heads[:, sizes[0] :]
+    parts = {"attn_k_b": np.swapaxes(keys, 1, 2), "attn_v_b": values}
+    return {name.replace("attn_kv_b", own): np.ascontiguousarray(part) for own, part in parts.items()}
+
+
 def metadata_of(config: Mapping[str, Any], model_type: str, weights: Mapping[str, Array]) -> dict[str, Any]:
     """The keys of a config, without the architecture before them."""
     layers = config["num_hidden_layers"]
@@ -217,7 +228,10 @@ def metadata_of(config: Mapping[str, Any], model_type: str, weights: Mapping[str
     if model_type == "gpt_oss":
         found["expert_feed_forward_length"] = config["intermediate_size"]
     if model_type == "phi3" and "original_max_position_embeddings" in config:
-        found["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
+        before = config["original_max_position_embeddings"]
+        longer = config["max_position_embeddings"] / before
+        found["rope.scaling.original_context_length"] = before
+        found["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(longer) / np.log(before)))
     if model_type == "ministral3":
         found["rope.scaling.yarn_log_multiplier"] = float(scaling.get("mscale_all_dim", 0.0))
         found["attention.temperature_scale"] = scaling["llama_4_scaling_beta"]
@@ -226,6 +240,7 @@ def metadata_of(config: Mapping[str, Any], model_type: str, weights: Mapping[str
         found["attention.head_count_kv"] = [heads * (kind == "full_attention") for kind in config["layer_types"]]
         found["feed_forward_length"] = len(weights["model.layers.0.feed_forward.w1.weight"])
     if "linear_value_head_dim" in config:
+        found["rope.dimension_sections"] = [2, 1, 1, 0]
         found["ssm.inner_size"] = config["linear_value_head_dim"] * config["linear_num_value_heads"]
     if "kv_lora_rank" in config:
         rope = config["qk_rope_head_dim"]
@@ -247,6 +262,10 @@ def metadata_of(config: Mapping[str, Any], model_type: str, weights: Mapping[str
         found |= {
             "attention.key_length": config["global_head_dim"],
             "attention.key_length_swa": config["head_dim"],
+            "attention.value_length_swa": config["head_dim"],
+            "attention.value_length": config["global_head_dim"],
+            "rope.dimension_count": config["global_head_dim"],
+            "rope.dimension_count_swa": config["head_dim"],
             "attention.sliding_window_pattern": sliding,
             "attention.head_count_kv": [everywhere if each else in_full for each in sliding],
             "attention.shared_kv_layers": shared,
@@ -307,6 +326,8 @@ def as_gguf(
     tensors = {f"{name}.weight": plain(found) for name, found in factors(config, model_type).items()}
     for name, array in weights.items():
         own = tensor_name(name, model_type)
-        tensors[own] = store(own, np.ascontiguousarray(exported(name, array, model_type, config)))
+        given = np.ascontiguousarray(exported(name, array, model_type, config))
+        for each, part in split_latents(own, given, config).items():
+            tensors[each] = store(each, part)
     change(metadata, tensors)
     return write_gguf(path, metadata, tensors)

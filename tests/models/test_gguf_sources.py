@@ -68,6 +68,9 @@ def test_a_file_that_changes_gets_new_small_files(gguf: Path, mlx: Path, tmp_pat
     second = resolve_model(str(path))
     assert json.loads((second / "config.json").read_text())["max_position_embeddings"] == 77
     assert not first.exists()
+    path.unlink()
+    assert resolve_model(str(gguf)).exists()
+    assert not second.exists()
 
 
 def test_the_fingerprint_is_that_of_the_weights(gguf: Path, mlx: Path, tmp_path: Path) -> None:

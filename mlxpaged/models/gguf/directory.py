@@ -49,8 +49,9 @@ def gguf_directory(path: Path) -> Path:
         return directory
     files = directory_files(read_gguf(path))
     directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for old in directory.parent.glob(f"{place}-*"):
-        shutil.rmtree(old, ignore_errors=True)
+    for old in directory.parent.iterdir():  # of this file before it changed, and of files that are deleted
+        if old.name.startswith(f"{place}-") or not all(link.exists() for link in old.glob("model*.gguf")):
+            shutil.rmtree(old, ignore_errors=True)
     made = Path(tempfile.mkdtemp(dir=directory.parent))
     try:
         for name, content in files.items():
