@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cluster
 OURS, THEIRS = "198.51.100.1", "198.51.100.2"
 """Of a network that is only for documentation (RFC 5737)."""
 NAME = "other-mac"
-NOTICED_SECONDS = 10.0
+NOTICED_SECONDS = 60.0
 
 
 @dataclass
