@@ -15,11 +15,12 @@ from huggingface_hub import snapshot_download
 
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.errors import HubError, ModelNotFoundError, UnsupportedModelError
-from mlxpaged.models.gguf.choice import choose, gguf_sizes, split_name
+from mlxpaged.models.gguf.choice import choose, gguf_sizes, models_with, split_name
 from mlxpaged.models.gguf.directory import gguf_directory
 from mlxpaged.models.gguf.file import MAGIC
 from mlxpaged.models.other_apps import app_path
 from mlxpaged.models.preflight import (
+    GGUF,
     NOTHING,
     WEIGHTS,
     FileSizes,
@@ -69,7 +70,7 @@ def local_path(name: str) -> Path | None:
     plain, quantization = split_name(str(path))
     for each, wanted in ((path, ""), (Path(plain), quantization)):
         if each.is_dir():
-            if weight_paths(each) or not (found := gguf_sizes(each)):
+            if not (found := {} if weight_paths(each) and not wanted else gguf_sizes(each)):
                 return each
             return directory_of(name, each, chosen(name, found, wanted))
     if name.startswith((".", "/", "~")) or split_name(name)[0].count("/") != 1:
@@ -109,7 +110,8 @@ def download_weights(name: str, files: Sequence[str] = ()) -> Path:
         directory = Path(snapshot_download(repository, allow_patterns=[*SMALL_FILES, *(files or [WEIGHTS])]))
     if is_gguf(dict.fromkeys(files)):
         return directory_of(name, directory, files)
-    if not weight_paths(directory) and (found := gguf_sizes(directory)):  # downloaded before, and the hub is not there
+    # It was downloaded before, and the hub is not there.
+    if (quantization or not weight_paths(directory)) and (found := gguf_sizes(directory)):
         return directory_of(name, directory, chosen(name, found, quantization))
     return directory
 
@@ -117,20 +119,27 @@ def download_weights(name: str, files: Sequence[str] = ()) -> Path:
 def download_small_files(
     name: str, reserved: Reserved = NOTHING, num_ranks: int = 1, reclaimable_bytes: int = 0
 ) -> tuple[Path, FileSizes] | None:
-    """The directory of a hub repository with all but its weights, and the sizes of all files, or of the chosen ones of
-    its GGUF files; None if the hub does not tell them. reclaimable_bytes: memory that is not free yet, and can be until
-    the model is loaded. Raises ModelNotFoundError, or UnsupportedModelError if the model cannot be loaded."""
+    """The directory of a hub repository with all but its weights, and the sizes of all files, of GGUF files only the
+    chosen ones; None if the hub does not tell them. A GGUF file that is downloaded already comes before others.
+    reclaimable_bytes: memory that is not free yet, and can be until the model is loaded. Raises ModelNotFoundError, or
+    UnsupportedModelError if the model cannot be loaded."""
     repository, quantization = split_name(name)
     with hub_errors_explained(name):
         sizes = hub_file_sizes(repository)
         if sizes is None:
             return None
-        if is_gguf(sizes):
-            files = chosen(name, sizes, quantization)
-            sizes = {file: size for file, size in sizes.items() if file in files or not is_gguf({file: size})}
         directory = Path(snapshot_download(repository, allow_patterns=SMALL_FILES))
+        if quantization or is_gguf(sizes):
+            there = models_with(sizes, [file for file in sizes if (directory / file).exists()])
+            files = chosen(name, there if there and not quantization else sizes, quantization)
+            sizes = {file: size for file, size in sizes.items() if file in files or not is_weights(file)}
     check_before_loading(name, directory, sizes, reserved, num_ranks, reclaimable_bytes)
     return directory, sizes
+
+
+def is_weights(file: str) -> bool:
+    """Whether a file has weights, by its name."""
+    return file.lower().endswith((GGUF, ".safetensors"))
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from mlxpaged.models import sources
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.fingerprint import fingerprint
-from mlxpaged.models.gguf.choice import choose
+from mlxpaged.models.gguf.choice import choose, models_with
 from mlxpaged.models.loader import load_model, read_tokenizer
 from mlxpaged.models.sources import resolve_model
 from tests.cli.helpers import hub
@@ -149,8 +149,18 @@ def test_of_a_hub_repository_only_the_chosen_file_is_downloaded(
         with pytest.raises(UnsupportedModelError, match=r"someone/model:BF16 cannot be loaded: its weights take .* GB"):
             resolve_model("someone/model:BF16")
         assert not any("BF16" in request for request in requests)
+        monkeypatch.setattr(sources, "free_device_memory", lambda: 10**20)
+        assert resolve_model("someone/model").name == resolve_model("someone/model:Q8_0").name  # as it is downloaded
+        assert not any("BF16" in request for request in requests)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve_model("someone/model:Q8_0").name == resolve_model("someone/model").name
+
+
+def test_a_quantization_is_taken_although_there_are_safetensors(mlx: Path, gguf: Path, tmp_path: Path) -> None:
+    both = Path(shutil.copytree(mlx, tmp_path / "both"))
+    shutil.copy(gguf, both / "m-Q4_K_M.gguf")
+    assert resolve_model(str(both)) == both
+    assert (resolve_model(f"{both}:Q4_K_M") / "model.gguf").readlink() == both / "m-Q4_K_M.gguf"
 
 
 @pytest.mark.parametrize(
@@ -180,6 +190,12 @@ def test_what_is_chosen(wanted: str, expected: list[str]) -> None:
 
 def quantized(name: str, array: Any) -> Stored:
     return random_tensor("Q4_0", array.shape) if array.ndim > 1 else plain(array)
+
+
+def test_a_model_of_which_a_part_is_downloaded_has_all_its_parts() -> None:
+    parts = [f"m-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)]
+    sizes = dict.fromkeys([*parts, "m-Q4_K_M.gguf", "mmproj.gguf"], GB)
+    assert list(models_with(sizes, [parts[1], "mmproj.gguf", "config.json"])) == parts
 
 
 def test_the_memory_is_checked_with_the_size_that_the_weights_will_have(

@@ -25,7 +25,8 @@ from mlxpaged.models.short_names import BUNDLED, LATEST, full_name, near_names
 PROGRESS_SECONDS = 0.5
 """Seconds between two lines of a stream."""
 
-REPOSITORY = re.compile(r"[A-Za-z0-9_.-]{1,96}/[A-Za-z0-9_.-]{1,96}")
+REPOSITORY = re.compile(r"[A-Za-z0-9_.-]{1,96}/[A-Za-z0-9_.-]{1,96}(:[A-Za-z0-9_.-]{1,96})?")
+"""With a quantization of GGUF files, as Ollama's clients write it."""
 SUCCESS = {"status": "success"}
 
 

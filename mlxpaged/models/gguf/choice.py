@@ -43,9 +43,20 @@ def gguf_sizes(directory: Path) -> dict[str, int]:
 
 
 def begins_model(name: str) -> bool:
-    """Whether a GGUF file is a language model, or the first part of one, by its name."""
+    """Whether a file is a language model in GGUF, or the first part of one, by its name."""
     part = PART.search(name)
-    return OTHERS.search(name) is None and (part is None or int(part[1]) == 1)
+    return is_gguf_model(name) and (part is None or int(part[1]) == 1)
+
+
+def models_with(sizes: Mapping[str, int | None], files: list[str]) -> dict[str, int | None]:
+    """The GGUF files of the models that have one of these files."""
+    names = {PART.sub("", file) for file in files if is_gguf_model(file)}
+    return {file: size for file, size in sizes.items() if is_gguf_model(file) and PART.sub("", file) in names}
+
+
+def is_gguf_model(name: str) -> bool:
+    """Whether a file is a language model, or a part of one, by its name."""
+    return name.lower().endswith(".gguf") and OTHERS.search(name) is None
 
 
 def choose(sizes: Mapping[str, int | None], wanted: str, free_bytes: int) -> list[str]:
@@ -53,7 +64,7 @@ def choose(sizes: Mapping[str, int | None], wanted: str, free_bytes: int) -> lis
     largest that fits if it is empty. Raises UnsupportedModelError, with what there is, if there is no such file."""
     models: dict[str, list[str]] = {}
     for name in sorted(sizes):
-        if name.lower().endswith(".gguf") and not OTHERS.search(name):
+        if is_gguf_model(name):
             models.setdefault(PART.sub("", name), []).append(name)
     if not models:
         raise UnsupportedModelError("it has no GGUF file of a language model")
