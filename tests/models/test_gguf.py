@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlxpaged.models.embedding import weight_bytes
+from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.gguf.blocks import AGAIN
 from mlxpaged.models.gguf.directory import gguf_directory
 from mlxpaged.models.model_files import ModelFiles
@@ -113,6 +115,42 @@ def test_a_gguf_file_computes_what_the_mlx_directory_does(name: str, tmp_path: P
     own, theirs = loaded(gguf_directory(path)), loaded(directory)
     assert mx.allclose(own(mx.array([PROMPT])), theirs(mx.array([PROMPT])), rtol=1e-5, atol=1e-5)
     assert greedy(own) == greedy(theirs)
+
+
+def test_gate_and_up_projections_of_experts_may_be_one_tensor(tmp_path: Path) -> None:
+    """Gemma 4's files have them so."""
+
+    def fuse(_: dict[str, Any], tensors: dict[str, Stored]) -> None:
+        for name in [name for name in tensors if "ffn_gate_exps" in name]:
+            gate, up = (tensors.pop(name.replace("gate", part)) for part in ("gate", "up"))
+            experts, size, columns = gate.shape
+            arrays = [np.frombuffer(each.data, np.float32).reshape(gate.shape) for each in (gate, up)]
+            tensors[name.replace("gate", "gate_up")] = plain(np.concatenate(arrays, axis=1))
+            assert tensors[name.replace("gate", "gate_up")].shape == (experts, 2 * size, columns)
+
+    directory = make_architecture(tmp_path / "mlx", "gemma4_text", rope_parameters=GEMMA4_ROPE)
+    own = loaded(gguf_directory(as_gguf(directory, tmp_path / "model.gguf", change=fuse)))
+    assert mx.allclose(own(mx.array([PROMPT])), loaded(directory)(mx.array([PROMPT])), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_of_a_draft_head_are_left_out(tmp_path: Path) -> None:
+    def add(metadata: dict[str, Any], tensors: dict[str, Stored]) -> None:
+        layers = metadata["qwen35.block_count"]
+        metadata |= {"qwen35.block_count": layers + 1, "qwen35.nextn_predict_layers": 1}
+        tensors[f"blk.{layers}.nextn.eh_proj.weight"] = plain(np.zeros((64, 128)))
+
+    config = {"text_config": ARCHITECTURES["qwen3_5"].config["text_config"] | QWEN35}
+    directory = make_architecture(tmp_path / "mlx", "qwen3_5", **config)
+    own = loaded(gguf_directory(as_gguf(directory, tmp_path / "model.gguf", change=add)))
+    assert mx.allclose(own(mx.array([PROMPT])), loaded(directory)(mx.array([PROMPT])), rtol=1e-5, atol=1e-5)
+
+
+def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
+    directory = make_architecture(tmp_path / "mlx", "qwen3")
+    extra = {"blk.0.unheard.weight": plain(np.zeros(8))}
+    path = as_gguf(directory, tmp_path / "model.gguf", change=lambda _, tensors: tensors.update(extra))
+    with pytest.raises(UnsupportedModelError, match=r"it has the tensor blk\.0\.unheard\.weight, which is not known"):
+        gguf_directory(path)
 
 
 def in_float32(path: Path) -> Any:

@@ -18,6 +18,7 @@ from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.gguf.blocks import memory_bytes
 from mlxpaged.models.gguf.config import config_of
 from mlxpaged.models.gguf.file import GgufFile, read_gguf, split_paths
+from mlxpaged.models.gguf.names import NAMES, weight_name
 from mlxpaged.models.gguf.tokenizer import tokenizer_files
 from mlxpaged.models.gguf.weights import dtype_name
 from mlxpaged.models.preflight import GGUF_BYTES
@@ -79,10 +80,12 @@ def link_names(count: int) -> list[str]:
 
 
 def directory_files(file: GgufFile) -> dict[str, Any]:
-    """Contents by the names of files: texts, or what JSON is made of."""
+    """Contents by the names of files: texts, or what JSON is made of. Raises UnsupportedModelError."""
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():
         sizes[tensor.type.name] = sizes.get(tensor.type.name, 0) + tensor.nbytes
     config = config_of(file) | {"dtype": dtype_name(file), "gguf_type": max(sizes, key=lambda kind: sizes[kind])}
+    for name in file.tensors:
+        weight_name(NAMES[config["model_type"]], name, config["num_hidden_layers"])  # raises if it is not known
     config[GGUF_BYTES] = sum(memory_bytes(tensor) for tensor in file.tensors.values())
     return {"config.json": config, **tokenizer_files(file.metadata)}

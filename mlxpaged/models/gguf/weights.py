@@ -76,7 +76,7 @@ def read_weights(model: Module, file: GgufFile, config: Config, report: ReportAm
             continue
         found = arrays(tensor, dtype, errors)
         for own_name, parts in changed(name, found, names.permuted, names.shift, config).items():
-            module, _, kind = own_name.rpartition(".")
+            module = own_name.rpartition(".")[0]
             if "scales" in parts and not hasattr(modules.get(module), "to_quantized"):
                 parts = {"weight": dequantized(tensor, parts).astype(dtype)}
             if "scales" in parts:
