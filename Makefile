@@ -11,7 +11,7 @@ TOOLS := $(VENV)/tools
 LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
 	--custom-compile-command 'make lock' $(ARGS)
 
-.PHONY: serve test test-kernels test-models test-gguf test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults test-reliability soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
+.PHONY: serve test test-kernels test-models test-gguf test-encoders test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults test-reliability soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
 
 serve: $(SERVE_STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -44,6 +44,15 @@ test-gguf: $(STAMP)
 	$(BIN)/python -m venv --clear $(VENV)/llamacpp
 	$(VENV)/llamacpp/bin/python -m pip install --quiet --disable-pip-version-check xllamacpp==2026.10.11549
 	MLXPAGED_LLAMACPP=$(VENV)/llamacpp/bin/python $(BIN)/python -m pytest -m llamacpp tests/llama_cpp $(ARGS)
+
+# Encoders beside those of transformers. torch is installed in a folder of its own (0.7 GB). From PyPI it brings CUDA on
+# Linux: TORCH='torch --index-url https://download.pytorch.org/whl/cpu' does not. ARGS=-s prints the cosine similarities.
+TORCH ?= torch
+
+test-encoders: $(STAMP)
+	@if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python --target $(VENV)/torch $(TORCH); \
+	else $(BIN)/python $(PIP_INSTALL) --upgrade --target $(VENV)/torch $(TORCH); fi
+	PYTHONPATH=$(VENV)/torch $(BIN)/python -m pytest -m encoders -W default tests/models/test_encoders_by_transformers.py $(ARGS)
 
 # Several ranks of a model over loopback. They spin while they wait for each other, so one test runs at a time. FAULTS:
 # how often each rank of two is killed, stopped and slowed. ARGS=-rP prints how soon that was noticed, and counts of bytes.

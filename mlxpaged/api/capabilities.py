@@ -12,7 +12,7 @@ def capabilities(info: EngineInfo | EmbeddingInfo) -> dict[str, bool]:
     return {
         "chat": chats,
         "completions": generates,
-        "rerank": isinstance(info, EngineInfo) and info.reranker is not None,
+        "rerank": (info.reranker if isinstance(info, EngineInfo) else info.cross_encoder) is not None,
         "embeddings": info.embedding_model is not None,
         "tools": chats,
         "vision": chats and isinstance(info, EngineInfo) and info.images is not None,

@@ -32,7 +32,7 @@ def entries() -> list[dict[str, Any]]:
         {
             "id": name,
             "repository": row.repository,
-            "kind": row.kind,
+            "kind": row.kind.value,
             "size_bytes": row.bytes,
             "fits": row.bytes <= memory,
             "downloaded": isinstance(

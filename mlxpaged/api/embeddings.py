@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,10 +13,13 @@ from mlxpaged.api.access.caller import caller_of
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.request_context import choose_id
 from mlxpaged.api.server import Server, server_of
-from mlxpaged.engine.embedder import EmbeddingRequest, Vectors
+from mlxpaged.engine.async_engine import AsyncEngine
+from mlxpaged.engine.embedder import EmbeddingRequest
+from mlxpaged.engine.embedding_passes import Vectors
 from mlxpaged.engine.errors import RequestCancelledError
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.models.embedding import EmbeddingFacts
+from mlxpaged.models.kinds import Kind
 
 logger = logging.getLogger(__name__)
 
@@ -52,31 +55,56 @@ async def embed(
     server = server_of(request)
     engine, info = await server.embedder(request, name)
     model = embedding_model(server, info)
-    size = check_dimensions(model, dimensions)
-    opened = server.open_requests.open(choose_id(request, "embd"), 1, caller_of(request), engine)
+    size, tokens = check_dimensions(model, dimensions), list[list[int]]()
+
+    async def tokenize() -> None:
+        tokens.extend(await tokens_of(server, model, inputs, truncate))
+        await server.prepare(request, lambda: check_tokens(model, tokens))
+
+    def made(request_id: str) -> EmbeddingRequest:
+        return EmbeddingRequest(request_id, tokens, size)
+
+    _, vectors, seconds = await run_embedder(request, engine, "embd", tokenize, made, timeout)
+    return Embeddings(model, vectors, sum(map(len, tokens)), seconds)
+
+
+async def run_embedder(
+    request: Request,
+    engine: AsyncEngine,
+    id_prefix: str,
+    tokenize: Callable[[], Awaitable[None]],
+    made: Callable[[str], EmbeddingRequest],
+    timeout: float | None,
+) -> tuple[str, Vectors, float]:
+    """The id of a request, its vectors, and the seconds from its arrival to its end. tokenize: makes the inputs, once
+    there is room in the queue. made: returns the request with an id, after that. Raises ApiError and the engine's
+    errors."""
+    server = server_of(request)
+    opened = server.open_requests.open(choose_id(request, id_prefix), 1, caller_of(request), engine)
     try:
         with engine.reserve(1, server.held_beside(opened)) as arrival_time:
-            tokens = await tokens_of(server, model, inputs, truncate)
-            await server.prepare(request, lambda: check_tokens(model, tokens))
+            await tokenize()
         if opened.cancelled:
             raise RequestCancelledError("the request was cancelled")
-        num_tokens = sum(map(len, tokens))
+        asked = made(opened.request_id)
+        num_tokens = sum(map(len, asked.inputs))
         opened.submitted = True
         opened.count(num_tokens)
         limit = engine.config.request_timeout if timeout is None else timeout
-        vectors = await engine.embed(EmbeddingRequest(opened.request_id, tokens, size), arrival_time, limit)
+        vectors = await engine.embed(asked, arrival_time, limit)
     finally:
         server.open_requests.close(opened)
     seconds = engine.clock() - arrival_time
-    logger.info("%s embeddings=%d prompt_tokens=%d seconds=%.3f", opened.request_id, len(tokens), num_tokens, seconds)
-    return Embeddings(model, vectors, num_tokens, seconds)
+    what = opened.request_id, len(asked.inputs), num_tokens, seconds
+    logger.info("%s embeddings=%d prompt_tokens=%d seconds=%.3f", *what)
+    return opened.request_id, vectors, seconds
 
 
 def embedding_model(server: Server, info: EngineInfo | EmbeddingInfo) -> EmbeddingFacts:
     """Raises ApiError with the reason if the model makes no embeddings."""
     if info.embedding_model is not None:
         return info.embedding_model
-    others = [repr(model.name) for model in server.started().models.values() if model.config.only_embeds]
+    others = [repr(model.name) for model in server.started().models.values() if model.kind is Kind.EMBEDDING]
     remedy = f"use {' or '.join(others)}" if others else "start the server with --embedding-model to have one for them"
     message = f"{info.model!r} cannot be used for embeddings, because {info.no_embeddings_because}; {remedy}"
     raise bad_parameter("model", message, code="embeddings_not_supported")
@@ -104,7 +132,7 @@ async def tokens_of(
         most = model.tokenizer.most_chars(model.max_tokens)
         inputs = [each[:most] for each in inputs]  # type: ignore[assignment]
     least = sum(model.tokenizer.least_tokens(len(each)) if isinstance(each, str) else len(each) for each in inputs)
-    check_total(least, "at least ")
+    check_total(least, about="at least ")
     found: list[list[int]] = []
     for part in slices(inputs):
         for index, each in enumerate(part, len(found)):
@@ -127,7 +155,7 @@ def slices(inputs: Sequence[str | list[int]]) -> Iterator[Sequence[str | list[in
 
 
 def encode(model: EmbeddingFacts, inputs: Sequence[str | list[int]], truncate: bool) -> list[list[int]]:
-    tokens = [each if isinstance(each, list) else model.tokenizer.encode(model.spec.prompt + each) for each in inputs]
+    tokens = [each if isinstance(each, list) else model.tokenizer.encode(model.spec.text(each)) for each in inputs]
     return [shortened(model, each) for each in tokens] if truncate else tokens
 
 
@@ -153,10 +181,11 @@ def check_tokens(model: EmbeddingFacts, inputs: Sequence[Sequence[int]]) -> None
             raise bad_parameter("input", message)
 
 
-def check_total(num_tokens: int, about: str = "") -> None:
+def check_total(num_tokens: int, param: str = "input", about: str = "") -> None:
+    """Raises ApiError, with the field that has the texts, if they have too many tokens together."""
     if num_tokens > MAX_REQUEST_TOKENS:
         message = f"the inputs have {about}{num_tokens} tokens together; the limit of a request is {MAX_REQUEST_TOKENS}"
-        raise bad_parameter("input", message, code="too_many_tokens")
+        raise bad_parameter(param, message, code="too_many_tokens")
 
 
 def check_length(model: EmbeddingFacts, index: int, num_tokens: int, about: str = "") -> None:

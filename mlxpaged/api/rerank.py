@@ -1,7 +1,8 @@
 """Handles POST /v1/rerank, in Jina's and Cohere's format, and POST /v1/score, in vLLM's.
 
-Each document is a request of one token. It runs in the batch like all others, and the log-probabilities of "yes" and
-"no" at this token make the score.
+If the reranker generates text, each document is a request of one token. It runs in the batch like all others, and the
+log-probabilities of "yes" and "no" at this token make the score. A cross-encoder gives the scores itself: its pairs are
+inputs of the embedder.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mlxpaged.api.embeddings import check_total, run_embedder
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import rerank as fields
-from mlxpaged.api.generation.answers import Answers
 from mlxpaged.api.generation.check import ContextLengthError, check_text_length
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.schema import Body
 from mlxpaged.api.server import server_of
+from mlxpaged.engine.async_engine import AsyncEngine
+from mlxpaged.engine.embedder import EmbeddingRequest
+from mlxpaged.engine.info import EmbeddingInfo
 from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.models.embedding import EmbeddingFacts
 from mlxpaged.scheduler.admission import PromptTooLongError
 
 MAX_DOCUMENTS = 1000
@@ -100,16 +105,17 @@ class ScoreResponse(Body):
 
 @dataclass(frozen=True)
 class Judged:
-    """scores: of the pairs, in their order."""
+    """scores: of the pairs, in their order. num_tokens: of their texts. The token that each document's answer may have
+    is not counted: clients pay for what they send."""
 
+    request_id: str
+    model: str
     scores: list[float]
-    answers: Answers
+    num_tokens: int
 
     @property
     def usage(self) -> JudgedUsage:
-        """The token that each document's answer has is not counted: clients pay for what they send."""
-        prompt = self.answers.usage.prompt
-        return JudgedUsage(prompt_tokens=prompt, total_tokens=prompt)
+        return JudgedUsage(prompt_tokens=self.num_tokens, total_tokens=self.num_tokens)
 
 
 async def rerank(request: Request, body: RerankRequest) -> Response:
@@ -125,8 +131,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
         )
         for index in order[: body.top_n]
     ]
-    answers = judged.answers
-    made = RerankResponse(id=answers.context.request_id, model=answers.model, results=results, usage=judged.usage)
+    made = RerankResponse(id=judged.request_id, model=judged.model, results=results, usage=judged.usage)
     return JSONResponse(made.model_dump(exclude_none=True))
 
 
@@ -138,12 +143,11 @@ async def score(request: Request, body: ScoreRequest) -> Response:
     if len(queries) == 1:
         queries = queries * len(documents)
     judged = await judge(request, body, list(zip(queries, documents, strict=True)), "text_2", "score")
-    answers = judged.answers
     made = ScoreResponse(
-        id=answers.context.request_id,
+        id=judged.request_id,
         object="list",
         created=int(time.time()),
-        model=answers.model,
+        model=judged.model,
         data=[Score(index=index, object="score", score=each) for index, each in enumerate(judged.scores)],
         usage=judged.usage,
     )
@@ -156,9 +160,13 @@ async def judge(
     """pairs: a query and a document each. param: the client's field that has the documents. Raises ApiError and the
     engine's errors."""
     server = server_of(request)
-    _, info = await server.ready(request, body.model)
-    reranker = info.reranker
-    if reranker is None:
+    engine, info = await server.reranker(request, body.model)
+    if isinstance(info, EmbeddingInfo) and info.cross_encoder is not None:
+        if body.instruction is not None:
+            raise bad_parameter("instruction", f"{info.model!r} takes no instruction", code="unsupported_parameter")
+        return await judge_by_encoder(request, engine, info.cross_encoder, body.timeout, pairs, param, id_prefix)
+    reranker = None if isinstance(info, EmbeddingInfo) else info.reranker
+    if isinstance(info, EmbeddingInfo) or reranker is None:
         message = f"{info.model!r} is no reranker: {info.no_reranker_because}"
         raise bad_parameter("model", message, code="rerank_not_supported")
     for index, pair in enumerate(pairs):
@@ -177,7 +185,7 @@ async def judge(
     names = dict.fromkeys(("prompt", "max_tokens", "candidates"), param)
 
     def translate() -> GenerationRequest:
-        return GenerationRequest(prompts, params, body.model, timeout=body.timeout, client_names=names)
+        return GenerationRequest(prompts, params, body.model or info.model, timeout=body.timeout, client_names=names)
 
     answers = await start(request, translate, id_prefix)
     scores = []
@@ -185,4 +193,43 @@ async def judge(
         [token] = answer.logprobs
         (_, yes), (_, no) = token.top
         scores.append(reranker.score(yes, no))
-    return Judged(scores, answers)
+    return Judged(answers.context.request_id, answers.model, scores, answers.usage.prompt)
+
+
+async def judge_by_encoder(
+    request: Request,
+    engine: AsyncEngine,
+    model: EmbeddingFacts,
+    timeout: float | None,
+    pairs: Sequence[tuple[str, str]],
+    param: str,
+    id_prefix: str,
+) -> Judged:
+    """Does what `judge` does."""
+    server, inputs = server_of(request), list[tuple[list[int], int]]()
+    least = [model.tokenizer.least_tokens(sum(map(len, pair))) for pair in pairs]
+    for index, count in enumerate(least):
+        check_pair(model, f"{param}.{index}", count, "at least ")
+    check_total(sum(least), param, "at least ")
+
+    async def tokenize() -> None:
+        for index, pair in enumerate(pairs):
+            encode = partial(model.tokenizer.encode_pair, *pair)
+            inputs.append(await server.tokenize(model.tokenizer, sum(map(len, pair)), encode))
+            check_pair(model, f"{param}.{index}", len(inputs[-1][0]))
+        check_total(sum(len(tokens) for tokens, _ in inputs), param)
+
+    def made(request_id: str) -> EmbeddingRequest:
+        tokens, seconds = zip(*inputs, strict=True)
+        return EmbeddingRequest(request_id, tokens, 1, seconds)
+
+    request_id, vectors, _ = await run_embedder(request, engine, id_prefix, tokenize, made, timeout)
+    num_tokens = sum(len(tokens) for tokens, _ in inputs)
+    return Judged(request_id, model.name, vectors[:, 0].tolist(), num_tokens)
+
+
+def check_pair(model: EmbeddingFacts, param: str, num_tokens: int, about: str = "") -> None:
+    """Raises ApiError if a query and a document are too long together."""
+    if num_tokens > model.max_tokens:
+        message = f"has {about}{num_tokens} tokens with its query; the limit of {model.name!r} is {model.max_tokens}"
+        raise bad_parameter(param, message, code="context_length_exceeded")

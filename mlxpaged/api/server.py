@@ -31,6 +31,7 @@ from mlxpaged.engine.grammar import GrammarError
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.engine.request import Request as EngineRequest
 from mlxpaged.engine.request import RequestOutput
+from mlxpaged.models.kinds import Kind
 from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.process_memory import require_memory
 from mlxpaged.registry.errors import LoadFailedError, ModelUnknownError, NoRoomError
@@ -129,23 +130,32 @@ class Server:
         loaded = await self._load(model)
         info = loaded.require_ready()
         if not isinstance(info, EngineInfo):
-            others = [each.name for each in self.started().models.values() if not each.config.only_embeds]
+            others = [each.name for each in self.started().models.values() if each.kind.generates]
             use = f"; use {others[0]!r} to generate text" if others else ""
-            raise bad_parameter("model", f"{model.name!r} makes embeddings{use}", code="generation_not_supported")
+            does = "makes embeddings" if info.cross_encoder is None else "reranks"
+            raise bad_parameter("model", f"{model.name!r} {does}{use}", code="generation_not_supported")
         return loaded, info
 
     async def embedder(self, request: Request, name: str | None) -> tuple[AsyncEngine, EngineInfo | EmbeddingInfo]:
         """The engine of the model that is to make embeddings. None: the first one that only makes embeddings, else the
         default one. Raises ApiError or EngineUnavailableError."""
-        if name is None:
-            models = self.started().models.values()
-            name = next((each.name for each in models if each.config.only_embeds), None)
+        name = name or self._first(Kind.EMBEDDING)
         model = await self.model(request, name)
         if self.started().adapter_in(name) is not None:
             message = f"{name!r} is an adapter, which makes no embeddings; use {model.name!r}"
             raise bad_parameter("model", message, code="embeddings_not_supported")
         loaded = await self._load(model)
         return loaded, loaded.require_ready()
+
+    async def reranker(self, request: Request, name: str | None) -> tuple[AsyncEngine, EngineInfo | EmbeddingInfo]:
+        """The engine of the model that is to judge documents. None: the first reranker, else the default one. Raises
+        ApiError or EngineUnavailableError."""
+        loaded = await self._load(await self.model(request, name or self._first(Kind.RERANKER)))
+        return loaded, loaded.require_ready()
+
+    def _first(self, kind: Kind) -> str | None:
+        """The name of the first model of a kind."""
+        return next((each.name for each in self.started().models.values() if each.kind is kind), None)
 
     async def begin_load(self, request: Request, name: str | None) -> Load | None:
         """Begin to load the model that a request names. Returns None if it is loaded already. Raises ApiError or

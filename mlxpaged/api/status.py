@@ -75,8 +75,8 @@ async def status(request: Request) -> Response:
 
 
 def model_fields(model: Model) -> dict[str, Any]:
-    kind = "embeddings" if model.config.only_embeds else "generate"
-    return {"id": model.name, "state": model.state.value, "kind": kind, "memory_bytes": model.memory_bytes}
+    state, kind = model.state.value, model.kind.value
+    return {"id": model.name, "state": state, "kind": kind, "memory_bytes": model.memory_bytes}
 
 
 async def at_work(model: Model) -> dict[str, Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mlxpaged.engine.async_engine import AsyncEngine
+    from mlxpaged.engine.info import EngineInfo
     from mlxpaged.registry.registry import Registry
 
 
@@ -17,10 +19,42 @@ def banner(registry: Registry, url: str, needs_key: bool, ollama_url: str | None
 
     engine = registry.default.engine
     assert engine is not None
-    info, config = engine.info, engine.config
-    assert isinstance(info, EngineInfo)
-    body = {"model": info.model, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
+    assert engine.info is not None
+    info, extra, fields = engine.info, "", dict[str, Any]()
+    if adapters := [name for model in registry.models.values() for name in model.names[1:]]:
+        extra += f"  adapters  {', '.join(adapters)}\n"
+    for model in registry.loaded:
+        if model.engine is None or model.engine.info is None or (made := model.engine.info.embedding_model) is None:
+            continue
+        extra += f"  embedding {made.name}: {made.dimensions} dimensions, inputs up to {made.max_tokens} tokens\n"
+    if later := [model.name for model in registry.models.values() if model.engine is None]:
+        extra += f"  on use    {', '.join(later)}\n"
+    if isinstance(info, EngineInfo):
+        facts = of_text_model(info, engine) + extra
+        facts += f"  batch     up to {engine.config.max_num_seqs} sequences\n"
+        path, fields = "chat/completions", {"messages": [{"role": "user", "content": "What is 17 + 25?"}]}
+    else:
+        weights = megabytes(info.weight_bytes)
+        facts = f"  model     {info.model}: {weights} of weights, inputs up to {info.max_model_len} tokens\n{extra}"
+        path, fields = "embeddings", {"input": ["one text", "another text"]}
+        if info.cross_encoder is not None:
+            path, fields = "rerank", {"query": "What is red?", "documents": ["the sky", "a ripe tomato"]}
     key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
+    ollama = "" if ollama_url is None else f"  ollama    {ollama_url}\n"
+    return f"""
+mlxpaged {__version__}
+{facts}  address   {url}
+{ollama}
+In a browser: {page_address(url)}
+Try it:
+  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} \\
+    -d '{json.dumps({"model": info.model} | fields)}'
+"""
+
+
+def of_text_model(info: EngineInfo, engine: AsyncEngine) -> str:
+    """Lines about a model that generates text, and its memory."""
+    config = engine.config
     weights, pool = megabytes(info.weight_bytes), megabytes(info.start_kv_cache_bytes)
     if info.start_kv_cache_bytes < info.kv_cache_bytes:
         pool += f", grows to {megabytes(info.kv_cache_bytes)}"
@@ -62,27 +96,9 @@ def banner(registry: Registry, url: str, needs_key: bool, ollama_url: str | None
             extra += f"  link      {megabytes(link.token_bytes)} of one token are added up in {token:.2f} ms, and "
             extra += f"{megabytes(link.step_bytes)} of a full step in {step:.1f} ms\n"
             extra += f"            {sums} sums take {sums * token:.1f} ms of every token's time\n"
-    if adapters := [name for model in registry.models.values() for name in model.names[1:]]:
-        extra += f"  adapters  {', '.join(adapters)}\n"
-    for model in registry.loaded:
-        if model.engine is None or model.engine.info is None or (made := model.engine.info.embedding_model) is None:
-            continue
-        extra += f"  embedding {made.name}: {made.dimensions} dimensions, inputs up to {made.max_tokens} tokens\n"
-    if later := [model.name for model in registry.models.values() if model.engine is None]:
-        extra += f"  on use    {', '.join(later)}\n"
-    ollama = "" if ollama_url is None else f"  ollama    {ollama_url}\n"
-    return f"""
-mlxpaged {__version__}
-  model     {info.model}: {info.num_layers} layers, {weights} of weights, context {info.longest}
+    return f"""  model     {info.model}: {info.num_layers} layers, {weights} of weights, context {info.longest}
   KV cache  {pool}: up to {info.num_blocks} blocks of {info.block_size} tokens, {info.backend} attention
-{extra}  batch     up to {config.max_num_seqs} sequences
-  address   {url}
-{ollama}
-In a browser: {page_address(url)}
-Try it:
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
-    -d '{json.dumps(body)}'
-"""
+{extra}"""
 
 
 def page_address(url: str) -> str:

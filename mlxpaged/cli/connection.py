@@ -18,6 +18,7 @@ from mlxpaged.cli.flags import Flags
 from mlxpaged.cli.parser import Parser
 from mlxpaged.cli.running_servers import running_servers
 from mlxpaged.cli.status_line import StatusLine
+from mlxpaged.models.kinds import Kind
 from mlxpaged.models.short_names import taken, without_address
 
 DEFAULT_URL = "http://127.0.0.1:8080"
@@ -140,5 +141,5 @@ def chosen(client: Client, model: str | None, show: Callable[[str], None]) -> st
 
 def generating(client: Client) -> list[Entry]:
     """Returns the models that generate text, loaded ones first."""
-    entries = [entry for entry in client.get("/v1/models")["data"] if entry["kind"] == "generate"]
+    entries = [entry for entry in client.get("/v1/models")["data"] if Kind(entry["kind"]).generates]
     return sorted(entries, key=lambda entry: entry["state"] != LOADED)

@@ -56,9 +56,9 @@ def described(download: Download) -> dict[str, Any]:
     from mlxpaged.models.downloads import quantization
     from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
     from mlxpaged.models.json_files import read_object
+    from mlxpaged.models.kinds import kind_of
     from mlxpaged.models.loader import context_length
     from mlxpaged.models.preflight import check_directory, local_file_sizes
-    from mlxpaged.models.reranker import KNOWN
     from mlxpaged.models.sources import local_path
 
     config: dict[str, Any] = {}
@@ -73,13 +73,11 @@ def described(download: Download) -> dict[str, Any]:
         reason = None
     except (ModelNotFoundError, UnsupportedModelError) as error:
         reason = str(error)
-    is_reranker = KNOWN in download.name.lower()
-    makes_embeddings = (download.path / "modules.json").is_file()
     return {
         "name": download.name,
         "short_name": short_name(download.name),
         "bytes": download.bytes,
-        "kind": "reranker" if is_reranker else "embeddings" if makes_embeddings else "generate",
+        "kind": kind_of(download.name, download.path).value,
         "quantization": quantization(config),
         "context_length": context_length(config) if config else None,
         "served": reason is None,

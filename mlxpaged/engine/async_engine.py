@@ -16,7 +16,8 @@ from mlxpaged.cache.block_pool import BlockUsage
 from mlxpaged.engine import commands, errors
 from mlxpaged.engine.builder import load_core
 from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.embedder import EmbeddingRequest, Vectors
+from mlxpaged.engine.embedder import EmbeddingRequest
+from mlxpaged.engine.embedding_passes import Vectors
 from mlxpaged.engine.engine_thread import Callbacks, EngineHost, EngineThread, Failure, ModelSlot
 from mlxpaged.engine.errors import EngineState, EngineUnavailableError
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo

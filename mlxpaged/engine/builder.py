@@ -52,7 +52,8 @@ from mlxpaged.models.cache_groups import cache_layout, one_group
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.draft_assistant import Assistant
 from mlxpaged.models.embedding import EmbeddingModel
-from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.encoder_model import EncoderModel
+from mlxpaged.models.errors import EncoderError, UnsupportedModelError
 from mlxpaged.models.fingerprint import fingerprint, library_versions
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes, unfused
 from mlxpaged.models.loader import (
@@ -111,7 +112,7 @@ def build_engine(
         num_checkpoints = least(min(most, state_checkpoints(per_state, config.state_cache_bytes)), ranks)
     states = StateMemory(per_state, config.max_num_seqs, num_checkpoints)
     step_bytes = max(step_bytes, least_step())
-    reserved = step_bytes + (0 if embedder is None else embedder.model.kv_bytes)
+    reserved = step_bytes + (0 if embedder is None else embedder.step_bytes)
     reserved += 0 if served.vision is None else FEATURE_BYTES
     num_blocks = least(
         kv_blocks(per_block, config.kv_cache_bytes, per_sequence, config.max_num_seqs, reserved, states), ranks
@@ -281,17 +282,19 @@ def load_core(
         check_for_ranks(config)
     turns, name = Turns(reporter(Stage.LOADING, report)), config.served_model_name
     if config.only_embeds:
-        step = Reserved(step=least_step())
-        model = load_embedding_model(config.model, name, config.embedding_max_model_len, turns, step)
-        check_room(model)
-        return EmbeddingCore(make_embedder(model, config))
+        return load_embedding_core(config, turns)
     reserved = Reserved(config.kv_cache_bytes or 0, least_step())
     options = config.max_model_len, reserved, config.reranker, config.adapters
     group = None if ranks is None else ranks.group
-    served = load_model(
-        *(config.model, name, config.tool_parser, turns, *options, group, config.joins),
-        *(config.max_image_pixels, config.kv_cache_dtype, config.loads_draft_head, config.mtp),
-    )
+    try:
+        served = load_model(
+            *(config.model, name, config.tool_parser, turns, *options, group, config.joins),
+            *(config.max_image_pixels, config.kv_cache_dtype, config.loads_draft_head, config.mtp),
+        )
+    except EncoderError:
+        if ranks is not None or config.adapters:
+            raise
+        return load_embedding_core(config, turns)
     served = with_draft_model(config, served, turns, ranks)
     turns.take()
     step_bytes = measure_step(served, config)
@@ -306,6 +309,15 @@ def load_core(
     return core
 
 
+def load_embedding_core(config: EngineConfig, turns: Turns) -> EmbeddingCore:
+    """An engine that generates no text. Raises ModelNotFoundError, UnsupportedModelError or MemoryError."""
+    step = Reserved(step=least_step())
+    model = load_embedding_model(config.model, config.served_model_name, config.embedding_max_model_len, turns, step)
+    embedder = make_embedder(model, config)
+    check_room(embedder)
+    return EmbeddingCore(embedder)
+
+
 def check_for_ranks(config: EngineConfig) -> None:
     """Raises UnsupportedModelError if the configuration asks for something that several ranks cannot do."""
     if config.only_embeds:
@@ -318,13 +330,13 @@ def check_for_ranks(config: EngineConfig) -> None:
         )
 
 
-def check_room(model: EmbeddingModel) -> None:
-    """Raises MemoryError if the keys and values of the longest input do not fit."""
+def check_room(embedder: Embedder) -> None:
+    """Raises MemoryError if the largest step does not fit."""
     free = free_device_memory()
-    if model.kv_bytes > free:
+    if embedder.step_bytes > free:
         raise MemoryError(
-            f"{model.name}: the longest input takes {model.kv_bytes / 1e6:.1f} MB, but only {free / 1e6:.1f} MB are "
-            "free (--embedding-max-model-len)"
+            f"{embedder.model.name}: the longest input takes {embedder.step_bytes / 1e6:.1f} MB, but only "
+            f"{free / 1e6:.1f} MB are free (--embedding-max-model-len)"
         )
 
 
@@ -337,13 +349,15 @@ def build_embedder(config: EngineConfig, served: ServedModel) -> tuple[Embedder 
         return None, str(error)
 
 
-def make_embedder(model: EmbeddingModel, config: EngineConfig) -> Embedder:
+def make_embedder(model: EmbeddingModel | EncoderModel, config: EngineConfig) -> Embedder:
+    embedder = Embedder(model, config.max_num_batched_tokens)
     logger.info(
-        "embeddings by %s: %d dimensions, %s pooling, inputs up to %d tokens; %.1f MB are reserved for one input",
+        "%s by %s: %d dimensions, %s pooling, inputs up to %d tokens; %.1f MB are reserved for a step",
+        "scores" if model.is_reranker else "embeddings",
         model.name,
         model.dimensions,
         model.spec.pooling.value,
         model.max_tokens,
-        model.kv_bytes / 1e6,
+        embedder.step_bytes / 1e6,
     )
-    return Embedder(model, config.max_num_batched_tokens)
+    return embedder

@@ -7,16 +7,16 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
 from mlxpaged.cpu.streams import synchronize
+from mlxpaged.engine.embedding_passes import DecoderPasses, EncoderPasses, Input, Passes, Vectors
 from mlxpaged.engine.request import EndedRequest
 from mlxpaged.engine.stall import StepSize
 from mlxpaged.models.embedding import EmbeddingModel
+from mlxpaged.models.encoder_model import EncoderModel
 from mlxpaged.process_memory import is_out_of_memory, require_memory
 from mlxpaged.scheduler.sequence import FinishReason, SequenceStatus
 
@@ -24,9 +24,7 @@ logger = logging.getLogger(__name__)
 
 STEP_TOKENS = 256
 """Tokens of a forward pass, padding included, while other requests generate. It delays them about as much as a prompt
-chunk of this size. Longer inputs are computed alone, in chunks. Shorter inputs are computed together."""
-
-Vectors = NDArray[np.float32]
+chunk of this size. Longer inputs are computed alone, in parts. Shorter inputs are computed together."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,7 @@ class EmbeddingRequest:
     request_id: str
     inputs: Sequence[Sequence[int]]  # token ids, at least one per input
     dimensions: int  # the vectors are cut to this length
+    seconds: Sequence[int] = ()  # where the second text of each input begins, if they are pairs
     reply: Future[EmbeddingOutput] = field(default_factory=Future)  # cancelled if the client has left
 
 
@@ -66,30 +65,32 @@ class Job:
         self.num_left = len(request.inputs)
         order = sorted(range(len(request.inputs)), key=lambda i: len(request.inputs[i]), reverse=True)
         self.long = [i for i in order if len(request.inputs[i]) > step_tokens]
-        self.short = order[len(self.long) :]
+        self.short = deque(order[len(self.long) :])
 
 
 @dataclass
-class Row:
-    """One input of a job. cache: None for an input that is computed in one pass. pooled[D]: of the tokens so far."""
+class Row(Input):
+    """One input of a job."""
 
-    job: Job
-    index: int
-    cache: list[Any] | None = None
-    num_computed: int = 0
-    pooled: Vectors | None = None
+    job: Job = field(kw_only=True)
+    index: int = field(kw_only=True)
 
-    @property
-    def tokens(self) -> Sequence[int]:
-        return self.job.request.inputs[self.index]
+
+def row_of(job: Job, index: int) -> Row:
+    tokens, seconds = job.request.inputs[index], job.request.seconds
+    return Row(tokens, seconds[index] if seconds else len(tokens), job=job, index=index)
 
 
 class Embedder:
-    """Runs inputs of all requests in turn. At most one long input holds keys and values."""
+    """Runs inputs of all requests in turn. At most one long input holds a state between two passes."""
 
-    def __init__(self, model: EmbeddingModel, max_step_tokens: int) -> None:
+    def __init__(self, model: EmbeddingModel | EncoderModel, max_step_tokens: int) -> None:
         """max_step_tokens: tokens of a forward pass while no request generates."""
         self.model = model
+        self._passes: Passes = (
+            EncoderPasses(model, max_step_tokens) if isinstance(model, EncoderModel) else DecoderPasses(model)
+        )
+        self.step_bytes = self._passes.step_bytes
         self._max_step_tokens = max_step_tokens
         self._step_tokens = min(STEP_TOKENS, max_step_tokens)
         self._jobs: deque[Job] = deque()
@@ -123,7 +124,7 @@ class Embedder:
         for job in [job for job in self._jobs if job.request.reply.cancelled()]:
             self._drop(job)
         if self._long is None and (first := next((job for job in self._jobs if job.long), None)) is not None:
-            self._long = Row(first, first.long.pop(), self.model.make_cache())
+            self._long = row_of(first, first.long.pop())
             self._move_to_the_end(first)
         has_short = any(job.short for job in self._jobs)
         budget = self._max_step_tokens if alone else self._step_tokens
@@ -135,16 +136,16 @@ class Embedder:
             self._run(self._next_rows(budget), budget)
 
     def _next_rows(self, budget: int) -> list[Row]:
-        """Short inputs, perhaps of several jobs, that have at most `budget` tokens when padded to the longest one."""
+        """Short inputs, perhaps of several jobs, that have at most `budget` tokens in a pass."""
         rows: list[Row] = []
-        longest = 0
+        lengths: list[int] = []
         for job in self._jobs:
             while job.short:
-                length = len(job.request.inputs[job.short[0]])
-                if (len(rows) + 1) * max(longest, length) > budget:
+                lengths.append(len(job.request.inputs[job.short[0]]))
+                if self._passes.num_tokens(lengths) > budget:
+                    lengths.pop()
                     break
-                longest = max(longest, length)
-                rows.append(Row(job, job.short.pop(0)))
+                rows.append(row_of(job, job.short.popleft()))
         self._move_to_the_end(rows[0].job)
         return rows
 
@@ -153,20 +154,12 @@ class Embedder:
         self._jobs.append(job)
 
     def _run(self, rows: Sequence[Row], budget: int) -> None:
-        """Compute short inputs, or the next chunk of a long one. If inputs of several requests fail together, each
+        """Compute short inputs, or the next part of a long one. If inputs of several requests fail together, each
         request runs again alone, so that only the faulty one ends."""
-        start = rows[0].num_computed
-        chunks = [row.tokens[start : start + budget] for row in rows]
-        longest = max(map(len, chunks))
-        self.step_size = StepSize(len(rows), longest * len(rows), None)
-        # Padding follows the input, and a causal decoder's states do not depend on later tokens.
-        tokens = [[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks]
+        self.step_size = StepSize(len(rows), self._passes.size(rows, budget), None)
         try:
-            require_memory(self.model.kv_bytes, "a step of embeddings")
-            states = self.model.decode(mx.array(tokens), rows[0].cache)
-            pooled = self._pool(states, start, mx.array([len(row.tokens) for row in rows]))
-            mx.eval(pooled)  # if NumPy evaluated it, an error would end the process
-            vectors = np.array(pooled)
+            require_memory(self.step_bytes, "a step of embeddings")
+            num_tokens = self._passes.run(rows, budget)
         except Exception as error:
             logger.exception("embedding %d inputs failed", len(rows))
             synchronize()
@@ -181,24 +174,19 @@ class Embedder:
                 self._end(rows[0].job, EmbeddingOutput(None, reason, message))
             return
         self._steps += 1
-        self._tokens += sum(map(len, chunks))
-        for row, chunk, vector in zip(rows, chunks, vectors, strict=True):
-            row.pooled = vector if row.pooled is None else row.pooled + vector
-            row.num_computed += len(chunk)
-            if row.num_computed == len(row.tokens):
-                self._finish(row, row.pooled)
+        self._tokens += num_tokens
+        for row in rows:
+            if row.is_done:
+                self._finish(row)
 
-    def _pool(self, states: mx.array, start: int, lengths: mx.array) -> mx.array:
-        """Weighted sum [B, D] of states [B, T, D] from position `start` on, for inputs of these lengths."""
-        positions = mx.arange(start, start + states.shape[1])
-        weights = self.model.spec.pooling.weights(positions[None], lengths[:, None])
-        return (states.astype(mx.float32) * weights[..., None]).sum(axis=1)
-
-    def _finish(self, row: Row, pooled: Vectors) -> None:
-        job = row.job
+    def _finish(self, row: Row) -> None:
+        job, vector = row.job, row.vector
+        assert vector is not None
         if row is self._long:
             self._long = None
-        vector = pooled[: job.request.dimensions]
+        for dense in self.model.spec.dense:
+            vector = dense(vector)
+        vector = vector[: job.request.dimensions]
         if self.model.spec.normalize:
             vector = vector / max(float(np.linalg.norm(vector)), 1e-12)  # the limit is that of torch's normalize
         job.vectors[row.index] = vector

@@ -15,7 +15,7 @@ class EmbeddingCore(Worker):
 
     def __init__(self, embedder: Embedder) -> None:
         super().__init__(embedder)
-        self.step_bytes = embedder.model.kv_bytes  # that the next step may take again
+        self.step_bytes = embedder.step_bytes  # that the next step may take again
 
     def info(self, config: EngineConfig) -> EmbeddingInfo:
         return EmbeddingInfo(self)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mlxpaged.engine.config import EngineConfig
+from mlxpaged.models.kinds import Kind
 from mlxpaged.models.layers import is_per_sequence
 from mlxpaged.scheduler.admission import PromptTooLongError, check_fits
 
@@ -85,6 +86,12 @@ class EngineInfo:
         return others | {"reranker": None, "images": None}
 
     @property
+    def kind(self) -> Kind:
+        if self.reranker is not None:
+            return Kind.RERANKER
+        return Kind.TEXT if self.images is None else Kind.VISION
+
+    @property
     def max_tokens_in_pool(self) -> int:
         """Tokens of the longest sequence that the pool can hold."""
         chunk, limit = self.scheduler_config.max_num_batched_tokens, self.num_blocks * self.block_size
@@ -116,14 +123,18 @@ class EngineInfo:
 
 
 class EmbeddingInfo:
-    """Facts about the engine of a model that only makes embeddings."""
+    """Facts about the engine of a model that generates no text: it makes embeddings, or judges pairs of texts."""
 
     def __init__(self, core: EmbeddingCore) -> None:
-        self.embedding_model = core.embedder.model.facts
-        self.model = self.embedding_model.name
-        self.tokenizer = self.embedding_model.tokenizer
-        self.context_length = self.embedding_model.context_length
-        self.max_model_len = self.embedding_model.max_tokens  # of an input
-        self.weight_bytes = self.embedding_model.weight_bytes
+        facts = core.embedder.model.facts
+        self.embedding_model = None if facts.is_reranker else facts
+        self.cross_encoder = facts if facts.is_reranker else None
+        self.model = facts.name
+        self.tokenizer = facts.tokenizer
+        self.context_length = facts.context_length
+        self.max_model_len = facts.max_tokens  # of an input
+        self.weight_bytes = facts.weight_bytes
         self.created = int(time.time())  # Unix time
-        self.no_embeddings_because = ""
+        self.no_embeddings_because = "it is a reranker" if facts.is_reranker else ""
+        self.no_reranker_because = "" if facts.is_reranker else "it makes embeddings"
+        self.kind = Kind.RERANKER if facts.is_reranker else Kind.EMBEDDING

@@ -1,63 +1,111 @@
-"""Embedding models: reads sentence-transformers' files of a directory, and loads the decoder.
+"""Embedding models: reads sentence-transformers' files of a directory, and makes a decoder of mlx-lm one.
 
-mlx-lm has only causal decoders, and does not know which of their states make an embedding. So a model is refused if its
-directory does not state this, or states something that is not implemented here. The message has the reason.
+No config.json tells which states make an embedding. So a model is refused if its directory does not state this, or
+states something that is not implemented here. The message has the reason. Encoders: see encoder_model.py.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_reduce
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
+from numpy.typing import NDArray
 
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.json_files import read, read_object
 from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.models.weight_headers import read_shapes
 from mlxpaged.models.weight_names import known_classes
 
+Vector = NDArray[np.float32]
+
 MODULES, POOLING, TRANSFORMER = "modules.json", "config.json", "sentence_bert_config.json"
-PROMPTS = "config_sentence_transformers.json"
+PROMPTS, DENSE_WEIGHTS = "config_sentence_transformers.json", "model.safetensors"
 PROBE = [3, 1, 4, 1, 5, 9, 2]
 MIN_COSINE = 0.98
 """Half types round differently in other chunks. A model that runs incorrectly is far below this."""
 
 
+ACTIVATIONS: Mapping[str, Callable[[Vector], Vector]] = {
+    "Identity": lambda x: x,
+    "Tanh": np.tanh,
+    "ReLU": lambda x: np.maximum(x, 0),
+    "Sigmoid": lambda x: (1 / (1 + np.exp(-x))).astype(np.float32),
+}
+"""Activations of Dense modules, by torch's names."""
+
+
 class Pooling(Enum):
     """How the states of an input's tokens become one vector; sentence-transformers' names."""
 
+    CLS = "cls"
     LAST = "lasttoken"
+    MAX = "max"
     MEAN = "mean"
+    MEAN_SQRT_LENGTH = "mean_sqrt_len"
     WEIGHTED_MEAN = "weightedmean"
 
     def weights(self, positions: mx.array, length: mx.array) -> mx.array:
-        """The weight of the state at each position, [...] float32, in an input of `length` tokens; 0 after its end."""
+        """The weight of the state at each position, [...] float32, in an input of `length` tokens; 0 after its end. MAX
+        has none."""
         inside = (positions < length).astype(mx.float32)
+        if self is Pooling.CLS:
+            return (positions == 0).astype(mx.float32)
         if self is Pooling.LAST:
             return (positions == length - 1).astype(mx.float32)
         if self is Pooling.MEAN:
             return inside / length
+        if self is Pooling.MEAN_SQRT_LENGTH:
+            return inside / mx.sqrt(length)
+        assert self is Pooling.WEIGHTED_MEAN
         return inside * (positions + 1) / (length * (length + 1) / 2)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A layer after the pooling. weight[out, in], bias[out], float32."""
+
+    weight: Vector
+    bias: Vector | None
+    activation: str
+
+    def __call__(self, vector: Vector) -> Vector:
+        """[in] -> [out]"""
+        out = self.weight @ vector
+        return ACTIVATIONS[self.activation](out if self.bias is None else out + self.bias)
 
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
     """What a directory states. prompt: put before every text. max_tokens: limit of an input, None for the context.
-    matryoshka: sizes that an embedding may be cut to; True for all, False for none."""
+    matryoshka: sizes that an embedding may be cut to; True for all, False for none. lower_case: whether texts are made
+    lower-case. dense: the layers after the pooling."""
 
     pooling: Pooling
     normalize: bool
-    prompt: str
-    max_tokens: int | None
-    matryoshka: frozenset[int] | bool
+    prompt: str = ""
+    max_tokens: int | None = None
+    matryoshka: frozenset[int] | bool = False
+    lower_case: bool = False
+    dense: tuple[Dense, ...] = field(default=(), compare=False)
+
+    def dimensions(self, width: int) -> int:
+        """The size of an embedding, from that of a state."""
+        return self.dense[-1].weight.shape[0] if self.dense else width
+
+    def text(self, text: str) -> str:
+        """What is tokenized for a text."""
+        return self.prompt + (text.lower() if self.lower_case else text)
 
     def can_be_cut_to(self, dimensions: int) -> bool:
         return self.matryoshka if isinstance(self.matryoshka, bool) else dimensions in self.matryoshka
@@ -66,7 +114,7 @@ class EmbeddingSpec:
 @dataclass(frozen=True)
 class EmbeddingFacts:
     """What the API knows of an embedding model, without its weights. context_length: of the model. max_tokens: limit of
-    an input. kv_bytes: keys and values of the longest input."""
+    an input. is_reranker: whether an input is a pair of texts, and its only dimension is their score."""
 
     name: str
     tokenizer: Tokenizer
@@ -75,20 +123,22 @@ class EmbeddingFacts:
     vocab_size: int
     context_length: int
     max_tokens: int
-    kv_bytes: int
     weight_bytes: int
+    is_reranker: bool
+
+    @property
+    def facts(self) -> EmbeddingFacts:
+        return EmbeddingFacts(**{each.name: getattr(self, each.name) for each in fields(EmbeddingFacts)})
 
 
 @dataclass(frozen=True)
 class EmbeddingModel(EmbeddingFacts):
-    """decode: tokens [B, T] and a cache of `make_cache` or None -> states [B, T, dimensions]."""
+    """A decoder. decode: tokens [B, T] and a cache of `make_cache` or None -> states [B, T, width]. kv_bytes: keys and
+    values of the longest input."""
 
     decode: Callable[[mx.array, list[Any] | None], mx.array]
     make_cache: Callable[[], list[Any]]
-
-    @property
-    def facts(self) -> EmbeddingFacts:
-        return EmbeddingFacts(**{field.name: getattr(self, field.name) for field in fields(EmbeddingFacts)})
+    kv_bytes: int
 
 
 def embedding_spec(path: Path) -> EmbeddingSpec:
@@ -102,17 +152,17 @@ def embedding_spec(path: Path) -> EmbeddingSpec:
     except (TypeError, KeyError, AttributeError):
         raise UnsupportedModelError(f"its {MODULES} is not a list of modules") from None
     kinds = [kind for kind, _ in stated]
-    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        raise UnsupportedModelError(
-            f"its {MODULES} asks for {', '.join(kinds)}; only Transformer, Pooling and Normalize are supported"
-        )
+    num_dense = kinds.count("Dense")
+    if kinds[: 2 + num_dense] != ["Transformer", "Pooling"] + ["Dense"] * num_dense or kinds[2 + num_dense :] not in (
+        [],
+        ["Normalize"],
+    ):
+        known = "only Transformer, Pooling, Dense and Normalize, in this order, are supported"
+        raise UnsupportedModelError(f"its {MODULES} asks for {', '.join(kinds)}; {known}")
     config = read_object(path / "config.json")
-    check_causal(config)
     pooling = read_object(path / stated[1][1] / POOLING)
     prompts = read_object(path / PROMPTS, missing_is_empty=True)
     transformer = read_object(path / TRANSFORMER, missing_is_empty=True)
-    if transformer.get("do_lower_case"):
-        raise UnsupportedModelError(f"its {TRANSFORMER} asks for lower-case text, which is not supported")
     name = prompts.get("default_prompt_name")
     prompt = (prompts.get("prompts") or {}).get(name, "") if name is not None else ""
     if prompt and pooling.get("include_prompt") is False:
@@ -125,6 +175,8 @@ def embedding_spec(path: Path) -> EmbeddingSpec:
         prompt=str(prompt),
         max_tokens=limit if isinstance(limit, int) and limit > 0 else None,
         matryoshka=frozenset(map(int, sizes)) if sizes else bool(config.get("is_matryoshka")),
+        lower_case=bool(transformer.get("do_lower_case")),
+        dense=tuple(read_dense(path / place) for kind, place in stated if kind == "Dense"),
     )
 
 
@@ -132,17 +184,35 @@ def stated_pooling(config: Mapping[str, Any]) -> Pooling:
     """The pooling that "pooling_mode": NAME or "pooling_mode_NAME": true names. Raises UnsupportedModelError."""
     modes = config.get("pooling_mode")
     if modes is None:
-        prefix = "pooling_mode_"
-        modes = [key.removeprefix(prefix).removesuffix("_tokens") for key, on in config.items() if on is True]
+        modes = [key.removeprefix("pooling_mode_") for key, on in config.items() if on is True]
     names = [modes] if isinstance(modes, str) else list(modes)
-    names = [name for name in names if name != "include_prompt"]
+    names = [str(name).removesuffix("_tokens").removesuffix("_token") for name in names if name != "include_prompt"]
     try:
         (name,) = names
         return Pooling(name)
     except ValueError:
         known = ", ".join(pooling.value for pooling in Pooling)
-        asked = " and ".join(map(str, names)) or "nothing"
+        asked = " and ".join(names) or "nothing"
         raise UnsupportedModelError(f"its pooling is {asked}; only one of {known} is supported") from None
+
+
+def read_dense(path: Path) -> Dense:
+    """A layer in a directory of its own. Raises UnsupportedModelError."""
+    config, file = read_object(path / "config.json"), path / DENSE_WEIGHTS
+    activation = str(config.get("activation_function", "Identity")).rpartition(".")[2]
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise UnsupportedModelError(f"the activation of its {path.name} is {activation}; only {known} are supported")
+    if not file.is_file():
+        raise UnsupportedModelError(f"its {path.name} has no {DENSE_WEIGHTS}; files of other formats are not read")
+    read_shapes(file)
+    stored: Any = mx.load(str(file))
+    arrays = {name: np.array(array.astype(mx.float32)) for name, array in stored.items()}
+    weight, bias = arrays.get("linear.weight"), arrays.get("linear.bias")
+    stated = (config.get("out_features"), config.get("in_features"))
+    if weight is None or weight.shape != stated or (bias is None) is bool(config.get("bias", True)):
+        raise UnsupportedModelError(f"the weights of its {path.name} do not fit its config.json")
+    return Dense(weight, bias, activation)
 
 
 def check_causal(config: Mapping[str, Any]) -> None:
@@ -183,6 +253,8 @@ def embedding_model(
 
     Raises UnsupportedModelError.
     """
+    if spec.pooling is Pooling.MAX:
+        raise UnsupportedModelError("its pooling is max, which only encoders have here")
     decoder = getattr(model, "model", None)
     if decoder is None:
         raise UnsupportedModelError("mlx-lm's model of this kind has no decoder whose states can be read")
@@ -202,6 +274,7 @@ def embedding_model(
         raise UnsupportedModelError(f"its states cannot be read: {type(error).__name__}: {error}") from error
     if not cosine >= MIN_COSINE:
         raise UnsupportedModelError(f"an input in chunks gives other states (cosine similarity {cosine:.4f})")
+    check_dense(spec, int(whole.shape[-1]))
     most = min(max_tokens, context, spec.max_tokens or context)
     return EmbeddingModel(
         name=name,
@@ -209,13 +282,22 @@ def embedding_model(
         make_cache=functools.partial(make_prompt_cache, model),
         tokenizer=tokenizer,
         spec=spec,
-        dimensions=int(whole.shape[-1]),
+        dimensions=spec.dimensions(int(whole.shape[-1])),
         vocab_size=vocab_size,
         context_length=context,
         max_tokens=most,
         kv_bytes=most * sum(map(bytes_per_token, cache)),
         weight_bytes=weight_bytes(model),
+        is_reranker=False,
     )
+
+
+def check_dense(spec: EmbeddingSpec, width: int) -> None:
+    """Raises UnsupportedModelError if a layer after the pooling takes another size than it gets."""
+    for dense in spec.dense:
+        if dense.weight.shape[1] != width:
+            raise UnsupportedModelError(f"a Dense module takes {dense.weight.shape[1]} elements, but gets {width}")
+        width = dense.weight.shape[0]
 
 
 def weight_bytes(model: Module) -> int:

@@ -28,6 +28,10 @@ class AssistantError(UnsupportedModelError):
     """The model is an assistant, which only drafts for another one."""
 
 
+class EncoderError(UnsupportedModelError):
+    """The model is an encoder: it makes embeddings or judges pairs, and generates no text."""
+
+
 class AdapterError(UnsupportedModelError):
     """An adapter cannot be used with its model. The message names it and says why."""
 

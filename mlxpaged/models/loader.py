@@ -26,14 +26,31 @@ from mlxpaged.models.adapters import (
 from mlxpaged.models.draft_assistant import Assistant
 from mlxpaged.models.draft_head import Mtp, load_mtp
 from mlxpaged.models.draft_model import DraftModel
-from mlxpaged.models.embedding import EmbeddingModel, embedding_model, embedding_spec, load_decoder, weight_bytes
-from mlxpaged.models.errors import AdapterError, ModelNotFoundError, UnsupportedModelError, in_one_line
+from mlxpaged.models.embedding import (
+    EmbeddingModel,
+    check_causal,
+    embedding_model,
+    embedding_spec,
+    load_decoder,
+    weight_bytes,
+)
+from mlxpaged.models.encoder import Encoder
+from mlxpaged.models.encoder_files import load_encoder
+from mlxpaged.models.encoder_model import EncoderModel, encoder_model, pair_spec
+from mlxpaged.models.errors import (
+    AdapterError,
+    EncoderError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    in_one_line,
+)
 from mlxpaged.models.files import check_entries
 from mlxpaged.models.gated_delta import route_gated_delta
 from mlxpaged.models.generation_config import end_tokens_of, read_generation_config
 from mlxpaged.models.head import RowSelection, select_rows_before_head
 from mlxpaged.models.joins import join
 from mlxpaged.models.json_files import read_object
+from mlxpaged.models.kinds import is_encoder, judges_pairs
 from mlxpaged.models.layer_finder import Way, layer_specs
 from mlxpaged.models.layers import KV, LayerSpec, kv_layers, mutual
 from mlxpaged.models.model_files import ModelFiles
@@ -146,6 +163,8 @@ def load_model(
     num_ranks = 1 if group is None else group.size()
     path = turns.during(lambda: resolve_model(name, reserved, num_ranks))
     own_config, recommended = turns.during(lambda: (read_object(path / CONFIG), read_generation_config(path)))
+    if is_encoder(own_config):
+        raise EncoderError(f"{name} is an encoder, which generates no text")
     limit = context_length(own_config)
     if max_model_len is not None and max_model_len > limit:
         raise UnsupportedModelError(
@@ -303,37 +322,55 @@ def find_reranker(name: str, tokenizer: Tokenizer, is_reranker: bool) -> tuple[R
 
 def load_embedding_model(
     name: str, served_name: str | None, max_tokens: int, turns: Turns | None = None, reserved: Reserved = NOTHING
-) -> EmbeddingModel:
-    """Load a model for embeddings only. max_tokens: limit of an input, if the model's context is longer.
+) -> EmbeddingModel | EncoderModel:
+    """Load a model for embeddings only, or a cross-encoder. max_tokens: limit of an input, if the model's context is
+    longer.
 
     Call it on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
     """
     turns = turns or Turns()
     prepare_first_load()
     path = turns.during(lambda: resolve_model(name, reserved))
+    use = "for embeddings"
     try:
-        spec = embedding_spec(path)  # before gigabytes are loaded
+        own_config = read_object(path / CONFIG)
+        if judges_pairs(own_config):
+            use, spec = "as a reranker", pair_spec(path, own_config)
+        else:
+            spec = embedding_spec(path)  # before gigabytes are loaded
+            if not is_encoder(own_config):
+                check_causal(own_config)
+        model_files = ModelFiles(path)
+        model: Module
         try:
-            turns.during(lambda: ModelFiles(path).check_sizes(read_object(path / CONFIG)))
-            model, config = load_decoder(path)
+            turns.during(lambda: model_files.check_sizes(own_config))
+            if is_encoder(own_config):
+                model, config = load_encoder(own_config, model_files.paths), own_config
+            else:
+                model, config = load_decoder(path)
             read_weights(model, turns.report)
             tokenizer = turns.during(lambda: tokenizer_in(path, None, ()))
+        except UnsupportedModelError:
+            raise
         except Exception as error:  # as in `load_model`
             raise UnsupportedModelError(f"it cannot be loaded: {in_one_line(error)}") from error
         model.eval()
+        if isinstance(model, Encoder):
+            return encoder_model(served_name or name, model, tokenizer, spec, max_tokens)
         optimize_for_cpu(model)
         context, vocab_size = context_length(config), config.get("vocab_size")
         if not isinstance(vocab_size, int):
             raise UnsupportedModelError("its config.json has no vocab_size")
         return embedding_model(served_name or name, model, tokenizer, spec, vocab_size, context, max_tokens)
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{name} cannot be used for embeddings: {error}") from error
+        raise UnsupportedModelError(f"{name} cannot be used {use}: {error}") from error
 
 
 def own_embedding_model(served: ServedModel, max_tokens: int) -> EmbeddingModel:
     """Use the model that generates text for embeddings too. Raises UnsupportedModelError, with the reason, if its
     directory does not state that it makes embeddings."""
     spec = embedding_spec(served.path)
+    check_causal(read_object(served.path / CONFIG))
     sizes = (served.vocab_size, served.context_length, max_tokens)
     return embedding_model(served.name, served.model, served.tokenizer, spec, *sizes)
 

@@ -19,6 +19,7 @@ from mlxpaged.models.errors import AssistantError, InsufficientMemoryError, Unsu
 from mlxpaged.models.files import check_files
 from mlxpaged.models.gguf.choice import GROWTH
 from mlxpaged.models.json_files import read_object
+from mlxpaged.models.kinds import is_encoder
 from mlxpaged.models.weight_names import MODULES
 
 WEIGHTS = "model*.safetensors"
@@ -28,6 +29,7 @@ GGUF = ".gguf"
 """The suffix of llama.cpp's files, which are loaded if there are no WEIGHTS."""
 GGUF_BYTES = "gguf_bytes"
 """The field of the config.json that is made for a GGUF file: bytes of its weights in memory."""
+PICKLES = "pytorch_model*.bin"
 
 TOKENIZER_FILES = [
     "tokenizer.json",
@@ -44,23 +46,15 @@ TOKENIZER_FILES = [
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 """Types of models that draft with the keys and values of another one."""
 
-ENCODERS = {
+OTHER_ENCODERS = {
     "albert",
-    "bert",
-    "camembert",
     "deberta",
     "deberta-v2",
     "distilbert",
     "electra",
     "eurobert",
-    "modernbert",
-    "mpnet",
-    "new",  # GTE
-    "nomic_bert",
-    "roberta",
-    "xlm-roberta",
 }
-"""Types of models whose tokens attend in both directions. They make embeddings or rerank, and generate no text."""
+"""Types of models whose tokens attend in both directions, and which are not computed here."""
 
 
 class Reserved(NamedTuple):
@@ -130,6 +124,11 @@ def check_model(
     weights, gguf = weight_files(sizes), is_gguf(sizes)
     if config is None and not gguf:
         raise UnsupportedModelError("it has no config.json, which describes a model")
+    if not weights and any(fnmatch(name, PICKLES) for name in sizes):
+        raise UnsupportedModelError(
+            f"its weights are only in files named {PICKLES}, which can run code when they are read; take a repository "
+            f"or a revision with {WEIGHTS}"
+        )
     if not weights:
         raise UnsupportedModelError(f"it has no weights, which are files named {WEIGHTS}")
     if config is not None and (not gguf or GGUF_BYTES in config):
@@ -151,7 +150,7 @@ def check_model(
 
 
 def check_architecture(config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError if mlx-lm has no module for the config's model_type."""
+    """Raises UnsupportedModelError if neither this server nor mlx-lm has a module for the config's model_type."""
     if config.get("model_file") is not None:
         raise UnsupportedModelError(
             "its config.json asks for Python code of the repository (model_file), which is not run"
@@ -161,11 +160,13 @@ def check_architecture(config: Mapping[str, Any]) -> None:
         raise UnsupportedModelError("its config.json has no model_type")
     if model_type in ASSISTANTS:
         raise AssistantError("it is an assistant, which drafts for a Gemma 4 model: name it with --mtp of that model")
-    if model_type in ENCODERS:
+    if model_type in OTHER_ENCODERS:
         raise UnsupportedModelError(
-            f"it is an encoder (model_type {model_type!r}), and mlx-lm has only decoders; use a decoder, such as "
-            "Qwen3-Embedding or Qwen3-Reranker"
+            f"it is an encoder of a kind that is not supported (model_type {model_type!r}); use BERT, XLM-RoBERTa, "
+            "ModernBERT or another of docs/models.md"
         )
+    if is_encoder(config):
+        return
     if not any(map(has_module, modules_of(model_type))):
         raise UnsupportedModelError(
             f"mlx-lm {metadata.version('mlx-lm')} does not have its architecture (model_type {model_type!r}); a newer "

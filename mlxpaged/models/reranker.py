@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.kinds import QWEN_RERANKER
 from mlxpaged.models.tokenizer import Tokenizer
 
-KNOWN = "qwen3-reranker"
-"""A model with this in its name is a reranker. Rerankers of other kinds are trained for other prompts and words."""
 JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".'
@@ -47,9 +46,9 @@ class Reranker:
 def make_reranker(name: str, tokenizer: Tokenizer, asked: bool) -> Reranker:
     """name: the model's directory or repository. asked: whether the user says that it is a reranker. Raises
     UnsupportedModelError, with the reason, if it is none."""
-    if not asked and KNOWN not in name.lower():
+    if not asked and QWEN_RERANKER not in name.lower():
         raise UnsupportedModelError(
-            f"its name does not contain {KNOWN!r}; if it is one, start the server with --reranker"
+            f"its name does not contain {QWEN_RERANKER!r}; if it is one, start the server with --reranker"
         )
     if not tokenizer.has_chat_template:
         raise UnsupportedModelError("it has no chat template, by which a reranker's prompt is written")

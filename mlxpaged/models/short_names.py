@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
+from mlxpaged.models.kinds import Kind
+
 DEMO_MODEL = "demo"
 
 BUNDLED = {DEMO_MODEL: "demo", "demo-vision": "demo_vision"}
@@ -33,13 +35,14 @@ OLDER_NAMES = {"llama3": "llama3.1"}
 
 class ShortName(NamedTuple):
     """repository: on the hub. model_type: of its config.json. parameters: in billions. bytes: of the weights, about.
-    kind: "generate", "embeddings" or "reranker". default: whether its family's name stands for it."""
+    kind: TEXT, EMBEDDING or RERANKER; one of kind TEXT may see images too. default: whether its family's name stands
+    for it."""
 
     repository: str
     model_type: str
     parameters: float
     bytes: int
-    kind: str
+    kind: Kind
     default: bool = False
 
 
@@ -49,7 +52,7 @@ def short_names() -> dict[str, ShortName]:
     from mlxpaged import toml
 
     rows = toml.loads(TABLE.read_text(encoding="utf-8"))
-    return {name: ShortName(**row) for name, row in rows.items()}
+    return {name: ShortName(**row | {"kind": Kind(row["kind"])}) for name, row in rows.items()}
 
 
 def without_address(name: str) -> str:
@@ -94,7 +97,9 @@ def near_names(name: str) -> list[str]:
     return family or get_close_matches(name.lower(), short_names(), n=3, cutoff=0.5)
 
 
-def largest_within(free_bytes: float, kind: str = "generate") -> str | None:
-    """The short name of the largest model of a kind whose weights fit."""
-    fitting = [(row.bytes, name) for name, row in short_names().items() if row.kind == kind and row.bytes <= free_bytes]
+def largest_within(free_bytes: float) -> str | None:
+    """The short name of the largest model that generates text and whose weights fit."""
+    fitting = [
+        (row.bytes, name) for name, row in short_names().items() if row.kind.generates and row.bytes <= free_bytes
+    ]
     return max(fitting)[1] if fitting else None

@@ -36,7 +36,10 @@ from mlxpaged.models.short_names import BUNDLED, full_name, near_names, taken
 
 logger = logging.getLogger(__name__)
 
-SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken", "*.txt"]
+SMALL_FILES = [
+    *("*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken", "*.txt"),
+    "*_Dense/model.safetensors",  # of sentence-transformers, after the pooling
+]
 """What is downloaded beside the weights."""
 
 

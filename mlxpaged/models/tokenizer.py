@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.models import Unigram, WordLevel, WordPiece
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
@@ -49,6 +50,8 @@ SAMPLE = "a A 1 ."
 MAX_MESSAGE = 2000
 """Characters of an error message, which a template writes."""
 NO_IDS: frozenset[int] = frozenset()
+UNLIMITED = 2**32
+"""More characters than a text can have."""
 
 
 class TextTooLongError(ValueError):
@@ -160,6 +163,15 @@ class Tokenizer:
             return encoded(self._fast, text, add_special_tokens)
         return list(self._encoder.encode(text, add_special_tokens=add_special_tokens))
 
+    @guarded
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Tokens of two texts with the special tokens around them, and where the second begins by the types that the
+        tokenizer gives: after all tokens if it has one type. Raises TextTooLongError."""
+        self._check_length(first + second)
+        [found] = self._fast.encode_batch_fast([(first, second)], add_special_tokens=True)
+        types = list(found.type_ids)
+        return list(found.ids), types.index(1) if 1 in types else len(types)
+
     def _check_length(self, text: str) -> None:
         if 4 * len(text) > self._most_encoded and (size := num_bytes(text)) > self._most_encoded:
             what = f"a text of {size:,} bytes in UTF-8 is too long for the model's tokenizer"
@@ -187,6 +199,10 @@ class Tokenizer:
 
     @functools.cached_property
     def _longest_token(self) -> int:
+        """The most characters of a token. Word pieces and unigrams have one unknown token for any word, and white space
+        may have none."""
+        if self._fast is not None and isinstance(self._fast.model, (Unigram, WordLevel, WordPiece)):
+            return UNLIMITED
         return max(1, *(len(token) for token in self._decoder.get_vocab()))
 
     @guarded

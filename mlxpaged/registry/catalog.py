@@ -13,6 +13,7 @@ from mlxpaged.models.downloads import repositories
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.gguf.choice import begins_model, choose, gguf_sizes, split_name
 from mlxpaged.models.gguf.file import split_paths
+from mlxpaged.models.kinds import Kind, kind_of
 from mlxpaged.models.preflight import GGUF, local_file_sizes, weight_files, weight_paths
 from mlxpaged.models.short_names import full_name
 
@@ -26,9 +27,8 @@ class Found:
     size_bytes: int
 
     @property
-    def makes_embeddings(self) -> bool:
-        """Whether its directory says so, as sentence-transformers writes it."""
-        return (self.path / "modules.json").is_file()
+    def kind(self) -> Kind:
+        return kind_of(self.name, self.path)
 
 
 class Catalog:

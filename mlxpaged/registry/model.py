@@ -11,6 +11,7 @@ from enum import Enum
 from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.errors import EngineState
+from mlxpaged.models.kinds import Kind
 
 
 class ModelState(str, Enum):
@@ -32,6 +33,7 @@ class Model:
     error: str | None = None
     used_at: int | None = None
     size_bytes: int | None = None  # of its weights on the disk; None if it is not known
+    kind_on_disk: Kind | None = None  # by its files; None if it is not known
     num_waiting: int = 0  # requests that wait for the load, or are about to be submitted
     loading: asyncio.Task[AsyncEngine] | None = field(default=None, repr=False)
 
@@ -51,6 +53,12 @@ class Model:
         if self.engine.state is EngineState.LOADING:
             return ModelState.LOADING
         return ModelState.FAILED if self.engine.state is EngineState.DEAD else ModelState.LOADED
+
+    @property
+    def kind(self) -> Kind:
+        if self.is_loaded and self.engine is not None and self.engine.info is not None:
+            return self.engine.info.kind
+        return self.kind_on_disk or (Kind.EMBEDDING if self.config.only_embeds else Kind.TEXT)
 
     @property
     def is_loaded(self) -> bool:

@@ -21,6 +21,7 @@ from mlxpaged.engine.progress import Progress
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.stall import Stall
 from mlxpaged.engine.watchdog import StallLimits, Watchdog
+from mlxpaged.models.kinds import Kind
 from mlxpaged.models.short_names import LATEST, full_name, without_address
 from mlxpaged.registry.catalog import Catalog, Found
 from mlxpaged.registry.errors import LoadFailedError, ModelBusyError, ModelUnknownError, NoRoomError
@@ -292,12 +293,12 @@ class Registry:
         return next((model for model in self.models.values() if is_same(model.config.model, found)), None)
 
     async def on_disk(self) -> list[Found]:
-        """The models on this machine that are not served yet. Notes the sizes of those that are."""
+        """The models on this machine that are not served yet. Notes the sizes and kinds of those that are."""
 
         def look() -> list[Found]:
             for model in list(self.models.values()):
                 if model.size_bytes is None and (found := self.catalog.find_source(model.config.model)) is not None:
-                    model.size_bytes = found.size_bytes
+                    model.size_bytes, model.kind_on_disk = found.size_bytes, found.kind
             return self.catalog.all()
 
         found = await asyncio.to_thread(look)
@@ -310,9 +311,9 @@ class Registry:
             served_model_name=found.name,
             tool_parser=None,
             reranker=False,
-            only_embeds=found.makes_embeddings,
+            only_embeds=found.kind is Kind.EMBEDDING,
         )
-        return Model(found.name, config)
+        return Model(found.name, config, kind_on_disk=found.kind)
 
     # -- loading and unloading -----------------------------------------------------------------------------------
 

@@ -106,7 +106,7 @@ def test_an_idle_engine_says_so(server: RunningServer) -> None:
     assert {"1", "2", "4"} <= status["step_seconds"].keys(), "they were timed at the start"
     assert all(seconds >= 0 for seconds in status["step_seconds"].values())
     [model] = status["models"]
-    assert (model["id"], model["state"], model["kind"]) == ("demo", "loaded", "generate")
+    assert (model["id"], model["state"], model["kind"]) == ("demo", "loaded", "text")
     assert model["memory_bytes"] == info.weight_bytes + stats.kv_cache_bytes
     assert {name: model[name] for name in ("steps", "blocks", "running")} == {
         name: status[name] for name in ("steps", "blocks", "running")

@@ -121,7 +121,7 @@ def test_the_view_fits_a_phone(visit: Start, demo: RunningServer) -> None:
 
 
 def test_what_a_load_answers_is_shown(visit: Start, demo: RunningServer) -> None:
-    small = {"id": "small", "object": "model", "kind": "generate", "size_bytes": 2_000_000_000, "pinned": False}
+    small = {"id": "small", "object": "model", "kind": "text", "size_bytes": 2_000_000_000, "pinned": False}
     states = {"small": "available", "org/broken": "failed"}
     asked: list[str] = []
 

@@ -102,7 +102,7 @@ def test_a_model_is_pulled_by_its_short_name_listed_found_by_serve_and_removed(
     assert sum("GET" in request and requested_weights([request]) for request in online) == 1
 
     [row] = json.loads(run("ls", "--json").stdout)
-    assert (row["name"], row["short_name"], row["kind"], row["served"]) == (NAME, "qwen3:4b", "generate", True)
+    assert (row["name"], row["short_name"], row["kind"], row["served"]) == (NAME, "qwen3:4b", "text", True)
     assert row["bytes"] == sum(path.stat().st_size for path in DEMO_PATH.iterdir())
     assert (row["quantization"], row["context_length"], row["path"]) == ("float32", 4096, str(download.path))
     header, line = run("ls").stdout.splitlines()
@@ -302,7 +302,7 @@ def test_ls_says_why_a_model_is_not_served(run: Run, online: list[str], free: Ca
     free(10**10)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").unlink()
-    (path / "config.json").write_text(json.dumps(config | {"model_type": "bert", "quantization": {"bits": 4}}))
+    (path / "config.json").write_text(json.dumps(config | {"model_type": "deberta", "quantization": {"bits": 4}}))
     [row] = json.loads(run("ls", "--json").stdout)
     assert (row["served"], row["quantization"]) == (False, "4-bit")
     assert "encoder" in row["reason"]
@@ -342,7 +342,7 @@ def test_every_short_name_is_of_an_architecture_that_the_probe_passes() -> None:
         assert row.repository.startswith("mlx-community/")
         modules = {module for module in modules_of(row.model_type) if has_module(module)}
         assert modules & (ARCHITECTURES.keys() - REFUSED.keys()), name
-        assert row.kind in ("generate", "embeddings", "reranker")
+        assert row.kind in ("text", "embedding", "reranker")
         assert 0.45 < row.bytes / (row.parameters * 1e9) < 0.75, name
 
 
@@ -365,7 +365,7 @@ def test_the_model_that_is_suggested_is_the_largest_that_fits() -> None:
         name = largest_within(free)
         assert name is not None
         assert rows[name].bytes <= free
-        assert not any(rows[name].bytes < row.bytes <= free for row in rows.values() if row.kind == "generate")
+        assert not any(rows[name].bytes < row.bytes <= free for row in rows.values() if row.kind == "text")
     assert largest_within(10**8) is None
 
 

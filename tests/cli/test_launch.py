@@ -125,7 +125,7 @@ def test_a_name_that_would_change_the_terminal_is_refused(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], name: str
 ) -> None:
     """A server may call a model so: of the one that it lists, or that it has loaded."""
-    entries = [{"id": name, "kind": "generate", "state": "loaded", "max_model_len": 100_000}]
+    entries = [{"id": name, "kind": "text", "state": "loaded", "max_model_len": 100_000}]
     answers = {"/health": {"status": "ok", "model": "a"}, "/v1/models": {"data": entries}}
     monkeypatch.setattr("sys.stdin", io.StringIO())
     monkeypatch.setattr(Client, "health", lambda self: answers["/health"])

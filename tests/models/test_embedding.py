@@ -57,16 +57,19 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "broken": (lambda path: (path / "modules.json").write_text("{"), "modules.json in .*/ cannot be read"),
     "an object": (lambda path: (path / "modules.json").write_text('{"a": 1}'), "modules.json is not a list of modules"),
     "no pooling": (lambda path: (path / "1_Pooling" / "config.json").unlink(), "config.json in 1_Pooling/ cannot be"),
-    "first token": (
-        edited("1_Pooling/config.json", pooling_mode_cls_token=True, pooling_mode_lasttoken=False),
-        "its pooling is cls_token; only one of lasttoken, mean, weightedmean",
+    "unknown": (
+        edited("1_Pooling/config.json", pooling_mode_first_tokens=True, pooling_mode_lasttoken=False),
+        "its pooling is first; only one of cls, lasttoken, max, mean, mean_sqrt_len, weightedmean",
+    ),
+    "largest": (
+        edited("1_Pooling/config.json", pooling_mode_max_tokens=True, pooling_mode_lasttoken=False),
+        "its pooling is max, which only encoders have",
     ),
     "two": (edited("1_Pooling/config.json", pooling_mode_mean_tokens=True), "is mean and lasttoken; only one of"),
     "none": (edited("1_Pooling/config.json", pooling_mode_lasttoken=False), "its pooling is nothing"),
     "bidirectional": (edited("config.json", is_causal=False), "attend to later tokens"),
     "Gemma": (edited("config.json", use_bidirectional_attention=True), "attend to later tokens"),
     "own code": (edited("config.json", auto_map={"AutoModel": "m.M"}), "code of its own"),
-    "lower case": (edited("sentence_bert_config.json", do_lower_case=True), "asks for lower-case text"),
 }
 
 
@@ -79,14 +82,17 @@ def test_what_is_not_computed_here_is_refused_with_the_reason(tmp_path: Path, ca
 
 
 def test_an_architecture_that_mlx_lm_does_not_have_is_refused(tmp_path: Path) -> None:
-    edit((path := make_embedding_model(tmp_path / "m")) / "config.json", model_type="bert")
-    with pytest.raises(UnsupportedModelError, match=f"^{path} cannot be loaded: .*model_type 'bert'"):
+    edit((path := make_embedding_model(tmp_path / "m")) / "config.json", model_type="deberta")
+    with pytest.raises(UnsupportedModelError, match=f"^{path} cannot be loaded: .*model_type 'deberta'"):
         load_embedding_model(str(path), None, LONGEST)
 
 
-def test_a_dense_layer_after_the_pooling_is_refused(tmp_path: Path) -> None:
-    path = make_embedding_model(tmp_path / "m", modules=("Transformer", "Pooling", "Dense", "Normalize"))
-    with pytest.raises(UnsupportedModelError, match="asks for Transformer, Pooling, Dense, Normalize"):
+@pytest.mark.parametrize(
+    "modules", [("Transformer", "Pooling", "Normalize", "Dense"), ("Transformer", "CNN", "Pooling")]
+)
+def test_modules_in_another_order_or_of_other_kinds_are_refused(tmp_path: Path, modules: tuple[str, ...]) -> None:
+    path = make_embedding_model(tmp_path / "m", modules=modules)
+    with pytest.raises(UnsupportedModelError, match=f"asks for {', '.join(modules)}; only Transformer, Pooling, Dense"):
         load_embedding_model(str(path), None, LONGEST)
 
 

@@ -53,9 +53,9 @@ def test_an_architecture_of_mlx_lm_passes_by_its_own_and_its_other_names(model_t
     check({"model_type": model_type})
 
 
-@pytest.mark.parametrize("model_type", ["bert", "xlm-roberta", "modernbert", "nomic_bert"])
-def test_an_encoder_is_refused_with_what_can_be_used_instead(model_type: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"encoder .*'{model_type}'.*Qwen3-Embedding"):
+@pytest.mark.parametrize("model_type", ["albert", "deberta-v2", "distilbert", "eurobert"])
+def test_an_encoder_of_an_unknown_kind_is_refused_with_what_can_be_used_instead(model_type: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"encoder .*'{model_type}'.*use BERT"):
         check({"model_type": model_type})
 
 
@@ -126,7 +126,13 @@ def test_unknown_sizes_refuse_nothing() -> None:
     check(sizes=FILES | {"model-00002-of-00002.safetensors": None}, free_bytes=1)
 
 
-@pytest.mark.parametrize("others", [["pytorch_model.bin"], ["consolidated.safetensors"], []])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin"])
+def test_weights_that_are_only_pickled_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"only in files named pytorch_model\*\.bin, which can run code"):
+        check({"model_type": "bert"}, sizes={name: GB, "tokenizer.json": 7})
+
+
+@pytest.mark.parametrize("others", [["consolidated.safetensors"], []])
 def test_a_model_without_weights_that_are_loaded_is_refused(others: list[str]) -> None:
     with pytest.raises(UnsupportedModelError, match=r"no weights, .* model\*\.safetensors"):
         check(sizes={"config.json": 700, "tokenizer.json": 7, **dict.fromkeys(others, GB)})

@@ -73,7 +73,7 @@ def test_a_model_is_loaded_when_a_request_names_it_and_others_go_on(server: Runn
     with raw(server) as client:
         entry = client.get("/v1/models/gpt-4o").json()
         status = client.get("/v1/status").json()
-    assert (entry["id"], entry["kind"], entry["pinned"], entry["running"]) == ("small", "generate", False, 0)
+    assert (entry["id"], entry["kind"], entry["pinned"], entry["running"]) == ("small", "text", False, 0)
     assert entry["memory_bytes"] > entry["size_bytes"] > 0
     assert [(model["id"], model["memory_bytes"] > 0) for model in status["models"]] == [("demo", True), ("small", True)]
     demo, small, hybrid = (metrics_of(server, model) for model in ("demo", "small", "hybrid"))

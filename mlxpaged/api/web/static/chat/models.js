@@ -13,7 +13,7 @@ export class ModelPicker {
   /** Throws ApiError. */
   async load() {
     const { data } = await get("v1/models");
-    this.models = data.filter((model) => (model.capabilities?.chat ?? true) && model.kind !== "embeddings");
+    this.models = data.filter((model) => model.capabilities?.chat ?? ["text", "vision"].includes(model.kind));
   }
 
   /** Shows `name` as chosen, also if the server does not have it now. Returns the chosen model's name or null. */

@@ -44,7 +44,7 @@ export class Downloads {
     const running = this.progress.get(model.id);
     const facts = [];
     if (model.size_bytes) facts.push(bytes(model.size_bytes));
-    if (model.kind && model.kind !== "generate") facts.push(model.kind);
+    if (model.kind && model.kind !== "text") facts.push(model.kind);
     if (model.downloaded) facts.push("downloaded");
     if (!model.fits) facts.push("larger than the memory");
     if (running) facts.push(running);
