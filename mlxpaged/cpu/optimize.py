@@ -4,7 +4,7 @@
   (split_linear.py).
 - Rope takes cosines and sines from tables (rope_tables.py).
 - SwiGLU is computed with exp2: MLX's CPU backend takes 14 ns for an element of a sigmoid, on one core. That was a
-  quarter of a decode step of an 80-million model on two cores.
+  quarter of a decode step of an 80-million model on two cores. GELU is computed by polynomials (gelu.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.nn.layers import activations as activations_of_mlx
 from mlx.nn.layers.base import Module
 from mlx_lm.models import activations
 
 from mlxpaged.attention.kv_cache import POOLS
 from mlxpaged.cpu import blas, streams
 from mlxpaged.cpu.exp2 import LOG2E, exp2
+from mlxpaged.cpu.gelu import gelu, gelu_of_mlx
 from mlxpaged.cpu.joined_linear import join_projections
 from mlxpaged.cpu.kv_pool import CpuPool
 from mlxpaged.cpu.rope_tables import tabulate_ropes
@@ -73,7 +75,7 @@ def parts_of_projection(network: Any, name: str) -> list[tuple[Any, slice, slice
 
 
 def route_activation(model: Module) -> None:
-    """Replace mlx-lm's `swiglu` in every module that defines a layer of `model`.
+    """Replace mlx-lm's `swiglu` and MLX's `gelu` in every module that defines a layer of `model`.
 
     Models call a module-level function, so other models of the same module get it too. A model's own function of that
     name is left alone.
@@ -82,6 +84,8 @@ def route_activation(model: Module) -> None:
         module: Any = sys.modules[name]
         if getattr(module, "swiglu", None) is swiglu_of_mlx_lm:
             module.swiglu = swiglu_by_exp2
+        if getattr(module, "gelu", None) is gelu_of_mlx and module is not activations_of_mlx:
+            module.gelu = gelu
 
 
 def swiglu_by_exp2(gate: mx.array, x: mx.array) -> mx.array:

@@ -26,7 +26,7 @@ from mlx.nn.layers.normalization import LayerNorm
 from mlxpaged.models.ragged_attention import MAX_SCORES, Attention, plan_attention
 
 ACTIVATIONS: Mapping[str, Callable[[mx.array], mx.array]] = {
-    "gelu": gelu,
+    "gelu": lambda x: gelu(x),  # by its name: `optimize_for_cpu` replaces it
     "gelu_new": gelu_approx,
     "gelu_pytorch_tanh": gelu_approx,
     "relu": relu,

@@ -355,9 +355,9 @@ def load_embedding_model(
         except Exception as error:  # as in `load_model`
             raise UnsupportedModelError(f"it cannot be loaded: {in_one_line(error)}") from error
         model.eval()
+        optimize_for_cpu(model)
         if isinstance(model, Encoder):
             return encoder_model(served_name or name, model, tokenizer, spec, max_tokens)
-        optimize_for_cpu(model)
         context, vocab_size = context_length(config), config.get("vocab_size")
         if not isinstance(vocab_size, int):
             raise UnsupportedModelError("its config.json has no vocab_size")
