@@ -8,7 +8,11 @@ WHOLE = "a document is judged as a whole, or refused if it is too long"
 
 JUDGED: tuple[Claim, ...] = (
     honoured("model", "demo", "the served model, if it is a [reranker](embeddings-batches.md#reranking)"),
-    honoured("instruction", "Find answers", "an addition to these APIs; Qwen3-Reranker's own by default"),
+    honoured(
+        "instruction",
+        "Find answers",
+        "an addition to these APIs; Qwen3-Reranker's own by default, a cross-encoder takes none",
+    ),
     honoured("timeout", 60, "seconds; then a 408"),
     label("user", "u"),
     ignored("priority", 1, "use the key's tier"),
