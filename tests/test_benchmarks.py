@@ -121,6 +121,14 @@ def test_the_benchmark_of_the_status_stream_measures(run: Callable[..., str]) ->
     assert float(lines[3].split()[1].rstrip("%")) > 0
 
 
+def test_the_benchmark_of_encoders_measures(run: Callable[..., str]) -> None:
+    lines = run("encoders.py", "--texts", "40", "--layers", "1", "--longest", "20").splitlines()
+    assert lines[1].startswith("40 texts of 3 to ")
+    tokens = [int(line.split()[-2]) for line in lines[2:4]]
+    assert tokens[0] < tokens[1]
+    assert float(lines[4].split()[1]) > 0
+
+
 def test_the_benchmark_of_images_measures(run: Callable[..., str]) -> None:
     sizes = ("--model", "demo", "--streams", "2", "--images", "1", "--side", "64", "--blocks", "1", "--seconds", "0.1")
     *_, alone, beside, ratio = run("images.py", *sizes).splitlines()
