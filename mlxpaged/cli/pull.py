@@ -97,6 +97,7 @@ def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:
     from mlxpaged.models.downloads import quantization
     from mlxpaged.models.fit import fit, layers_of
     from mlxpaged.models.json_files import read_object
+    from mlxpaged.models.kinds import is_encoder
     from mlxpaged.models.layers import quantized
     from mlxpaged.models.loader import context_length
     from mlxpaged.models.preflight import GGUF_BYTES, weight_files
@@ -107,6 +108,9 @@ def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:
     longest = context_length(config)
     yield f"{name}: {config['model_type']}, {quantization(config)}, {megabytes(weights)}, context length {longest}"
     free = max(0, default_device_memory() - weights - least_step())
+    if is_encoder(config):
+        yield f"memory    {megabytes(free)} are free beside its weights"
+        return
     try:
         specs = layers_of(directory)
     except UnsupportedModelError as error:

@@ -226,6 +226,10 @@ def server_models(args: argparse.Namespace) -> Registry | None:
     give_kv_cache_dtypes(models, args.kv_cache_dtypes)
     if args.hosts is not None:
         return cluster_registry(args, models)
+    catalog = Catalog(args.model_dirs)
+    for model in models:  # requests that name no model look for one of a kind
+        found = catalog.find_source(model.config.model)
+        model.kind_on_disk = None if found is None else found.kind
     return registry_of(
         models,
         plain,
@@ -233,7 +237,7 @@ def server_models(args: argparse.Namespace) -> Registry | None:
         aliases=dict(args.aliases),
         pinned=args.pinned,
         limits=Limits(args.max_loaded_models, args.idle_unload),
-        catalog=Catalog(args.model_dirs),
+        catalog=catalog,
         clock=AwakeClock(),
         watchdog=StallLimits(args.step_timeout, args.exit_when_stalled),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from mlxpaged.models.embedding import (
     weight_bytes,
 )
 from mlxpaged.models.encoder import Encoder
-from mlxpaged.models.encoder_files import load_encoder
+from mlxpaged.models.encoder_files import load_encoder, read_config
 from mlxpaged.models.encoder_model import EncoderModel, encoder_model, pair_spec
 from mlxpaged.models.errors import (
     AdapterError,
@@ -427,6 +428,9 @@ def probe_on_all_ranks(
 
 def context_length(config: dict[str, Any]) -> int:
     """The longest context that the model was trained for, in tokens; from the text part of a multimodal config."""
+    if is_encoder(config):
+        with contextlib.suppress(UnsupportedModelError):
+            return read_config(config).max_tokens
     for part in (config, config.get("text_config") or {}):
         for key in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length"):
             if isinstance(part.get(key), int) and part[key] > 0:

@@ -151,7 +151,8 @@ def hub(
     when the server ends. Yields its address and the list of requests it got, with the range that they ask for."""
     left_to_break = [breaks_off]
     ended = threading.Event()
-    files = {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+    paths = [path for path in directory.rglob("*") if path.is_file()]
+    files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
     requests: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):

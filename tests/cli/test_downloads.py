@@ -19,7 +19,7 @@ from mlxpaged.models.downloads import downloads
 from mlxpaged.models.fit import fit, layers_of
 from mlxpaged.models.kinds import ENCODERS
 from mlxpaged.models.layers import KV, PerSequence
-from mlxpaged.models.loader import DEMO_PATH
+from mlxpaged.models.loader import DEMO_PATH, load_embedding_model
 from mlxpaged.models.preflight import has_module, modules_of
 from mlxpaged.models.short_names import (
     default_name,
@@ -34,6 +34,7 @@ from mlxpaged.models.sources import resolve_model
 from mlxpaged.registry.catalog import Catalog
 from tests.cli.helpers import DEADLINE, Result, hub, mlxpaged
 from tests.models.architectures import ARCHITECTURES, REFUSED, make_architecture
+from tests.models.encoders import make_dense, make_encoder
 from tests.models.gguf_models import as_gguf
 from tests.models.test_preflight import point_to, requested_weights, sizes_of
 from tests.support import make_tiny_model, since_mlx_lm_0_32, wait_until
@@ -288,6 +289,24 @@ def test_a_sigint_during_the_download_ends_it_without_a_traceback(tmp_path: Path
 
 
 # -- ls and rm ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_encoder_is_pulled_with_its_modules_and_listed_as_what_it_is(
+    run: Run, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_encoder(tmp_path / "encoder", "xlm-roberta", torch_dtype="float32")
+    make_dense(path, "torch.nn.modules.activation.Tanh", outputs=8)
+    sizes = {each.relative_to(path).as_posix(): each.stat().st_size for each in path.rglob("*") if each.is_file()}
+    with hub("someone/tiny-encoder", path, sizes) as (address, _):
+        point_to(address, monkeypatch)
+        pulled = run("pull", "someone/tiny-encoder")
+        assert "xlm-roberta, float32" in pulled.stdout
+        assert "context length 128\n" in pulled.stdout
+        assert "are free beside its weights\n" in pulled.stdout
+    [row] = json.loads(run("ls", "--json").stdout)
+    assert (row["kind"], row["context_length"], row["served"]) == ("embedding", 128, True)
+    assert load_embedding_model(str(downloads()[0].path), None, 8192).dimensions == 8
+    assert run("bench", str(path)).stderr.endswith("generates no text, so there is nothing to measure\n")
 
 
 def test_ls_says_why_a_model_is_not_served(run: Run, online: list[str], free: Callable[[int], None]) -> None:

@@ -25,6 +25,7 @@ from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.errors import EngineBusyError, EngineUnavailableError, RequestFailedError
 from mlxpaged.engine.info import EngineInfo
+from mlxpaged.models.errors import UnsupportedModelError
 
 LOADING_STOP_SECONDS = 1.0
 STOP_SECONDS = 10.0
@@ -47,6 +48,10 @@ def run(args: argparse.Namespace) -> int:
     return exit_status(status)
 
 
+REASONS = EngineUnavailableError, EngineBusyError, RequestFailedError, NoRoomError, UnsupportedModelError
+"""Errors whose message is the reason why nothing was measured."""
+
+
 class Bench:
     """One run of the command."""
 
@@ -67,7 +72,7 @@ class Bench:
             status, error = INTERRUPTED, "interrupted"
         except OSError as failure:
             status, error = 1, f"{UNPRINTABLE}: {failure.strerror or failure}"
-        except (EngineUnavailableError, EngineBusyError, RequestFailedError, NoRoomError) as failure:
+        except REASONS as failure:
             status, error = 1, str(failure)
         loop.remove_signal_handler(signal.SIGINT)
         if error is not None:
@@ -77,11 +82,13 @@ class Bench:
         return status if written else status or 1
 
     async def _measure(self) -> None:
-        """Raises what the engine raises, NoRoomError, or OSError if the output cannot be printed."""
+        """Raises what the engine raises, NoRoomError, UnsupportedModelError, or OSError if the output cannot be
+        printed."""
         self.engine.start()
         await self.engine.wait_loaded()
         info = self.engine.require_ready()
-        assert isinstance(info, EngineInfo)
+        if not isinstance(info, EngineInfo):
+            raise UnsupportedModelError(f"{info.model} generates no text, so there is nothing to measure")
         self._plan = make_plan(self._args, info)
         pool = f"{megabytes(info.kv_cache_bytes)}, room for {info.max_tokens_in_pool} tokens"
         model = f"{info.num_layers} layers, {megabytes(info.weight_bytes)} of weights, {info.backend} attention"
