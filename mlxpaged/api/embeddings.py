@@ -49,16 +49,21 @@ async def embed(
     dimensions: int | None = None,
     timeout: float | None = None,
     truncate: bool = False,
+    prompt_name: str | None = None,
 ) -> Embeddings:
     """name: of the model, None for any. dimensions: None for the model's own. timeout: seconds, None for the server's
-    default. truncate: whether to cut texts that are too long. Raises ApiError and the engine's errors."""
+    default. truncate: whether to cut texts that are too long. prompt_name: of the prompt that is put before every text,
+    None for the model's default. Raises ApiError and the engine's errors."""
     server = server_of(request)
     engine, info = await server.embedder(request, name)
     model = embedding_model(server, info)
     size, tokens = check_dimensions(model, dimensions), list[list[int]]()
+    if prompt_name is not None and prompt_name not in model.spec.prompts:
+        known = f"one of {', '.join(model.spec.prompts)}" if model.spec.prompts else "left out: it names no prompts"
+        raise bad_parameter("prompt_name", f"must be {known} for {model.name!r}", code="unknown_prompt")
 
     async def tokenize() -> None:
-        tokens.extend(await tokens_of(server, model, inputs, truncate))
+        tokens.extend(await tokens_of(server, model, inputs, truncate, prompt_name))
         await server.prepare(request, lambda: check_tokens(model, tokens))
 
     def made(request_id: str) -> EmbeddingRequest:
@@ -125,7 +130,11 @@ def check_dimensions(model: EmbeddingFacts, asked: int | None) -> int:
 
 
 async def tokens_of(
-    server: Server, model: EmbeddingFacts, inputs: list[str] | list[list[int]], truncate: bool
+    server: Server,
+    model: EmbeddingFacts,
+    inputs: list[str] | list[list[int]],
+    truncate: bool,
+    prompt_name: str | None,
 ) -> list[list[int]]:
     """Raises ApiError for a text that is too long, if possible before it is tokenized."""
     if truncate:
@@ -139,7 +148,7 @@ async def tokens_of(
             if isinstance(each, str):
                 check_length(model, index, model.tokenizer.least_tokens(len(each)), "at least ")
         size = sum(map(len, part))
-        found += await server.tokenize(model.tokenizer, size, partial(encode, model, part, truncate))
+        found += await server.tokenize(model.tokenizer, size, partial(encode, model, part, truncate, prompt_name))
     return found
 
 
@@ -154,8 +163,11 @@ def slices(inputs: Sequence[str | list[int]]) -> Iterator[Sequence[str | list[in
     yield inputs[start:]
 
 
-def encode(model: EmbeddingFacts, inputs: Sequence[str | list[int]], truncate: bool) -> list[list[int]]:
-    tokens = [each if isinstance(each, list) else model.tokenizer.encode(model.spec.text(each)) for each in inputs]
+def encode(
+    model: EmbeddingFacts, inputs: Sequence[str | list[int]], truncate: bool, prompt_name: str | None
+) -> list[list[int]]:
+    text, encode = model.spec.text, model.tokenizer.encode
+    tokens = [each if isinstance(each, list) else encode(text(each, prompt_name)) for each in inputs]
     return [shortened(model, each) for each in tokens] if truncate else tokens
 
 

@@ -87,13 +87,17 @@ class Dense:
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """What a directory states. prompt: put before every text. max_tokens: limit of an input, None for the context.
-    matryoshka: sizes that an embedding may be cut to; True for all, False for none. lower_case: whether texts are made
-    lower-case. dense: the layers after the pooling."""
+    """What a directory states.
+
+    prompt: put before every text. prompts: that a request may name instead. max_tokens: limit of an input, None for the
+    context. matryoshka: sizes that an embedding may be cut to; True for all, False for none. lower_case: whether texts
+    are made lower-case. dense: the layers after the pooling.
+    """
 
     pooling: Pooling
     normalize: bool
     prompt: str = ""
+    prompts: Mapping[str, str] = field(default_factory=dict)
     max_tokens: int | None = None
     matryoshka: frozenset[int] | bool = False
     lower_case: bool = False
@@ -103,9 +107,10 @@ class EmbeddingSpec:
         """The size of an embedding, from that of a state."""
         return self.dense[-1].weight.shape[0] if self.dense else width
 
-    def text(self, text: str) -> str:
-        """What is tokenized for a text."""
-        return self.prompt + (text.lower() if self.lower_case else text)
+    def text(self, text: str, prompt_name: str | None = None) -> str:
+        """What is tokenized for a text. prompt_name: one of `prompts`; None for the default one."""
+        whole = (self.prompt if prompt_name is None else self.prompts[prompt_name]) + text
+        return whole.lower() if self.lower_case else whole
 
     def can_be_cut_to(self, dimensions: int) -> bool:
         return self.matryoshka if isinstance(self.matryoshka, bool) else dimensions in self.matryoshka
@@ -163,16 +168,19 @@ def embedding_spec(path: Path) -> EmbeddingSpec:
     pooling = read_object(path / stated[1][1] / POOLING)
     prompts = read_object(path / PROMPTS, missing_is_empty=True)
     transformer = read_object(path / TRANSFORMER, missing_is_empty=True)
-    name = prompts.get("default_prompt_name")
-    prompt = (prompts.get("prompts") or {}).get(name, "") if name is not None else ""
-    if prompt and pooling.get("include_prompt") is False:
-        raise UnsupportedModelError("its pooling leaves out the tokens of its prompt, which is not supported")
+    named = {str(name): str(text) for name, text in (prompts.get("prompts") or {}).items()}
+    prompt = named.get(str(prompts.get("default_prompt_name")), "")
+    if pooling.get("include_prompt") is False:
+        if prompt:
+            raise UnsupportedModelError("its pooling leaves out the tokens of its prompt, which is not supported")
+        named = {}
     sizes = config.get("matryoshka_dimensions")
     limit = transformer.get("max_seq_length")
     return EmbeddingSpec(
         pooling=stated_pooling(pooling),
         normalize="Normalize" in kinds,
-        prompt=str(prompt),
+        prompt=prompt,
+        prompts=named,
         max_tokens=limit if isinstance(limit, int) and limit > 0 else None,
         matryoshka=frozenset(map(int, sizes)) if sizes else bool(config.get("is_matryoshka")),
         lower_case=bool(transformer.get("do_lower_case")),

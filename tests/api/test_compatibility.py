@@ -93,6 +93,7 @@ def outcome_of(rows: Iterable[Claim], row: Claim) -> str:
 @pytest.fixture(scope="module")
 def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     second = make_embedding_model(tmp_path_factory.mktemp("models") / "m")
+    (second / "config_sentence_transformers.json").write_text('{"prompts": {"query": "find: "}}')
     config = with_embeddings(EngineConfig(kv_cache_bytes=16_000_000), second)
     data_dir, allowed = tmp_path_factory.mktemp("data"), HttpConfig(allow_downloads=True)
     with running_server(config, data_dir=data_dir, http=allowed) as server, raw(server) as client:

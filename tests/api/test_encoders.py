@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,24 @@ def test_a_long_text_is_cut_by_ollamas_endpoint_and_refused_by_openais(
     [found] = send(server, "/api/embed", {"model": "bert", "input": long})["embeddings"]
     mean = Reference(models_path / "bert", "bert").states([CLS, *words("blue") * 126, SEP]).mean(axis=0)
     np.testing.assert_allclose(found, mean / np.linalg.norm(mean), atol=5e-5)
+
+
+def test_a_request_chooses_one_of_the_models_prompts(models_path: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(models_path / "bert", tmp_path / "bert")
+    named = {"query": "which ", "document": "the "}
+    prompts = {"prompts": named, "default_prompt_name": "document"}
+    (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    with running_server(EngineConfig(str(path), served_model_name="vectors")) as server:
+
+        def vector(given: str | list[int], **fields: Any) -> Any:
+            return send(server, "/v1/embeddings", {"input": given} | fields)["data"][0]["embedding"]
+
+        for name, prompt in named.items():
+            assert vector("river", prompt_name=name) == vector(whole(f"{prompt}river"))
+        assert vector("river") == vector("river", prompt_name="document")
+        error = send(server, "/v1/embeddings", {"input": "a", "prompt_name": "x"}, status=400)["error"]
+        assert error["param"] == "prompt_name"
+        assert "must be one of query, document for 'vectors'" in error["message"]
 
 
 def test_white_space_and_an_unknown_word_of_any_length_are_few_tokens(server: RunningServer) -> None:

@@ -11,6 +11,7 @@ TABLE: tuple[Claim, ...] = (
     honoured("encoding_format", "base64", "the default is `float`"),
     honoured("dimensions", 64, "the model's own size, or those that its `config.json` states"),
     refused("dimensions", 63),
+    honoured("prompt_name", "query", "of a prompt in the model's `config_sentence_transformers.json`"),
     honoured("timeout", 60, "seconds; then a 408"),
     label("user", "u"),
     ignored("priority", 1, "use the key's tier"),

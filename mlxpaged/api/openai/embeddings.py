@@ -26,6 +26,7 @@ class EmbeddingsRequest(Body):
     input: Annotated[list[str] | list[list[int]], one_kind_of_input("input", MAX_INPUTS)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
+    prompt_name: str | None = None
     timeout: Seconds | None = None
     user: str | None = None
 
@@ -49,7 +50,7 @@ class EmbeddingsResponse(Body):
 
 
 async def respond(request: Request, body: EmbeddingsRequest) -> Response:
-    found = await embed(request, body.model, body.input, body.dimensions, body.timeout)
+    found = await embed(request, body.model, body.input, body.dimensions, body.timeout, prompt_name=body.prompt_name)
     pieces = in_pieces(found.model.name, found.vectors, found.num_tokens, body.encoding_format == "base64")
     return StreamingResponse(pieces, media_type="application/json")
 
