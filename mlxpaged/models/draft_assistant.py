@@ -164,6 +164,8 @@ def load_assistant(model: Module, path: Path) -> Assistant:
     if ordering is not None:
         weights["masked_embedding.token_ordering"] = ordering.astype(mx.int32)
     head = AssistantModel(config, args, DecoderLayer)
+    if head.clusters is not None and args.vocab_size % head.clusters.centroids.weight.shape[0]:
+        raise UnsupportedModelError("the clusters of its vocabulary are not equally large")
     quantize(head, class_predicate=partial(quantization, weights=weights))
     head.load_weights(list(weights.items()))
     head.eval()

@@ -118,6 +118,14 @@ def test_one_of_another_model_is_refused(dense: AssistantReference, field: str, 
         load(dense)
 
 
+def test_clusters_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    reference = make_assistant(tmp_path / "m", has_clusters=True)
+    reference.config["num_centroids"] = NUM_CLUSTERS + 1
+    reference.save()
+    with pytest.raises(UnsupportedModelError, match="are not equally large"):
+        load(reference)
+
+
 def test_a_model_of_another_kind_has_none(dense: AssistantReference, tmp_path: Path) -> None:
     llama = make_architecture(tmp_path / "llama", "llama")
     with pytest.raises(UnsupportedModelError, match=r"--mtp .*assistant: it is an assistant of Gemma 4"):
