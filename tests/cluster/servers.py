@@ -44,7 +44,8 @@ class Cluster:
         return int(status["blocks"]["used"])
 
     def processes(self) -> dict[int, dict[str, str]]:
-        return processes_of(self.home)
+        """Without those that render chat templates: they have the environments of those that started them."""
+        return {pid: each for pid, each in processes_of(self.home).items() if b"templates" not in command_of(pid)}
 
     def ranks(self) -> dict[int, int]:
         """The process of each rank."""
@@ -114,6 +115,13 @@ def processes_of(home: Path) -> dict[int, dict[str, str]]:
             if environment.get("HOME") == str(home):
                 found[int(path.parent.name)] = environment
     return found
+
+
+def command_of(pid: int) -> bytes:
+    """Empty if the process has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def listening(pid: int) -> set[int]:
