@@ -20,7 +20,18 @@ from mlxpaged.engine.request_table import RequestTable
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken, SamplingRow
 from mlxpaged.engine.status import NO_DRAFTS
-from mlxpaged.scheduler.draft_budget import BY_NETWORK, MOST_DRAFTS, PRIORS, Acceptance, draft_lengths, of_few
+from mlxpaged.scheduler.draft_budget import (
+    BY_NETWORK,
+    CLEAR_GAIN,
+    MOST_DRAFTS,
+    PRIORS,
+    TIME_AGAIN,
+    Acceptance,
+    ProbeBudget,
+    draft_lengths,
+    gain_of,
+    of_few,
+)
 from mlxpaged.scheduler.scheduler import Scheduler, is_decoding
 from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.step import Row, Step
@@ -33,6 +44,9 @@ MOST_DRAFT_ROWS = 64
 
 ASK_AGAIN = 32
 """Steps of as many sequences after which it is asked again whether drafts could be worth verifying at all."""
+
+PATIENCE, SEARCH_EVERY = 32, 4
+"""After so many steps of which none verified a draft, the text is searched in every fourth step only."""
 
 EXPOSED_SHARE = 0.1
 """What the latest step counts in the time that the device waits. The average begins at 0, so that drafts are tried."""
@@ -67,8 +81,8 @@ class Proposal(NamedTuple):
 
 NOTHING = Proposal([])
 
-Lengths = Callable[[ListOf[int], ListOf[ListOf[float]], ListOf[float]], list[int]]
-"""Contexts, chances and costs of all decoding sequences -> drafts of each, see `draft_lengths`."""
+Lengths = Callable[[ListOf[int], ListOf[ListOf[float]], ListOf[float], ListOf[float]], list[int]]
+"""Contexts, chances, costs and leads of all decoding sequences -> drafts of each, see `draft_lengths`."""
 
 
 class Drafting:
@@ -92,6 +106,9 @@ class Drafting:
         self._shared = list(PRIORS)
         self._proposals: dict[int, Proposal] = {}  # those with drafts in the next step, by sequence id
         self._could_pay, self._last_batch, self._steps_left = False, -1, 0
+        self._expected: dict[int, float] = {}  # tokens of these drafts
+        self._with_drafts = self._without_drafts = 0  # steps in a row
+        self._probes = ProbeBudget()
         self.stats = NO_DRAFTS
         self.exposed = 0.0  # seconds in which the device waits before a step with drafts, though steps could overlap
 
@@ -110,6 +127,7 @@ class Drafting:
             self.network.runs = can_pay and self._network_pays(self.network, decoding)
         proposals = [self._propose(sequence) for sequence in decoding] if can_pay else []
         self._proposals.clear()
+        self._expected.clear()
         if not any(proposal.drafts for proposal in proposals):
             for sequence in decoding:
                 sequence.drafts = ()
@@ -117,12 +135,16 @@ class Drafting:
         chances = [self._chances(sequence, proposal) for sequence, proposal in zip(decoding, proposals, strict=True)]
         contexts = [len(sequence.token_ids) for sequence in decoding]
         costs = [0.0 if each.match != BY_NETWORK or self.network is None else self.network.cost for each in proposals]
-        lengths = self.lengths(contexts, chances, costs)
-        self._add_probe(decoding, contexts, [len(each) for each in chances], costs, lengths)
+        leads = [self._acceptance_of(sequence).lead for sequence in decoding]
+        lengths = self.lengths(contexts, chances, costs, leads)
+        self._add_probe(decoding, contexts, [len(each) for each in chances], costs, leads, lengths)
         if self._scheduler.config.recurrent:
             lengths = of_few(lengths, chances, self._scheduler.config.max_draft_states)
-        for sequence, proposal, length in zip(decoding, proposals, lengths, strict=True):
+        if self._is_plain_due(lengths, contexts, chances):
+            lengths = [0] * len(decoding)
+        for sequence, proposal, chance, length in zip(decoding, proposals, chances, lengths, strict=True):
             sequence.drafts = proposal.drafts[:length]
+            self._expected[sequence.sequence_id] = sum(chance[:length])
             self._proposals[sequence.sequence_id] = proposal
         return any(lengths)
 
@@ -132,9 +154,15 @@ class Drafting:
         if len(contexts) != self._last_batch or self._steps_left == 0:
             self._last_batch, self._steps_left = len(contexts), ASK_AGAIN
             count = max(1, len(contexts))
-            self._could_pay = any(self.lengths(contexts or [1], [[1.0] * MOST_DRAFTS] * count, [0.0] * count))
+            self._could_pay = any(self.lengths(contexts or [1], [[1.0] * MOST_DRAFTS] * count, [0.0] * count, []))
         self._steps_left -= 1
         return self._could_pay
+
+    def _is_plain_due(self, lengths: ListOf[int], contexts: ListOf[int], chances: ListOf[ListOf[float]]) -> bool:
+        """Whether the step goes without these drafts, so that its time is known."""
+        if not any(lengths) or self._with_drafts < TIME_AGAIN or (seconds := self._scheduler.decode_seconds()) is None:
+            return False
+        return gain_of(lengths, contexts, chances, seconds) < CLEAR_GAIN
 
     def note_exposed(self, seconds: float) -> None:
         """The device has waited for the host before a step with drafts."""
@@ -150,12 +178,13 @@ class Drafting:
         """Whether the network is to draft after the next step: its drafts are likely to be verified, or are to be tried
         again. Before a sequence decodes, whether drafts that are all accepted would be worth it."""
         if not decoding:
-            return any(self.lengths([1], [[1.0]], [network.cost]))
+            return any(self.lengths([1], [[1.0]], [network.cost], []))
         acceptances = [self._acceptance_of(sequence) for sequence in decoding]
         contexts, costs = [len(sequence.token_ids) for sequence in decoding], [network.cost] * len(decoding)
         if any(each.is_probe_due for each in acceptances):
-            return any(self.lengths(contexts, [[1.0]] * len(decoding), costs))
-        return any(self.lengths(contexts, [each.chances(BY_NETWORK, MOST_BY_NETWORK) for each in acceptances], costs))
+            return any(self.lengths(contexts, [[1.0]] * len(decoding), costs, []))
+        chances = [each.chances(BY_NETWORK, MOST_BY_NETWORK) for each in acceptances]
+        return any(self.lengths(contexts, chances, costs, []))
 
     def launch_network(
         self, step: Step, sampling: ListOf[SamplingRow], tokens: mx.array | None
@@ -182,7 +211,7 @@ class Drafting:
         contexts = [len(each.sequence.token_ids) for each in running]
         chances = [self._acceptance_of(each.sequence).chances(BY_NETWORK, MOST_BY_NETWORK) for each in running]
         try:
-            lengths = self.lengths(contexts, chances, [self.network.cost] * len(running)) if running else []
+            lengths = self.lengths(contexts, chances, [self.network.cost] * len(running), []) if running else []
             self.network.draft(launched, accepted, running, lengths)
         except DeviceError:
             raise
@@ -199,13 +228,18 @@ class Drafting:
         contexts: ListOf[int],
         proposed: ListOf[int],
         costs: ListOf[float],
+        leads: ListOf[float],
         lengths: list[int],
     ) -> None:
         """Let a sequence whose drafts were not worth verifying for long have one, if that would be worth it with drafts
         that are all accepted."""
         for i, sequence in enumerate(decoding):
             if proposed[i] and not lengths[i] and self._acceptance_of(sequence).is_probe_due:
-                lengths[i] = min(1, self.lengths(contexts, [[1.0] * min(1, count) for count in proposed], costs)[i])
+                hopeful = [[1.0] * min(1, count) for count in proposed]
+                length = min(1, self.lengths(contexts, hopeful, costs, leads)[i])
+                seconds = self._scheduler.decode_seconds()
+                if length and seconds is not None and self._probes.spend(contexts, i, seconds):
+                    lengths[i] = length
                 return
 
     def _propose(self, sequence: Sequence) -> Proposal:
@@ -220,22 +254,44 @@ class Drafting:
             return Proposal(tag, drafter="grammar")
         if matcher is not None and (forced := matcher.forced()[:most]):
             return Proposal(forced[: matcher.count_allowed(forced)], drafter="grammar")
-        found = [] if self.drafter is None else [Proposal(*self.drafter.propose(running, most))]
+        searches = self._without_drafts < PATIENCE or self._without_drafts % SEARCH_EVERY == 0
+        found = [Proposal(*self.drafter.propose(running, most))] if self.drafter is not None and searches else []
         if self.network is not None:
             found.append(Proposal(self.network.propose(sequence, most), BY_NETWORK, self.network.name))
         if matcher is not None:
             found = [each._replace(drafts=each.drafts[: matcher.count_allowed(each.drafts)]) for each in found]
-        return max(found, key=lambda each: sum(self._chances(sequence, each)), default=NOTHING)
+        if len(found) < 2:
+            return found[0] if found else NOTHING
+        return max(found, key=lambda each: sum(self._chances(sequence, each)))
 
-    def _fastest(self, contexts: ListOf[int], chances: ListOf[ListOf[float]], costs: ListOf[float]) -> list[int]:
+    def _fastest(
+        self, contexts: ListOf[int], chances: ListOf[ListOf[float]], costs: ListOf[float], leads: ListOf[float]
+    ) -> list[int]:
         seconds = self._scheduler.decode_seconds()
         if seconds is None:
             return [0] * len(contexts)
         most = max(1, MOST_DRAFT_ROWS // len(contexts))
-        return draft_lengths(contexts, [each[:most] for each in chances], seconds, costs, self.exposed)
+        return draft_lengths(contexts, [each[:most] for each in chances], seconds, costs, self.exposed, leads)
 
     def _acceptance_of(self, sequence: Sequence) -> Acceptance:
-        return self._acceptance.setdefault(sequence.sequence_id, Acceptance(self._shared))
+        acceptance = self._acceptance.get(sequence.sequence_id)
+        if acceptance is None:
+            acceptance = self._acceptance[sequence.sequence_id] = Acceptance(self._shared)
+        return acceptance
+
+    def note_seconds(self, step: Step, seconds: float) -> None:
+        """A step has taken so long. Those that decode have waited for its drafts."""
+        self._with_drafts = self._with_drafts + 1 if step.has_drafts else 0
+        self._without_drafts = 0 if step.has_drafts else self._without_drafts + 1
+        self._probes.save()
+        if not step.has_drafts or not all(row.decodes for row in step.rows):
+            return
+        if (estimate := self._scheduler.decode_seconds()) is None:
+            return
+        plain = estimate(len(step.rows), sum(row.start + 1 for row in step.rows))
+        for row in step.rows:
+            if (acceptance := self._acceptance.get(row.sequence_id)) is not None:
+                acceptance.wait((seconds + self.exposed) / plain - 1 - self._expected.get(row.sequence_id, 0.0))
 
     def accept(self, row: Row, sampled: list[SampledToken]) -> list[SampledToken]:
         """Returns the first of the tokens that a row has sampled: up to the first one that is not the next draft, or

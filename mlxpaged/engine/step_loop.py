@@ -296,7 +296,10 @@ class StepLoop:
         now = self._clock()
         # The device began the step when it was launched, or when the previous step was done if that was later.
         if step.is_usual:
-            self._scheduler.observe(step.scheduled, now - max(step.started, self.device.read_at))
+            seconds = now - max(step.started, self.device.read_at)
+            if self._drafting is not None:
+                self._drafting.note_seconds(step.scheduled, seconds)
+            self._scheduler.observe(step.scheduled, seconds)
         self.device.read_at = now
         self._headroom.note_success()
         self._scheduler.admits = True

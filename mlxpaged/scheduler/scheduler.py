@@ -231,7 +231,7 @@ class Scheduler:
         return self._prefill.decode_seconds()
 
     def row_seconds(self) -> dict[int, float]:
-        """The median seconds of the latest steps without prompts, by their rows."""
+        """Seconds of steps without prompts by their rows, beside what their keys take."""
         return self._prefill.row_seconds()
 
     def update(self, step: Step, token_ids: Mapping[int, ListOf[int]]) -> None:

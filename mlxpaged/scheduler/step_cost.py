@@ -6,14 +6,13 @@ relative errors over the latest steps, and none is negative. So chunks become sh
 machine that computes 500 tokens a second and on one that computes 5,000, without any setting.
 
 A step without prompts has few rows, and in these its time is not linear: a GPU has other kernels for one row, for a few
-and for many. So there is a table of these steps by their rows: the median of what the latest took more or less than the
-five parts. It begins with steps that are timed at the start. Between two measured numbers of rows it is interpolated.
+and for many. So there is a table of these steps by their rows. It begins with steps that are timed at the start. Keys
+cost what the fit says.
 """
 
 from __future__ import annotations
 
 import bisect
-import math
 import sys
 from collections import deque
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
+from mlxpaged.scheduler.row_table import NOTHING_TIMED, RowTable, RowTimes
 from mlxpaged.scheduler.row_tiles import ANY_ROWS, RowTiles
 
 KEPT = 64
@@ -44,27 +44,18 @@ lost in the noise: after one step with eight tokens, a chunk of 1,000 seemed fre
 MIN_PROMPT_STEPS = 8
 """Steps with prompts that must have run before the time of a whole prompt is estimated."""
 
-ROW_SAMPLES = 7
-"""Latest steps of about as many rows of which the table has the median."""
-
-BUCKETS = 128
-"""Numbers of rows that the table tells apart, up to 262,143 rows."""
-
 SHORTEST = 1e-6
 """Shortest time of a step, in seconds: a clock may not tell two steps apart."""
 
-DECODES, PROMPT_TOKENS, PROMPT_KEYS = 1, 3, 4
+DECODE_KEYS, PROMPT_TOKENS, PROMPT_KEYS = 2, 3, 4
 """Indices in the five parts."""
+
+FIT_AGAIN, TABLE_AGAIN = 32, 8
+"""Steps without prompts after which what their keys cost is fitted again, and the table is made again, for drafts. A
+fit takes 0.4 ms on a slow CPU, and the table 0.1."""
 
 Observations = deque[tuple[tuple[float, ...], float]]
 """The parts of each step, and its seconds."""
-
-
-def bucket(rows: int) -> int:
-    """Numbers of rows that the table counts as one: each below 16 is its own, and every doubling from there has
-    eight."""
-    shift = max(0, rows.bit_length() - 4)
-    return 8 * shift + (rows >> shift)
 
 
 def chunk_keys(start: int, tokens: int) -> float:
@@ -88,26 +79,6 @@ def non_negative_least_squares(
 
 
 @dataclass(frozen=True)
-class RowTable:
-    """What steps of so many rows without prompts take beyond their five parts, in seconds. rows: measured ones, in
-    order."""
-
-    rows: tuple[float, ...] = ()
-    seconds: tuple[float, ...] = ()
-
-    def beyond(self, rows: int) -> float:
-        """Interpolates. Outside of what was measured, the nearest counts. 0.0 if nothing was."""
-        if not self.rows:
-            return 0.0
-        after = bisect.bisect_left(self.rows, rows)
-        if after == 0 or after == len(self.rows):
-            return self.seconds[min(after, len(self.rows) - 1)]
-        low, high = self.rows[after - 1], self.rows[after]
-        share = (rows - low) / (high - low)
-        return (1 - share) * self.seconds[after - 1] + share * self.seconds[after]
-
-
-@dataclass(frozen=True)
 class Costs:
     """The seconds that each part of a step takes. Keys are counted once for every token that attends to them.
 
@@ -123,7 +94,7 @@ class Costs:
     longest_chunk: int = sys.maxsize
     longest_context: int = sys.maxsize
     tiles: RowTiles = ANY_ROWS
-    table: RowTable = RowTable()
+    table: RowTable = NOTHING_TIMED
 
     def step_seconds(self, contexts: ListOf[int], chunks: ListOf[tuple[int, int]] = ()) -> float:
         """Time of a step. contexts: context lengths of its decoding sequences. chunks: (start, tokens) of its
@@ -137,7 +108,9 @@ class Costs:
 
     def decode_seconds(self, rows: int, keys: int) -> float:
         """Time of a step of so many decoding rows, which attend to so many keys together."""
-        return self._linear_seconds(rows, keys) + self.table.beyond(self.tiles.padded(rows))
+        if not self.table.rows:
+            return self._linear_seconds(rows, keys)
+        return self.table.of(self.tiles.padded(rows), self.per_decode) + self.table.per_key * keys
 
     def linear_seconds(self, contexts: ListOf[int]) -> float:
         """What decoding sequences with these context lengths take of a step with prompts, the step itself included."""
@@ -164,29 +137,6 @@ class Costs:
         return sum(self.step_seconds([], [(at, min(max_chunk, end - at))]) for at in range(start, end, max_chunk))
 
 
-class RowTimes:
-    """The latest steps without prompts, by their rows. Makes the RowTable for any coefficients of the five parts."""
-
-    def __init__(self) -> None:
-        self._parts = np.zeros((BUCKETS, ROW_SAMPLES, len(SCALE)))
-        self._seconds = np.full((BUCKETS, ROW_SAMPLES), math.nan)
-        self._counts = np.zeros(BUCKETS, np.int64)
-
-    def observe(self, parts: tuple[float, ...], seconds: float) -> None:
-        index = min(bucket(int(parts[DECODES])), BUCKETS - 1)
-        place = self._counts[index] % ROW_SAMPLES
-        self._parts[index, place], self._seconds[index, place] = parts, seconds
-        self._counts[index] += 1
-
-    def table(self, coefficients: npt.NDArray[np.float64]) -> RowTable:
-        measured = np.flatnonzero(self._counts)
-        counts, parts = np.minimum(self._counts[measured], ROW_SAMPLES), self._parts[measured]
-        rows = parts[..., DECODES].sum(axis=1) / counts
-        ordered = np.sort(self._seconds[measured] - parts @ coefficients)  # nan last
-        middle = ordered[np.arange(len(measured)), (counts - 1) // 2]
-        return RowTable(tuple(rows.tolist()), tuple(middle.tolist()))
-
-
 class StepCost:
     """Learns from every finished step, and estimates the costs of later ones."""
 
@@ -195,11 +145,11 @@ class StepCost:
         self._tiles = tiles
         self._plain: Observations = deque(maxlen=KEPT)
         self._with_prompts: Observations = deque(maxlen=KEPT)
-        self._by_rows = RowTimes()
+        self._by_rows = RowTimes({tiles.padded(rows): seconds for rows, seconds in decoding.items()})
         self._costs: Costs | None = None
         self._is_current = True
-        for rows, seconds in decoding.items():
-            self._by_rows.observe((1, tiles.padded(rows), rows, 0, 0), seconds)
+        self._since_fit = 0
+        self._decoding: Costs | None = None
 
     def observe(self, contexts: ListOf[int], chunks: ListOf[tuple[int, int]], seconds: float) -> None:
         """A step took `seconds`. contexts: of its decoding sequences. chunks: (start, tokens) of its prompts."""
@@ -211,8 +161,11 @@ class StepCost:
         parts, seconds = (1, rows, sum(contexts), filled, keys), max(seconds, SHORTEST)
         (self._with_prompts if chunks else self._plain).append((parts, seconds))
         if not chunks:
-            self._by_rows.observe(parts, seconds)
+            self._by_rows.observe(rows, sum(contexts), seconds)
+            self._since_fit += 1
         self._is_current = False
+        if self._since_fit % TABLE_AGAIN == 0:
+            self._decoding = None
 
     def costs(self) -> Costs | None:
         """Return None before any step with a prompt ran."""
@@ -220,32 +173,37 @@ class StepCost:
             parts, seconds = zip(*self._plain, *self._with_prompts, strict=True)
             relative = np.asarray(parts) / SCALE / np.asarray(seconds)[:, None]
             coefficients = non_negative_least_squares(relative, np.ones(len(seconds))) / SCALE
+            self._by_rows.learn_keys(float(coefficients[DECODE_KEYS]))
             tokens = [(parts[PROMPT_TOKENS], parts[PROMPT_KEYS]) for parts, _ in self._with_prompts]
             self._costs = replace(
                 Costs(*coefficients.tolist()),
                 longest_chunk=EXTRAPOLATION * int(max(count for count, _ in tokens)),
                 longest_context=EXTRAPOLATION * int(max(keys / count + count / 2 for count, keys in tokens)),
                 tiles=self._tiles,
-                table=self._by_rows.table(coefficients),
+                table=self._by_rows.table(),
             )
-            self._is_current = True
+            self._is_current, self._since_fit, self._decoding = True, 0, None
         return self._costs
 
     def decoding_costs(self) -> Costs | None:
         """The costs, for steps without prompts. Before any step with a prompt ran, all that is known is what steps of
         so many rows took. None if that is not known either."""
-        if (costs := self.costs()) is not None:
-            return costs
-        table = self._by_rows.table(np.zeros(len(SCALE)))
-        return Costs(0.0, 0.0, 0.0, 0.0, 0.0, tiles=self._tiles, table=table) if table.rows else None
+        if self._decoding is None:
+            costs = self._costs if self._since_fit < FIT_AGAIN else self.costs()
+            table = self._by_rows.table()
+            if costs is not None:
+                self._decoding = replace(costs, table=table)
+            elif table.rows:
+                self._decoding = Costs(0.0, 0.0, 0.0, 0.0, 0.0, tiles=self._tiles, table=table)
+        return self._decoding
 
     def estimate(self, contexts: ListOf[int], chunks: ListOf[tuple[int, int]]) -> float | None:
         """Estimates a step by the costs that `costs` has returned last. None before it has."""
         return None if self._costs is None else self._costs.step_seconds(contexts, chunks)
 
     def row_seconds(self) -> dict[int, float]:
-        """The median seconds of the latest steps without prompts, by their rows."""
-        table = self._by_rows.table(np.zeros(len(SCALE)))
+        """Seconds of steps without prompts by their rows, beside what their keys take."""
+        table = self._by_rows.table()
         return dict(zip(map(round, table.rows), table.seconds, strict=True))
 
     def expected_seconds(self, contexts: ListOf[int], chunks: ListOf[tuple[int, int]]) -> float | None:

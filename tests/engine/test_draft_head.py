@@ -113,7 +113,7 @@ def test_later_turns_forks_and_ends_within_drafts(reference: Drafting) -> None:
 def test_the_head_runs_only_where_it_can_pay(reference: Drafting) -> None:
     core = core_of(reference)
     assert core.drafting is not None
-    core.drafting.lengths = lambda contexts, chances, costs: [0] * len(contexts)
+    core.drafting.lengths = lambda contexts, chances, *_: [0] * len(contexts)
     setattr(core.runner, reference.method, None)
     expected = answers(core_of(reference, drafts=False), requests())
     assert tokens_of(answers(core, requests())) == tokens_of(expected)

@@ -48,7 +48,7 @@ class Oracle:
         pass
 
 
-def as_many(contexts: ListOf[int], chances: ListOf[ListOf[float]], costs: ListOf[float] = ()) -> list[int]:
+def as_many(contexts: ListOf[int], chances: ListOf[ListOf[float]], *_: ListOf[float]) -> list[int]:
     """All drafts are verified."""
     return [len(each) for each in chances]
 
@@ -58,7 +58,7 @@ def every_other_step() -> Lengths:
     would be verified if all were accepted is asked too: all."""
     turns = itertools.cycle((False, False, True, True))
 
-    def lengths(contexts: ListOf[int], chances: ListOf[ListOf[float]], costs: ListOf[float] = ()) -> list[int]:
+    def lengths(contexts: ListOf[int], chances: ListOf[ListOf[float]], *_: ListOf[float]) -> list[int]:
         is_certain = all(chance == 1.0 for each in chances for chance in each)
         return as_many(contexts, chances) if is_certain or next(turns) else [0] * len(contexts)
 
