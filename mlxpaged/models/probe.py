@@ -173,7 +173,7 @@ def differences_of(
             continue
         values: Any = distance(logits[mx.array(rows)], reference.at(positions)).tolist()
         if row.num_tokens == 1:
-            yield "decoding in a batch", values
+            yield "decoding in a batch" if len(step) > 1 else "decoding alone", values
         elif row.start == 0:
             yield "in a first chunk", values
         else:
