@@ -11,7 +11,7 @@ TOOLS := $(VENV)/tools
 LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
 	--custom-compile-command 'make lock' $(ARGS)
 
-.PHONY: serve test test-kernels test-models test-gguf test-encoders test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults test-reliability soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
+.PHONY: serve test test-kernels test-models test-gguf test-encoders test-mlx-vlm test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults test-reliability soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
 
 serve: $(SERVE_STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -53,6 +53,16 @@ test-encoders: $(STAMP)
 	@if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python --target $(VENV)/torch $(TORCH); \
 	else $(BIN)/python $(PIP_INSTALL) --upgrade --target $(VENV)/torch $(TORCH); fi
 	PYTHONPATH=$(VENV)/torch $(BIN)/python -m pytest -m encoders -W default tests/models/test_encoders_by_transformers.py $(ARGS)
+
+# Model types that mlx-lm lacks and mlx-vlm has, as tiny random models: their tokens, or why they are refused. mlx-vlm comes
+# into a folder of its own, without the packages that it asks for.
+MLX_VLM ?= mlx-vlm==0.7.10
+
+test-mlx-vlm: $(STAMP)
+	@packages="$(MLX_VLM) requests urllib3 idna certifi charset-normalizer"; \
+	if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)/mlx-vlm $$packages; \
+	else $(BIN)/python $(PIP_INSTALL) --upgrade --no-deps --target $(VENV)/mlx-vlm $$packages; fi
+	PYTHONPATH=$(VENV)/mlx-vlm $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup -m mlxvlm -W default tests/models/test_architectures.py $(ARGS)
 
 # Several ranks of a model over loopback. They spin while they wait for each other, so one test runs at a time. FAULTS:
 # how often each rank of two is killed, stopped and slowed. ARGS=-rP prints how soon that was noticed, and counts of bytes.

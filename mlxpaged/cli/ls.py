@@ -15,15 +15,15 @@ from mlxpaged.models.short_names import short_name
 if TYPE_CHECKING:
     from mlxpaged.models.downloads import Download
 
-COLUMNS = ("name", "size", "kind", "quantization", "context", "served")
+COLUMNS = ("name", "size", "kind", "source", "quantization", "context", "served")
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "ls",
         usage="%(prog)s [--json]",
-        description="List the downloaded models, those of Ollama and LM Studio too: size, kind, quantization, context "
-        "length, and whether they can be served, or why not.",
+        description="List the downloaded models, those of Ollama and LM Studio too: size, kind, source of the type, "
+        "quantization, context length, and whether they can be served, or why not.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON: sizes in bytes, and the directories")
     parser.set_defaults(run=run)
@@ -47,11 +47,13 @@ def run(args: argparse.Namespace) -> int:
 def cells(row: dict[str, Any]) -> list[str]:
     name = f"{row['name']} ({row['short_name']})" if row["short_name"] else row["name"]
     served = "yes" if row["served"] else f"no: {row['reason']}"
-    return [name, megabytes(row["bytes"]), row["kind"], row["quantization"], str(row["context_length"] or "-"), served]
+    facts = row["kind"], row["source"] or "-", row["quantization"], str(row["context_length"] or "-")
+    return [name, megabytes(row["bytes"]), *facts, served]
 
 
 def described(download: Download) -> dict[str, Any]:
     """A row: what --json prints."""
+    from mlxpaged.models.architectures import source_at
     from mlxpaged.models.device_memory import free_device_memory
     from mlxpaged.models.downloads import quantization
     from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
@@ -62,22 +64,25 @@ def described(download: Download) -> dict[str, Any]:
     from mlxpaged.models.sources import local_path
 
     config: dict[str, Any] = {}
+    path = download.path
     try:
         if missing := download.missing_files():
             raise UnsupportedModelError(
                 f"{missing[0]} is missing: `mlxpaged pull {download.name}` resumes the download"
             )
-        path = local_path(str(download.path)) or download.path
+        path = local_path(str(path)) or path
         config = read_object(path / "config.json", missing_is_empty=True)
         check_directory(path, local_file_sizes(path), free_device_memory())
         reason = None
     except (ModelNotFoundError, UnsupportedModelError) as error:
         reason = str(error)
+    source = source_at(path)
     return {
         "name": download.name,
         "short_name": short_name(download.name),
         "bytes": download.bytes,
         "kind": kind_of(download.name, download.path).value,
+        "source": source and source.value,
         "quantization": quantization(config),
         "context_length": context_length(config) if config else None,
         "served": reason is None,

@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     with heavy_imports():
         from mlxpaged.models import sources
+        from mlxpaged.models.architectures import Source
         from mlxpaged.models.preflight import NOTHING, is_gguf, local_file_sizes, weight_files
     try:
         if split_name(name)[0].count("/") != 1:
@@ -69,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
             check_disk(directory, sizes)
             if is_gguf(sizes):  # what describes the model is in the file
                 files = weight_files(sizes)
-                print(f"{name}: {', '.join(files)}, {megabytes(sum(size or 0 for size in files.values()))}", flush=True)
+                size = megabytes(sum(size or 0 for size in files.values()))
+                print(f"{name}: {Source.GGUF.value}, {', '.join(files)}, {size}", flush=True)
             else:
                 print("\n".join(description(name, directory, sizes)), flush=True)
         with ended_by_signal():
@@ -93,6 +95,7 @@ def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:
     """What the model is, and what fits beside its weights."""
     from mlxpaged.engine.config import KV_CACHE_DTYPES
     from mlxpaged.engine.memory import least_step
+    from mlxpaged.models.architectures import GGUF_BYTES, source_of
     from mlxpaged.models.device_memory import default_device_memory
     from mlxpaged.models.downloads import quantization
     from mlxpaged.models.fit import fit, layers_of
@@ -100,13 +103,14 @@ def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:
     from mlxpaged.models.kinds import is_encoder
     from mlxpaged.models.layers import quantized
     from mlxpaged.models.loader import context_length
-    from mlxpaged.models.preflight import GGUF_BYTES, weight_files
+    from mlxpaged.models.preflight import weight_files
     from mlxpaged.models.quantized_kv import cannot_quantize
 
     config = read_object(directory / "config.json")
     weights = config.get(GGUF_BYTES) or sum(size or 0 for size in weight_files(sizes).values())
     longest = context_length(config)
-    yield f"{name}: {config['model_type']}, {quantization(config)}, {megabytes(weights)}, context length {longest}"
+    model_type = f"{config['model_type']} ({source_of(config).value})"
+    yield f"{name}: {model_type}, {quantization(config)}, {megabytes(weights)}, context length {longest}"
     free = max(0, default_device_memory() - weights - least_step())
     if is_encoder(config):
         yield f"memory    {megabytes(free)} are free beside its weights"

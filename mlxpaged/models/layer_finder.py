@@ -50,7 +50,7 @@ def layer_specs(model: Module, way: Way = Way.ROWS, fusion: bool = False) -> lis
             return tuple(spec_of(each, partial(nth, make, i), alone) for i, each in enumerate(cache.caches))
         if way is Way.MODEL:
             return PerSequence(make, bytes_per_token_of(cache))
-        if type(cache) is ArraysCache:
+        if isinstance(cache, ArraysCache):
             return Recurrent(likes_of(cache), alone or shapes_of(cache) != first[id(cache)])
         if way is Way.MODULES:
             return PerSequence(make, bytes_per_token_of(cache))

@@ -24,6 +24,7 @@ from mlxpaged.models.adapters import (
     install_adapters,
     load_adapters,
 )
+from mlxpaged.models.architectures import Source, source_of
 from mlxpaged.models.draft_assistant import Assistant
 from mlxpaged.models.draft_head import Mtp, load_mtp
 from mlxpaged.models.draft_model import DraftModel
@@ -86,8 +87,8 @@ NO_HEADS_TO_READ = "each of several ranks has only a part of the heads that an a
 class ServedModel:
     """A loaded model with all that the engine needs to know about it.
 
-    path: its directory. model_type: of its config.json. rows: None if its output head cannot select rows.
-    max_model_len: most tokens of a prompt and its answer that are served, at most the context length.
+    path: its directory. model_type: of its config.json. source: of the type's code. rows: None if its output head
+    cannot select rows. max_model_len: most tokens of a prompt and its answer, at most the context length.
     no_reranker_because: the reason if `reranker` is None. sampling: the sampling parameters that its
     generation_config.json recommends, by name. vision: None if it takes no
     images. no_vision_because: the reason then, if it was made to. kv_cache_dtype: as `EngineConfig` has it.
@@ -99,6 +100,7 @@ class ServedModel:
     name: str
     path: Path
     model_type: str
+    source: Source
     model: Module
     tokenizer: Tokenizer
     layers: list[LayerSpec]
@@ -174,8 +176,11 @@ def load_model(
     try:
         files = turns.during(lambda: ModelFiles(path))
         turns.during(lambda: files.check_sizes(own_config))
+        source = turns.during(lambda: source_of(own_config))
         if files.is_gguf and group is not None:
             raise UnsupportedModelError("several ranks need a model in MLX's format, and this is a GGUF file")
+        if source is Source.MLX_VLM and group is not None:
+            raise UnsupportedModelError("several ranks need a model type of mlx-lm, and this is one of mlx-vlm")
         model, config = files.load(turns.report)
         num_parameters = int(get_total_parameters(model))
         if group is not None:
@@ -219,9 +224,9 @@ def load_model(
     except AdapterError:
         raise
     except UnsupportedModelError as error:
-        kind = config.get("model_type", "this")
+        models = f"{config.get('model_type', 'this')} models" + " of mlx-vlm" * (source is Source.MLX_VLM)
         raise UnsupportedModelError(
-            f"{name} cannot be served: {kind} models are not supported yet, because {error}"
+            f"{name} cannot be served: {models} are not supported yet, because {error}"
         ) from None
     reranker, no_reranker_because = find_reranker(name, tokenizer, is_reranker)
     drafting = [] if mtp is None else mtp.specs(kv.layers, num_ranks)
@@ -234,6 +239,7 @@ def load_model(
         name=served_name or name,
         path=path,
         model_type=str(config.get("model_type", "")),
+        source=source,
         model=model,
         tokenizer=tokenizer,
         layers=[*kv.layers, *(drafting or ())],
@@ -387,7 +393,7 @@ def find_layers(
     Raises UnsupportedModelError.
 
     If it cannot take rows of many sequences, its attention, or all of it, is called once per sequence."""
-    reason: UnsupportedModelError | None = None
+    reason: UnsupportedModelError | None = None  # of the first way, the fastest
     for way in Way:
         try:
             layers = probe_on_all_ranks(model, way, reference, turns, group, fusion)
@@ -395,14 +401,13 @@ def find_layers(
             logger.debug("by %s: %s", way.value, error)
             if isinstance(error.__cause__, WindowMismatchError):
                 raise  # no way of running is right
-            reason = reason or error
+            reason, last = reason or error, error
         else:
             if reason is not None:
                 part = "its attention" if way is Way.MODULES else "the model"
                 logger.warning("%s runs once per sequence, slower and without a prefix cache: %s", part, reason)
             return layers
-    assert reason is not None
-    raise reason
+    raise last
 
 
 def probe_on_all_ranks(
@@ -431,7 +436,7 @@ def context_length(config: dict[str, Any]) -> int:
     if is_encoder(config):
         with contextlib.suppress(UnsupportedModelError):
             return read_config(config).max_tokens
-    for part in (config, config.get("text_config") or {}):
+    for part in (config, config.get("text_config") or config.get("llm_config") or {}):
         for key in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length"):
             if isinstance(part.get(key), int) and part[key] > 0:
                 return int(part[key])

@@ -5,30 +5,24 @@ What only the loaded model can tell is checked after loading, by `probe`.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from fnmatch import fnmatch
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi, constants
-from mlx_lm import utils as mlx_lm_utils
 
+from mlxpaged.models.architectures import GGUF_BYTES, source_of
 from mlxpaged.models.errors import AssistantError, InsufficientMemoryError, UnsupportedModelError
 from mlxpaged.models.files import check_files
 from mlxpaged.models.gguf.choice import GROWTH
 from mlxpaged.models.json_files import read_object
-from mlxpaged.models.kinds import is_encoder
-from mlxpaged.models.weight_names import MODULES
 
 WEIGHTS = "model*.safetensors"
 """The files that mlx-lm loads. Some repositories hold the same weights under other names too."""
 
 GGUF = ".gguf"
 """The suffix of llama.cpp's files, which are loaded if there are no WEIGHTS."""
-GGUF_BYTES = "gguf_bytes"
-"""The field of the config.json that is made for a GGUF file: bytes of its weights in memory."""
 PICKLES = "pytorch_model*.bin"
 
 TOKENIZER_FILES = [
@@ -150,7 +144,7 @@ def check_model(
 
 
 def check_architecture(config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError if neither this server nor mlx-lm has a module for the config's model_type."""
+    """Raises UnsupportedModelError if no package has a module for the config's model_type."""
     if config.get("model_file") is not None:
         raise UnsupportedModelError(
             "its config.json asks for Python code of the repository (model_file), which is not run"
@@ -165,26 +159,7 @@ def check_architecture(config: Mapping[str, Any]) -> None:
             f"it is an encoder of a kind that is not supported (model_type {model_type!r}); use BERT, XLM-RoBERTa, "
             "ModernBERT or another of docs/models.md"
         )
-    if is_encoder(config):
-        return
-    if not any(map(has_module, modules_of(model_type))):
-        raise UnsupportedModelError(
-            f"mlx-lm {metadata.version('mlx-lm')} does not have its architecture (model_type {model_type!r}); a newer "
-            "mlx-lm may have it"
-        )
-
-
-def modules_of(model_type: str) -> set[str]:
-    """The names under which mlx-lm may import this architecture."""
-    # Versions of mlx-lm before 0.32 have only the first of the two tables.
-    by_architecture = getattr(mlx_lm_utils, "MODEL_ARCHITECTURE_REMAPPING", {})
-    names = {name for (remapped, _), name in by_architecture.items() if remapped == model_type}
-    return names | {model_type, mlx_lm_utils.MODEL_REMAPPING.get(model_type, model_type), MODULES.get(model_type, "")}
-
-
-def has_module(name: str) -> bool:
-    """A dot would import a package on the way."""
-    return bool(name) and "." not in name and importlib.util.find_spec(f"mlx_lm.models.{name}") is not None
+    source_of(config)
 
 
 def check_tokenizer(tokenizer_config: Mapping[str, Any], sizes: FileSizes) -> None:

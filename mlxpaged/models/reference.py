@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxpaged.attention import layer, precision
 from mlxpaged.attention.layer import route_attention
-from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.errors import UnsupportedModelError, in_one_line
 from mlxpaged.models.probe_steps import ROUNDING_TOKENS, SHORT_PROMPT, prompt_length
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,8 @@ def is_rounding(got: mx.array | None, expected: mx.array | None) -> bool:
 
 def make_reference(model: Module, context_length: int) -> Reference:
     """Run the model as mlx-lm loads it, on tokens whose logits are not zero: embeddings of tokens that were never
-    trained may be zero. Raises UnsupportedModelError if there are no such tokens, or a logit is not finite."""
+    trained may be zero. Raises UnsupportedModelError if there are no such tokens, a logit is
+    not finite, or the model does not run."""
     route_attention(model)
     length, missed = prompt_length(model, context_length)
     if missed:
@@ -84,7 +85,10 @@ def make_reference(model: Module, context_length: int) -> Reference:
     for region in range(REGIONS):
         tokens = make_prompt(vocabulary(model), region, length)
         calls = layer.attention_calls
-        logits = forward(model, tokens, positions)
+        try:
+            logits = forward(model, tokens, positions)
+        except Exception as error:  # mlx-vlm's models raise any type
+            raise UnsupportedModelError(f"it does not run: {type(error).__name__}: {in_one_line(error)}") from error
         calls = layer.attention_calls - calls
         if not mx.isfinite(logits).all():
             raise UnsupportedModelError("its logits are not finite")

@@ -25,7 +25,21 @@ from mlxpaged.attention.token_groups import Masks, StateGroup, TokenGroup, runni
 from mlxpaged.models.rollback import ModuleCall, Rollback, RowArgument, State, concatenated, replaced, take
 
 
-class RecurrentLayer(ArraysCache):
+class StateArrays(ArraysCache):
+    """mlx-lm's cache of recurrent states, with the methods by which mlx-vlm's layers change them."""
+
+    def update_window(self, index: int, source: mx.array, width: int, **_: Any) -> mx.array:
+        """Keep the last `width` inputs of a convolution. source: [B, inputs, channels]."""
+        self[index] = mx.contiguous(source[:, source.shape[1] - width :])
+        return self[index]  # type: ignore[no-any-return]
+
+    def update_recurrent(self, index: int, _length: int, update: Callable[..., Any]) -> tuple[Any, Any]:
+        """Keep the new state that `update` makes of the old one. Returns its output, and the state."""
+        output, self[index] = update(self[index], None)[:2]
+        return output, self[index]
+
+
+class RecurrentLayer(StateArrays):
     """Replaces mlx-lm's ArraysCache of one layer. It keeps the states of all running sequences, and checkpoints.
 
     During a step its modules read and write `cache`, which holds the states of one group at a time. The new states are

@@ -1,4 +1,4 @@
-"""Lets mlx-lm load models whose weights have names that its modules do not know."""
+"""Lets mlx-lm load models of mlx-vlm, and models whose weights have names that its modules do not know."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import deepseek_v3
 from mlx_lm.utils import load_model
 
+from mlxpaged.models.architectures import MODULES, Source, source_of
+from mlxpaged.models.text_mlx_vlm import BorrowedConfig, BorrowedModel
+
 Weights = dict[str, mx.array]
 
 Classes = Callable[[dict[str, Any]], tuple[type[Module], type]]
@@ -18,15 +21,14 @@ Classes = Callable[[dict[str, Any]], tuple[type[Module], type]]
 known_classes: Classes = inspect.signature(load_model).parameters["get_model_classes"].default
 """mlx-lm's function from a config to the classes of the model and of its arguments."""
 
-MODULES = {"lfm2_vl": "lfm2-vl"}
-"""mlx-lm's modules, by the model types that it does not know them by."""
-
 TEXT = "language_model."
 
 
 def classes_of(config: dict[str, Any]) -> tuple[type[Module], type]:
     """Returns the classes of the model and of its arguments, for mlx-lm's `load_model`."""
     kind = str(config.get("model_type"))
+    if source_of(config) is Source.MLX_VLM:
+        return BorrowedModel, BorrowedConfig
     model_class, args_class = known_classes({**config, "model_type": MODULES.get(kind, kind)})
     if kind not in RENAMED:
         return model_class, args_class

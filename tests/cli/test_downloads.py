@@ -15,12 +15,12 @@ from huggingface_hub import constants
 
 from mlxpaged.cli.serve import name_and_path
 from mlxpaged.models import device_memory, disk, loader
+from mlxpaged.models.architectures import has_module, modules_of
 from mlxpaged.models.downloads import downloads
 from mlxpaged.models.fit import fit, layers_of
 from mlxpaged.models.kinds import ENCODERS
 from mlxpaged.models.layers import KV, PerSequence
 from mlxpaged.models.loader import DEMO_PATH, load_embedding_model
-from mlxpaged.models.preflight import has_module, modules_of
 from mlxpaged.models.short_names import (
     default_name,
     full_name,
@@ -36,6 +36,7 @@ from tests.cli.helpers import DEADLINE, Result, hub, mlxpaged
 from tests.models.architectures import ARCHITECTURES, REFUSED, make_architecture
 from tests.models.encoders import make_dense, make_encoder
 from tests.models.gguf_models import as_gguf
+from tests.models.stand_in_mlx_vlm import config_of, install, make_model, uninstall
 from tests.models.test_preflight import point_to, requested_weights, sizes_of
 from tests.support import make_tiny_model, since_mlx_lm_0_32, wait_until
 
@@ -82,6 +83,14 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return set
 
 
+@pytest.fixture
+def mlx_vlm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A stand-in for mlx-vlm."""
+    install(tmp_path / "site-packages", monkeypatch)
+    yield
+    uninstall()
+
+
 # -- pull --------------------------------------------------------------------------------------------------------------
 
 
@@ -91,7 +100,7 @@ def test_a_model_is_pulled_by_its_short_name_listed_found_by_serve_and_removed(
     free(8 * 10**9)
     pulled = run("pull", "Qwen3:4B")
     assert pulled.status == 0, pulled.stderr
-    assert f"{NAME}: qwen3, float32" in pulled.stdout
+    assert f"{NAME}: qwen3 (mlx-lm), float32" in pulled.stdout
     assert "its whole context fits" in pulled.stdout
     assert "serve it: mlxpaged serve qwen3:4b" in pulled.stdout
     [download] = downloads()
@@ -108,7 +117,7 @@ def test_a_model_is_pulled_by_its_short_name_listed_found_by_serve_and_removed(
     assert row["bytes"] == sum(path.stat().st_size for path in DEMO_PATH.iterdir())
     assert (row["quantization"], row["context_length"], row["path"]) == ("float32", 4096, str(download.path))
     header, line = run("ls").stdout.splitlines()
-    assert header.split() == ["NAME", "SIZE", "KIND", "QUANTIZATION", "CONTEXT", "SERVED"]
+    assert header.split() == ["NAME", "SIZE", "KIND", "SOURCE", "QUANTIZATION", "CONTEXT", "SERVED"]
     assert line.split()[:2] == [NAME, "(qwen3:4b)"]
     assert line.split()[-1] == "yes"
 
@@ -300,13 +309,36 @@ def test_an_encoder_is_pulled_with_its_modules_and_listed_as_what_it_is(
     with hub("someone/tiny-encoder", path, sizes) as (address, _):
         point_to(address, monkeypatch)
         pulled = run("pull", "someone/tiny-encoder")
-        assert "xlm-roberta, float32" in pulled.stdout
+        assert "xlm-roberta (mlxpaged), float32" in pulled.stdout
         assert "context length 128\n" in pulled.stdout
         assert "are free beside its weights\n" in pulled.stdout
     [row] = json.loads(run("ls", "--json").stdout)
-    assert (row["kind"], row["context_length"], row["served"]) == ("embedding", 128, True)
+    assert (row["kind"], row["source"], row["served"]) == ("embedding", "mlxpaged", True)
+    assert row["context_length"] == 128
     assert load_embedding_model(str(downloads()[0].path), None, 8192).dimensions == 8
     assert run("bench", str(path)).stderr.endswith("generates no text, so there is nothing to measure\n")
+
+
+def test_pull_says_that_a_type_comes_from_mlx_vlm_and_refuses_one_that_nothing_has(
+    run: Run, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlx_vlm: None
+) -> None:
+    path = tmp_path / "model"
+    make_model(path, "talker")
+    with hub("someone/talker", path, sizes_of(path)) as (address, requests):
+        point_to(address, monkeypatch)
+        pulled = run("pull", "someone/talker")
+        assert pulled.stdout.startswith("someone/talker: talker (mlx-vlm), ?, 0.5 MB, context length 512\n")
+        assert "its whole context fits" in pulled.stdout
+        [row] = json.loads(run("ls", "--json").stdout)
+        assert (row["source"], row["served"]) == ("mlx-vlm", True)
+        assert requested_weights(requests)
+    (path / "config.json").write_text(json.dumps(config_of("painter")))
+    with hub("someone/painter", path, sizes_of(path)) as (address, requests):
+        point_to(address, monkeypatch)
+        refused = run("pull", "someone/painter")
+        assert refused.status == 1
+        assert "that of mlx-vlm has no language model" in refused.stderr
+        assert not requested_weights(requests)
 
 
 def test_ls_says_why_a_model_is_not_served(run: Run, online: list[str], free: Callable[[int], None]) -> None:
@@ -459,8 +491,8 @@ def test_a_gguf_file_is_pulled_listed_found_and_removed(
         pulled = run("pull", "someone/tiny-GGUF")
         assert pulled.status == 0, pulled.stderr
         assert run("pull", "someone/tiny-GGUF:Q5_0").status == 1
-    assert "someone/tiny-GGUF: tiny-Q8_0.gguf, " in pulled.stdout
-    assert "someone/tiny-GGUF: llama, F32, " in pulled.stdout
+    assert "someone/tiny-GGUF: gguf, tiny-Q8_0.gguf, " in pulled.stdout
+    assert "someone/tiny-GGUF: llama (gguf), F32, " in pulled.stdout
     assert "its whole context fits" in pulled.stdout
     [row] = json.loads(run("ls", "--json").stdout)
     assert (row["name"], row["quantization"], row["context_length"], row["served"]) == (

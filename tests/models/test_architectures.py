@@ -6,6 +6,7 @@ A sample runs by default, all of them with `make test-models`.
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import importlib.util
 import random
@@ -27,12 +28,14 @@ from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models import loader
+from mlxpaged.models.architectures import Source, source_of
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
 from mlxpaged.models.loader import load_model
 from mlxpaged.scheduler.sequence import Priority
 from tests.answers import TIE, Answer, greedy_answer
 from tests.engine.test_drafting import use_oracle
+from tests.models import mlx_vlm_types
 from tests.models.architectures import ARCHITECTURES, FUSED, REFUSED, VOCAB_SIZE, is_installed, make_architecture
 from tests.support import poison_new_blocks, quantize
 
@@ -57,6 +60,9 @@ SAMPLE = (
 """One of each kind: windows, sinks, experts, heads that differ by layer, shared KV, latents, recurrent layers, and
 quantized weights."""
 
+OF_MLX_VLM = "mlx-vlm-"
+"""Begins the names of types that come from mlx-vlm."""
+
 QUANTIZED = tuple(f"{name}-4-bit" for name in ("qwen3_5", "qwen3_5_moe", "gemma4", "deepseek_v3", "lfm2"))
 """Architectures that are tested with 4-bit weights too."""
 
@@ -78,13 +84,14 @@ SERVED = [name for name, each in ARCHITECTURES.items() if name not in REFUSED an
 class Case:
     """One architecture: prompts, mlx-lm's answers to them, and the model as it is served."""
 
-    def __init__(self, path: Path, name: str, size: Size) -> None:
+    def __init__(self, path: Path, name: str, size: Size, plain: Any = None) -> None:
+        """plain: computes the answers; None for mlx-lm's model."""
         self.path, self.name, self.size = path, name.removesuffix("-4-bit"), size
         rng = random.Random(name)
         lengths = LENGTHS[: size.num_prompts]
         self.prompts = [[rng.randrange(1, VOCAB_SIZE) for _ in range(length)] for length in lengths]
         first = self.prompts[0]
-        self.plain: Any = load_plain_model(path)[0]
+        self.plain: Any = plain or load_plain_model(path)[0]
         self.plain.eval()
         self.answers = [self.answer(prompt) for prompt in self.prompts]
         turn = first + self.answers[0].tokens[: size.num_tokens * 3 // 4] + self.prompts[3]
@@ -156,9 +163,24 @@ def parameters(names: list[str]) -> list[Any]:
     return every + sample
 
 
-@pytest.fixture(scope="module", params=parameters([*SERVED, *QUANTIZED]))
+def types_of_mlx_vlm(served: bool) -> list[Any]:
+    """Those that are served, or those that are refused."""
+    names = [name for name in mlx_vlm_types.TYPES if (name not in mlx_vlm_types.REFUSED) is served]
+    missing = pytest.mark.skipif(importlib.util.find_spec("mlx_vlm") is None, reason="mlx-vlm is not installed")
+    marks = [pytest.mark.mlxvlm, missing]
+    return [
+        pytest.param((OF_MLX_VLM + name, BRIEF), id=OF_MLX_VLM + name, marks=[*marks, pytest.mark.xdist_group(name)])
+        for name in names
+    ]
+
+
+@pytest.fixture(scope="module", params=[*parameters([*SERVED, *QUANTIZED]), *types_of_mlx_vlm(served=True)])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     name, size = request.param
+    if name.startswith(OF_MLX_VLM):
+        path = tmp_path_factory.mktemp("type") / "model"
+        yield Case(path, name, size, mlx_vlm_types.make_type(path, name.removeprefix(OF_MLX_VLM)))
+        return
     path = make_architecture(tmp_path_factory.mktemp("architecture") / "model", name.removesuffix("-4-bit"))
     yield Case(quantize(path, 4) if name in QUANTIZED else path, name, size)
     mx.clear_cache()
@@ -197,7 +219,8 @@ def test_prompts_that_arrive_in_turn_get_the_tokens_of_mlx_lm_in_one_batch(case:
 
 def test_attention_is_fused_where_its_parts_are_known(case: Case) -> None:
     fused = {spec.qkv is not None for spec in case.served.kv_layers}
-    assert fused <= ({True, False} if case.name == "nanbeige" else {case.name in FUSED})
+    known = case.name != "nanbeige" and not case.name.startswith(OF_MLX_VLM)
+    assert fused <= ({case.name in FUSED} if known else {True, False})
 
 
 @pytest.mark.parametrize("way", ["separate", "fused as on a GPU"])
@@ -292,6 +315,27 @@ def test_an_architecture_that_is_not_served_is_refused_with_the_reason(
     path = make_architecture(tmp_path / "model", name)
     with pytest.raises(UnsupportedModelError, match=re.escape(REFUSED[name])):
         load_model(str(path))
+
+
+@pytest.mark.parametrize("refused", types_of_mlx_vlm(served=False))
+def test_a_type_of_mlx_vlm_that_is_not_served_is_refused_with_the_reason(
+    refused: tuple[str, Size], tmp_path: Path
+) -> None:
+    name = refused[0].removeprefix(OF_MLX_VLM)
+    mlx_vlm_types.make_type(tmp_path / "model", name)
+    with pytest.raises(UnsupportedModelError, match=re.escape(mlx_vlm_types.REFUSED[name])):
+        load_model(str(tmp_path / "model"))
+
+
+@pytest.mark.mlxvlm
+def test_the_table_has_every_type_of_mlx_vlm() -> None:
+    package = pytest.importorskip("mlx_vlm.models")
+    found = set()
+    for path in Path(package.__path__[0]).glob("*/__init__.py"):
+        with contextlib.suppress(UnsupportedModelError):
+            if source_of({"model_type": path.parent.name}) is Source.MLX_VLM:
+                found.add(path.parent.name)
+    assert found - mlx_vlm_types.ELSEWHERE == mlx_vlm_types.TYPES.keys()
 
 
 @pytest.mark.models

@@ -22,6 +22,7 @@ from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import ServedModel
+from mlxpaged.models.weight_names import classes_of
 
 TOKENS = 256
 """Prompts are of the first tokens of the vocabulary, which every model has."""
@@ -45,7 +46,7 @@ def decoding_rate(steps: Iterator[int], batch: int) -> float:
 
 def mlx_lm_rates(path: Path, sizes: Sizes) -> dict[int, float]:
     """Decoding by mlx-lm itself, by batch. The model is loaded as mlx-lm does, and freed."""
-    model, _ = load_plain_model(path)
+    model, _ = load_plain_model(path, get_model_classes=classes_of)
     model.eval()
     rates = {}
     for batch in sizes.batches:

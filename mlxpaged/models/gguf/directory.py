@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from mlxpaged.models.architectures import GGUF_BYTES
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.gguf.blocks import memory_bytes
 from mlxpaged.models.gguf.config import config_of
@@ -21,7 +22,6 @@ from mlxpaged.models.gguf.file import GgufFile, read_gguf, split_paths
 from mlxpaged.models.gguf.names import NAMES, weight_name
 from mlxpaged.models.gguf.tokenizer import tokenizer_files
 from mlxpaged.models.gguf.weights import dtype_name
-from mlxpaged.models.preflight import GGUF_BYTES
 
 FORMAT = 1
 """Version of the files that are made. A change makes them again."""
