@@ -10,6 +10,7 @@ from mlxpaged.api.access.caller import allows, caller_of
 from mlxpaged.api.capabilities import capabilities
 from mlxpaged.api.server import Server
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
+from mlxpaged.models.architectures import Source
 from mlxpaged.models.kinds import Kind
 from mlxpaged.registry.model import Model, ModelState
 
@@ -34,7 +35,7 @@ def describe(model: Model) -> dict[str, Any]:
         "object": "model",
         "created": 0 if info is None else info.created,
         "owned_by": OWNER,
-        **state_fields(model.state, model.kind, model.size_bytes if info is None else info.weight_bytes),
+        **state_fields(model.state, model.kind, model.source, model.size_bytes if info is None else info.weight_bytes),
         "memory_bytes": model.memory_bytes,
         "pinned": model.pinned,
         "last_used": model.used_at,
@@ -56,9 +57,9 @@ def describe_adapter(model: Model, adapter: str) -> dict[str, Any]:
     return found
 
 
-def state_fields(state: ModelState, kind: Kind, size_bytes: int | None) -> dict[str, Any]:
-    """size_bytes: of the weights; None if it is not known."""
-    return {"state": state.value, "kind": kind.value, "size_bytes": size_bytes}
+def state_fields(state: ModelState, kind: Kind, source: Source | None, size_bytes: int | None) -> dict[str, Any]:
+    """source: of the type's code. size_bytes: of the weights. Each is None if it is not known."""
+    return {"state": state.value, "kind": kind.value, "source": source and source.value, "size_bytes": size_bytes}
 
 
 def details(info: EngineInfo | EmbeddingInfo) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from mlxpaged.cli.connection import add_server_flags, running
 from mlxpaged.cli.table import print_table
 
 ABSENT = "-"
-SHOWN = ("id", "state", "kind", "memory_bytes", "running", "waiting", "last_used")
+SHOWN = ("id", "state", "kind", "source", "memory_bytes", "running", "waiting", "last_used")
 """Fields of GET /v1/models."""
 
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"url": client.url, "models": models}, indent=2))
         return 0
     print(client.url)
-    print_table([("NAME", "STATE", "KIND", "MEMORY", "RUNNING", "WAITING", "LAST USED"), *map(row, models)])
+    print_table([("NAME", "STATE", "KIND", "SOURCE", "MEMORY", "RUNNING", "WAITING", "LAST USED"), *map(row, models)])
     return 0
 
 
@@ -57,6 +57,7 @@ def row(model: dict[str, Any]) -> tuple[str, ...]:
         model["id"],
         model["state"],
         model["kind"],
+        model["source"] or ABSENT,
         ABSENT if memory is None else megabytes(memory),
         *(ABSENT if model[name] is None else str(model[name]) for name in ("running", "waiting")),
         ABSENT if used is None else ago(time.time() - used),

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mlxpaged.engine.config import EngineConfig
+from mlxpaged.models.architectures import Source
+from mlxpaged.models.encoder_model import EncoderModel
 from mlxpaged.models.kinds import Kind
 from mlxpaged.models.layers import is_per_sequence
 from mlxpaged.scheduler.admission import PromptTooLongError, check_fits
@@ -50,6 +52,7 @@ class EngineInfo:
         self.num_layers = len(served.layers) - served.num_drafting
         self.num_layers_per_sequence = sum(is_per_sequence([spec]) for spec in served.layers)  # called for each alone
         self.model_type = served.model_type
+        self.source = served.source  # of its type's code
         self.num_parameters = served.num_parameters
         self.weight_bytes = served.weight_bytes
         self.states = core.states  # what is reserved for recurrent states
@@ -138,3 +141,4 @@ class EmbeddingInfo:
         self.no_embeddings_because = "it is a reranker" if facts.is_reranker else ""
         self.no_reranker_because = "" if facts.is_reranker else "it makes embeddings"
         self.kind = Kind.RERANKER if facts.is_reranker else Kind.EMBEDDING
+        self.source = Source.OWN if isinstance(core.embedder.model, EncoderModel) else Source.MLX_LM

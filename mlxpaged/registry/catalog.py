@@ -8,6 +8,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+from mlxpaged.models.architectures import Source, source_at
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.downloads import repositories
 from mlxpaged.models.errors import UnsupportedModelError
@@ -29,6 +30,10 @@ class Found:
     @property
     def kind(self) -> Kind:
         return kind_of(self.name, self.path)
+
+    @property
+    def source(self) -> Source | None:
+        return source_at(self.path)
 
 
 class Catalog:

@@ -11,6 +11,7 @@ from enum import Enum
 from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.errors import EngineState
+from mlxpaged.models.architectures import Source
 from mlxpaged.models.kinds import Kind
 
 
@@ -34,6 +35,7 @@ class Model:
     used_at: int | None = None
     size_bytes: int | None = None  # of its weights on the disk; None if it is not known
     kind_on_disk: Kind | None = None  # by its files; None if it is not known
+    source_on_disk: Source | None = None  # likewise
     num_waiting: int = 0  # requests that wait for the load, or are about to be submitted
     loading: asyncio.Task[AsyncEngine] | None = field(default=None, repr=False)
 
@@ -59,6 +61,13 @@ class Model:
         if self.is_loaded and self.engine is not None and self.engine.info is not None:
             return self.engine.info.kind
         return self.kind_on_disk or (Kind.EMBEDDING if self.config.only_embeds else Kind.TEXT)
+
+    @property
+    def source(self) -> Source | None:
+        """The source of its type's code, if it is known."""
+        if self.is_loaded and self.engine is not None and self.engine.info is not None:
+            return self.engine.info.source
+        return self.source_on_disk
 
     @property
     def is_loaded(self) -> bool:

@@ -299,6 +299,7 @@ class Registry:
             for model in list(self.models.values()):
                 if model.size_bytes is None and (found := self.catalog.find_source(model.config.model)) is not None:
                     model.size_bytes, model.kind_on_disk = found.size_bytes, found.kind
+                    model.source_on_disk = found.source
             return self.catalog.all()
 
         found = await asyncio.to_thread(look)
@@ -313,7 +314,7 @@ class Registry:
             reranker=False,
             only_embeds=found.kind is Kind.EMBEDDING,
         )
-        return Model(found.name, config, kind_on_disk=found.kind)
+        return Model(found.name, config, kind_on_disk=found.kind, source_on_disk=found.source)
 
     # -- loading and unloading -----------------------------------------------------------------------------------
 

@@ -162,6 +162,8 @@ def test_lists_of_models_say_what_each_is_for(server: RunningServer) -> None:
         shown = client.post("/api/show", json={"model": "bert"}).json()
     kinds = {name: listed[name]["kind"] for name in ("demo", "bert", "bert-pairs", "new")}
     assert kinds == {"demo": "text", "bert": "embedding", "bert-pairs": "reranker", "new": "embedding"}
+    sources = {name: listed[name]["source"] for name in kinds}
+    assert sources == {"demo": "mlx-lm", "bert": "mlxpaged", "bert-pairs": "mlxpaged", "new": "mlxpaged"}
     can = {name: {what for what, yes in listed[name]["capabilities"].items() if yes} for name in ("bert", "bert-pairs")}
     assert can == {"bert": {"embeddings"}, "bert-pairs": {"rerank"}}
     assert listed["bert"]["embedding_dimensions"] == WIDTH

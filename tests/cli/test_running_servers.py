@@ -107,26 +107,27 @@ def test_the_server_started_last_is_used_and_else_the_default_port(
 
 def test_ps_shows_models_requests_and_json(demo_server: RunningServer, run: Callable[..., Result]) -> None:
     lines = run("ps", "--url", demo_server.url).stdout.splitlines()
-    assert lines[1].split() == ["NAME", "STATE", "KIND", "MEMORY", "RUNNING", "WAITING", "LAST", "USED"]
+    assert lines[1].split() == ["NAME", "STATE", "KIND", "SOURCE", "MEMORY", "RUNNING", "WAITING", "LAST", "USED"]
     assert lines[2].split()[:3] == ["demo", "loaded", "text"]
+    assert lines[2].split()[3] == "mlx-lm"
     found = json.loads(run("ps", "--url", demo_server.url, "--json").stdout)
     assert found["url"] == demo_server.url
     assert [(each["id"], each["running"], each["waiting"]) for each in found["models"]] == [("demo", 0, 0)]
 
 
 def test_ps_shows_several_models_and_leaves_out_those_that_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = {"kind": "text", "memory_bytes": None, "running": 0, "waiting": 0, "last_used": None}
+    facts = {"kind": "text", "source": "mlx-vlm", "memory_bytes": None, "running": 0, "waiting": 0, "last_used": None}
     entries = [
         {"id": "a", "state": "loaded", **facts, "memory_bytes": 5_200_000_000, "running": 3, "waiting": 1, "more": 1},
-        {"id": "b", "state": "loading", **facts, "kind": "embedding", "last_used": time.time() - 125},
+        {"id": "b", "state": "loading", **facts, "kind": "embedding", "source": None, "last_used": time.time() - 125},
         {"id": "c", "state": "available", "kind": "text"},
         {"id": "d", "state": "failed", **facts, "error": "it is broken"},
     ]
     monkeypatch.setattr(Client, "get", lambda self, path: {"/v1/models": {"data": entries}}[path])
     models = ps.loaded_models(Client("http://x"))
     assert [ps.row(model) for model in models] == [
-        ("a", "loaded", "text", "5.2 GB", "3", "1", "-"),
-        ("b", "loading", "embedding", "-", "0", "0", "2 min ago"),
+        ("a", "loaded", "text", "mlx-vlm", "5.2 GB", "3", "1", "-"),
+        ("b", "loading", "embedding", "-", "-", "0", "0", "2 min ago"),
     ]
 
 

@@ -25,7 +25,7 @@ async def list_models(request: Request) -> Response:
     caller = caller_of(request)
     on_disk = [
         {"id": each.name, "object": "model", "created": 0, "owned_by": OWNER}
-        | state_fields(ModelState.AVAILABLE, each.kind, each.size_bytes)
+        | state_fields(ModelState.AVAILABLE, each.kind, each.source, each.size_bytes)
         for each in found
         if allows(caller, each.name)
     ]
