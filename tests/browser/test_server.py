@@ -121,7 +121,8 @@ def test_the_view_fits_a_phone(visit: Start, demo: RunningServer) -> None:
 
 
 def test_what_a_load_answers_is_shown(visit: Start, demo: RunningServer) -> None:
-    small = {"id": "small", "object": "model", "kind": "text", "size_bytes": 2_000_000_000, "pinned": False}
+    facts = {"kind": "text", "source": "mlx-vlm", "size_bytes": 2_000_000_000}
+    small = {"id": "small", "object": "model", "pinned": False, **facts}
     states = {"small": "available", "org/broken": "failed"}
     asked: list[str] = []
 
@@ -149,7 +150,7 @@ def test_what_a_load_answers_is_shown(visit: Start, demo: RunningServer) -> None
     tab.page.route("**/v1/models/**", change)
     tab.open("/#/server")
     models = tab.page.locator(".models")
-    expect(models).to_contain_text("2.0 GB of weights")
+    expect(models).to_contain_text("text · type from mlx-vlm · 2.0 GB of weights")
     tab.page.get_by_role("button", name="Load small").click()
     expect(models).to_contain_text("2.5 GB of memory")
     tab.page.get_by_role("button", name="Unload small").click()

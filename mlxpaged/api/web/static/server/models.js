@@ -57,6 +57,7 @@ export class Models {
     const state = this.acting.get(model.id) ?? model.state;
     const facts = [state];
     if (model.kind) facts.push(model.kind);
+    if (model.source) facts.push(`type from ${model.source}`);
     if (model.size_bytes) facts.push(`${bytes(model.size_bytes)} of weights`);
     const memory = model.memory_bytes ?? engine?.memory_bytes;
     if (memory) facts.push(`${bytes(memory)} of memory`);
