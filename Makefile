@@ -3,6 +3,9 @@
 # packages, so nothing is resolved (--no-deps): pip before 23.3 takes a requirement with an extra for one without a pin.
 PYTHON ?= python3
 MINUTES ?= 60
+# Python keeps what it compiles, also in containers whose images turn this off: to compile the imports of the tests takes
+# each process 5 s of CPU.
+export PYTHONDONTWRITEBYTECODE :=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

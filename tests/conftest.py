@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -89,9 +90,13 @@ def pytest_xdist_auto_num_workers() -> int:
     return 2 * cores
 
 
-def pytest_xdist_setupnodes() -> None:
-    """The workers start at the same moment, and each would compile the largest package that the tests import."""
-    import_module("anthropic")
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """The workers start at the same moment. Each would compile all test modules and what they import: 18 s of CPU."""
+    for argument in config.args:
+        path = config.rootpath / argument.partition("::")[0]
+        for file in [path] if path.is_file() else sorted(path.rglob("test_*.py")):
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # the workers report it
+                import_module(".".join(file.relative_to(config.rootpath).with_suffix("").parts))
 
 
 def stay_on_a_core() -> None:
