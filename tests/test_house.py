@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import subprocess
 import sys
@@ -44,6 +45,16 @@ MAY_IMPORT = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _trees() -> Iterator[None]:
+    """The trees have millions of nodes. None is garbage before the last test, and all are then."""
+    gc.disable()
+    yield
+    tree_of.cache_clear()
+    nodes_of.cache_clear()
+    gc.enable()
+
+
 @cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
@@ -52,6 +63,13 @@ def tree_of(path: Path) -> ast.Module:
 @cache
 def nodes_of(path: Path) -> list[ast.AST]:
     return list(ast.walk(tree_of(path)))
+
+
+def name_of(expression: ast.expr) -> str | None:
+    """The last part of a name with or without dots."""
+    if isinstance(expression, ast.Attribute):
+        return expression.attr
+    return expression.id if isinstance(expression, ast.Name) else None
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -114,15 +132,14 @@ def imports_of_modules() -> dict[str, set[str]]:
         modules[".".join(part for part in parts if part != "__init__")] = path
     found: dict[str, set[str]] = {}
     for name, path in modules.items():
-        tree = tree_of(path)
         for_types = {
             id(inner)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for node in nodes_of(path)
+            if isinstance(node, ast.If) and name_of(node.test) == "TYPE_CHECKING"
             for inner in ast.walk(node)
         }
         imported = set[str]()
-        for node in ast.walk(tree):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and node.module and id(node) not in for_types:
                 submodules = {f"{node.module}.{alias.name}" for alias in node.names} & modules.keys()
                 imported |= submodules or {node.module} & modules.keys()
@@ -215,13 +232,13 @@ def private_names_of_the_package() -> set[str]:
 
 def names_used_of_others(path: Path) -> Iterator[tuple[int, str]]:
     """Attributes of all but self and cls, imported names, and names given to setattr and getattr as text."""
-    for node in nodes_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute):
             if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
                 yield node.lineno, node.attr
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mlxpaged"):
             yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("setattr", "getattr", "object"):
+        elif isinstance(node, ast.Call) and name_of(node.func) in ("setattr", "getattr", "object"):
             for argument in node.args:
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                     yield node.lineno, argument.value.split(".")[-1]
