@@ -333,9 +333,9 @@ REFUSED_DIRECTORIES = {
     "tokenizer.json of a million tokens": hostile.many_tokens,
     "tokenizer.json of a terabyte": hostile.sparse("tokenizer.json", 2**40),
     "tokenizer_config.json that is deep": hostile.write("tokenizer_config.json", "[" * 10_000_000),
-    "tokenizer_config.json of 200,000 tokens": hostile.change(
+    "tokenizer_config.json of 200,000 tokens": lambda directory: hostile.change(
         "tokenizer_config.json", added_tokens_decoder={str(i): {"content": f"<{i}>"} for i in range(200_000)}
-    ),
+    )(directory),
     "generation_config.json of a terabyte": hostile.sparse("generation_config.json", 2**40),
     "generation_config.json of a million ends": hostile.write(
         "generation_config.json", json.dumps({"eos_token_id": [1] * 10**6})

@@ -48,6 +48,11 @@ def change(file: str, **fields: Any) -> Callable[[Path], None]:
     return damage
 
 
+def many_settings(directory: Path) -> None:
+    decoder = {str(i): {"content": "x"} for i in range(200_000)}
+    change("tokenizer_config.json", added_tokens_decoder=decoder)(directory)
+
+
 def write(file: str, text: str) -> Callable[[Path], None]:
     def damage(directory: Path) -> None:
         (directory / file).parent.mkdir(exist_ok=True)
@@ -219,7 +224,7 @@ DIRECTORIES = {
         r"its tokenizer_config\.json adds 40,00\d tokens; the limit is 40,000",
     ),
     "many settings": (
-        change("tokenizer_config.json", added_tokens_decoder={str(i): {"content": "x"} for i in range(200_000)}),
+        many_settings,
         r"its tokenizer_config\.json has 400,0\d\d values; the limit is 320,000",
     ),
     "many settings in a list": (
