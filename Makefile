@@ -38,8 +38,10 @@ test: lint
 test-kernels: $(STAMP)
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "slow or not slow" tests/attention tests/metal_on_cpu
 
+MODELS_OF_ENGINE := metal_backend warm_start recurrent_fuzz window_fuzz pool_resizer seeing_families drafting_states draft_head drafting step_graphs pressure images recurrent adapters embedding_passes
+
 test-models: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "models or not models" tests/models tests/engine/test_metal_backend.py tests/engine/test_warm_start.py tests/engine/test_recurrent_fuzz.py tests/engine/test_window_fuzz.py tests/engine/test_pool_resizer.py tests/engine/test_seeing_families.py tests/engine/test_drafting_states.py tests/engine/test_draft_head.py
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "models or not models" tests/models $(addprefix tests/engine/test_,$(addsuffix .py,$(MODELS_OF_ENGINE)))
 
 # GGUF files of each architecture and kind of tokenizer, in llama.cpp too: the same probabilities and tokens. Its bindings
 # (34 MB) come into a folder of their own.
@@ -75,7 +77,7 @@ test-cluster: $(STAMP)
 	OPENBLAS_NUM_THREADS=1 MLXPAGED_FAULTS=$(FAULTS) $(BIN)/python -m pytest -m "cluster or not cluster" tests/cluster $(ARGS)
 
 test-scheduler: $(STAMP)
-	MLXPAGED_LONG=1 $(BIN)/python -m pytest tests/scheduler/test_properties.py
+	MLXPAGED_LONG=1 $(BIN)/python -m pytest -m "slow or not slow" tests/scheduler/test_properties.py tests/scheduler/test_draft_budget.py
 
 # All families of docs/models.md, schemas that are enforced in each format, and mutated outputs of models. They depend on
 # SEED; FIRST is the number of the first one. The makers' chat templates are downloaded once (120 MB).
@@ -85,7 +87,7 @@ TEMPLATES := $(VENV)/templates
 test-formats: $(STAMP)
 	$(BIN)/python -m tests.formats.makers $(TEMPLATES)
 	MLXPAGED_OUTPUTS=$(OUTPUTS) MLXPAGED_FUZZ_SEED=$(SEED) MLXPAGED_FUZZ_FIRST=$(FIRST) MLXPAGED_TEMPLATES=$(TEMPLATES) \
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "slow or not slow" tests/formats $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "slow or not slow" tests/formats tests/api/test_formats.py $(ARGS)
 
 # The table of families in docs/models.md.
 families: $(STAMP)

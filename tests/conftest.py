@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -57,6 +58,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 @pytest.hookimpl(tryfirst=True)  # then pytest groups tests by their fixtures
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The order in a file is the same if only this file runs."""
+    rotate(items)
     if config.option.seed is None:
         return
     files: dict[Path, list[pytest.Item]] = {}
@@ -67,6 +69,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for name, tests in shuffled:
         random.Random(f"{config.option.seed} {name}").shuffle(tests)
     items[:] = [item for _, tests in shuffled for item in tests]
+
+
+def rotate(items: list[pytest.Item]) -> None:
+    """Of a test marked `rotated`, as many combinations run by default as its longest list of parameters has values: the
+    first values together, then the second ones; a shorter list begins again. The others get the mark that is named."""
+    left = ("models", "slow")
+    grids: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("rotated") and not any(item.get_closest_marker(mark) for mark in left):
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for tests in grids.values():
+        combinations = [parameters_of(test) for test in tests]
+        lists = [list(dict.fromkeys(values)) for values in zip(*combinations, strict=True)]
+        quick = {tuple(each[i % len(each)] for each in lists) for i in range(max(map(len, lists)))}
+        for test, combination in zip(tests, combinations, strict=True):
+            mark = test.get_closest_marker("rotated")
+            if combination not in quick and mark is not None:
+                test.add_marker(mark.args[0])
+
+
+def parameters_of(test: Any) -> tuple[str, ...]:
+    """The values of each list of parameters as a text. Names that are listed together have one value."""
+    values = dict(test.callspec.params)
+    lists = [mark.args[0] for mark in test.iter_markers("parametrize")]
+    names = [[name.strip() for name in each.split(",")] if isinstance(each, str) else each for each in lists]
+    together = [repr([values.pop(name) for name in each]) for each in names]
+    return (*together, *map(repr, values.values()))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -41,15 +41,15 @@ def shares(lines: str) -> dict[str, float]:
 
 
 def test_the_benchmark_of_the_scheduler_measures(run: Callable[..., str]) -> None:
-    output = run("scheduler.py", "--sequences", "20", "--blocks", "20000", "--steps", "2", "--minutes", "0.5")
+    output = run("scheduler.py", "--sequences", "20", "--blocks", "20000", "--steps", "2", "--minutes", "0.2")
     costs, fairness = output.split("\n\n")
     rows = costs.splitlines()[1:]
     assert len(rows) >= 30
     assert all(float(row.split()[-1]) > 0 for row in rows)
     assert [row.split()[:2] for row in fairness.splitlines()[2:5]] == [
-        ["0.5", "HIGH"],
-        ["0.5", "NORMAL"],
-        ["0.5", "LOW"],
+        ["0.2", "HIGH"],
+        ["0.2", "NORMAL"],
+        ["0.2", "LOW"],
     ]
 
 

@@ -409,7 +409,7 @@ def test_an_interrupt_ends_any_load_at_once_and_its_threads_with_the_server(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests in flight would take minutes, and the later ones are never sent."""
-    long = Sizes(a_output=8000, a_concurrent=(2,), c_stream_output=8000, d_output=8000)
+    long = replace(TINY, a_output=8000, a_concurrent=(2,), c_stream_output=8000, d_output=8000, e_requests=20)
     stopped: list[Server] = []
     asking: set[threading.Thread] = set()
 

@@ -32,8 +32,13 @@ LIMITS = {"base or Pro": commit_limits("applegpu_g16g"), "Max": commit_limits("a
 LONG = CommitLimits(*map(int, LONG_BUFFERS.values()))
 
 
+SLOW = ("Qwen3-4B", "Llama-3.1-8B", "Qwen3-30B-A3B")
+"""Layers as in the smallest model, or in one with experts and more."""
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODELS]
+
+
 @pytest.mark.parametrize("batch", [1, pytest.param(16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_decoding_step_takes_hardly_more_command_buffers_than_mlx_lms_own(name: str, batch: int) -> None:
     ours, theirs = our_step(MODELS[name], batch), step_of_mlx_lm(MODELS[name], batch)
     for limits in (*LIMITS.values(), LONG):
@@ -48,7 +53,7 @@ def test_a_fused_layer_saves_the_launches_of_two_products_two_norms_and_two_rope
     assert separate - fused == saved * MODELS[name].config["num_hidden_layers"]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_longer_command_buffers_help_each_model(name: str) -> None:
     step = our_step(MODELS[name], 1, joined=False, fused=False)
     for limits in LIMITS.values():
@@ -59,7 +64,7 @@ def test_longer_command_buffers_help_each_model(name: str) -> None:
     ("name", "fewer"),
     [
         ("Qwen3-0.6B", 3),
-        ("Llama-3.1-8B", 3),
+        pytest.param("Llama-3.1-8B", 3, marks=pytest.mark.slow),
         ("Qwen3-30B-A3B", 6),
         pytest.param("Qwen3-4B", 3, marks=pytest.mark.slow),
         pytest.param("gpt-oss-20b", 8, marks=pytest.mark.slow),

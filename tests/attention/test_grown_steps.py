@@ -51,6 +51,7 @@ def make_planners(tuning: Tuning, *localities: tuple[int | None, int | None]) ->
     [[(None, None)], [(40, None)], [(None, 50)], [(None, None), (100, None)], [(512, None)], [(600, None)]],
 )
 @pytest.mark.parametrize("partition", [None, 64, 96])
+@pytest.mark.rotated("slow")
 def test_a_grown_step_is_the_one_that_would_be_built(
     metal: None, localities: list[tuple[int | None, int | None]], partition: int | None
 ) -> None:

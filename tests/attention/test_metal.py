@@ -220,6 +220,7 @@ WINDOWS_AND_SIZES = [(None, 128), (100, 128), (None, 120)]
 
 @pytest.mark.parametrize("group", every(2, [4, 1, 8]))
 @pytest.mark.parametrize(("window", "head_dim"), WINDOWS_AND_SIZES)
+@pytest.mark.rotated("slow")
 def test_decode_reads_every_key_and_value_once(
     metal_on_cpu: Interpreter, group: int, window: int | None, head_dim: int
 ) -> None:

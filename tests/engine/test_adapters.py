@@ -210,6 +210,7 @@ def test_prompts_that_arrive_together_share_nothing_across_adapters(dense: Adapt
 
 
 @pytest.mark.parametrize("swap_blocks", [0, 60])
+@pytest.mark.rotated("models")
 def test_preempted_sequences_go_on_with_their_adapters(adapted: Adapted, swap_blocks: int) -> None:
     core = adapted.engine(num_blocks=5, swap_blocks=swap_blocks, max_num_batched_tokens=32)
     requests = requests_of([text(7, 6)], num_tokens=12)

@@ -27,6 +27,17 @@ NAMES = ("glm4_moe", "glm4_moe_lite", "qwen3_5", "qwen3_next", "nemotron_h", *AS
 LARGE_SUITE = ("gemma4", "nemotron_h", "qwen3_next")
 
 
+ONE_OF_EACH_KIND = pytest.mark.parametrize(
+    "reference",
+    [
+        name if name in ("qwen3_5", "gemma4 with clusters") else pytest.param(name, marks=pytest.mark.models)
+        for name in NAMES
+    ],
+    indirect=True,
+)
+"""A head in the model, and a model of its own."""
+
+
 @pytest.fixture(
     scope="module",
     params=[pytest.param(name, marks=[pytest.mark.models] if name in LARGE_SUITE else []) for name in NAMES],
@@ -46,6 +57,12 @@ def core_of(reference: Drafting, drafts: bool = True, **options: Any) -> EngineC
         assert core.drafting is not None
         core.drafting.lengths = as_many
     return core
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Drafting) -> dict[str, tuple[int, ...]]:
+    """The answers without drafts."""
+    return tokens_of(answers(core_of(reference, drafts=False), requests()))
 
 
 def logged(core: EngineCore) -> list[tuple[str, list[int], list[int]]]:
@@ -71,14 +88,14 @@ def logged(core: EngineCore) -> list[tuple[str, list[int], list[int]]]:
     [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 8}, {"blocks": 14}, {"blocks": 14, "swap_blocks": 40}],
     ids=["plain", "chunks", "recompute", "swap"],
 )
+@pytest.mark.rotated("models")
 def test_drafts_are_those_of_a_contiguous_sequence_and_answers_those_without(
-    reference: Drafting, options: dict[str, Any]
+    reference: Drafting, expected: dict[str, tuple[int, ...]], options: dict[str, Any]
 ) -> None:
-    expected = answers(core_of(reference, drafts=False), requests())
     core = core_of(reference, **options)
     drafts = logged(core)
     got = answers(core, requests())
-    assert tokens_of(got) == tokens_of(expected)
+    assert tokens_of(got) == expected
     greedy = [each for each in drafts if each[0] in ("r0", "r4")]
     assert len(greedy) > 60
     assert {len(found) for _, _, found in greedy} >= {1, 4}
@@ -110,17 +127,20 @@ def test_later_turns_forks_and_ends_within_drafts(reference: Drafting) -> None:
     assert core.scheduler.pool.usage().used == 0
 
 
-def test_the_head_runs_only_where_it_can_pay(reference: Drafting) -> None:
+@ONE_OF_EACH_KIND
+def test_the_head_runs_only_where_it_can_pay(reference: Drafting, expected: dict[str, tuple[int, ...]]) -> None:
     core = core_of(reference)
     assert core.drafting is not None
     core.drafting.lengths = lambda contexts, chances, *_: [0] * len(contexts)
     setattr(core.runner, reference.method, None)
-    expected = answers(core_of(reference, drafts=False), requests())
-    assert tokens_of(answers(core, requests())) == tokens_of(expected)
+    assert tokens_of(answers(core, requests())) == expected
     assert core.stats().drafts == NO_DRAFTS
 
 
-def test_a_head_that_fails_is_left_out(reference: Drafting, caplog: pytest.LogCaptureFixture) -> None:
+@ONE_OF_EACH_KIND
+def test_a_head_that_fails_is_left_out(
+    reference: Drafting, expected: dict[str, tuple[int, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
     core = core_of(reference)
     draft, calls = getattr(core.runner, reference.method), itertools.count()
 
@@ -130,22 +150,21 @@ def test_a_head_that_fails_is_left_out(reference: Drafting, caplog: pytest.LogCa
         return draft(*arguments)
 
     setattr(core.runner, reference.method, failing_later)
-    expected = answers(core_of(reference, drafts=False), requests())
-    assert tokens_of(answers(core, requests())) == tokens_of(expected)
+    assert tokens_of(answers(core, requests())) == expected
     assert core.drafting is not None
     assert core.drafting.names == ["grammar"]
     assert "the draft head or model fails" in caplog.text
 
 
-def test_text_and_head_draft_together(reference: Drafting) -> None:
+@ONE_OF_EACH_KIND
+def test_text_and_head_draft_together(reference: Drafting, expected: dict[str, tuple[int, ...]]) -> None:
     """What has come before is drafted from the text if that is more likely to be accepted."""
     served = load_model(str(reference.path), drafts=True, mtp_path=reference.mtp)
     core = make_core(served, speculative="auto")
     assert core.drafting is not None
     assert core.drafting.names == ["grammar", "ngram", "mtp"]
     core.drafting.lengths = as_many
-    expected = answers(core_of(reference, drafts=False), requests())
-    assert tokens_of(answers(core, requests())) == tokens_of(expected)
+    assert tokens_of(answers(core, requests())) == expected
     by = dict(zip(DRAFTERS, core.stats().drafts.counts, strict=True))
     assert by["mtp"].drafted > 0
     repeating = [

@@ -136,6 +136,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 8}, {"blocks": 14}, {"blocks": 14, "swap_blocks": 40}],
     ids=["plain", "chunks", "recompute", "swap"],
 )
+@pytest.mark.rotated("models")
 def test_answers_are_those_without_drafts(path: Path, options: dict[str, Any]) -> None:
     expected = answers(make_core(load_model(str(path))), requests())
     core = make_core(load_model(str(path)), speculative="ngram", **options)
@@ -332,6 +333,7 @@ NO_PENALTIES: dict[str, Any] = {"repetition_penalty": 1.0, "presence_penalty": 0
 
 
 @pytest.mark.parametrize("limit", [0, 1, 5, 30])
+@pytest.mark.rotated("models")
 def test_the_end_of_thinking_is_forced_after_drafts(either: Path, limit: int) -> None:
     """The bias makes the model open a block again whenever it can."""
     served = load_model(str(either))

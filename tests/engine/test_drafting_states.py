@@ -66,6 +66,12 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
+def expected(served: ServedModel) -> dict[str, tuple[int, ...]]:
+    """The answers without drafts."""
+    return tokens_of(answers(make_core(served), requests(16)))
+
+
+@pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     return load_model(str(make_architecture(tmp_path_factory.mktemp("drafting") / "m", "qwen3_5")))
 
@@ -81,18 +87,21 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     ],
     ids=["plain", "chunks", "separate", "recompute", "swap"],
 )
+@pytest.mark.rotated("models")
 def test_sixteen_answers_are_those_without_drafts(
-    served: ServedModel, options: dict[str, Any], overlaps: bool, monkeypatch: pytest.MonkeyPatch
+    served: ServedModel,
+    expected: dict[str, tuple[int, ...]],
+    options: dict[str, Any],
+    overlaps: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In steps that overlap, only every other pair of steps has drafts."""
-    expected = answers(make_core(served), requests(16))
     monkeypatch.setattr(ModelRunner, "overlaps", overlaps)
     core = make_core(served, speculative="ngram", **options)
-    drafting = use_oracle(core, tokens_of(expected))
+    drafting = use_oracle(core, expected)
     if overlaps:
         drafting.lengths = every_other_step()
-    got = answers(core, requests(16))
-    assert tokens_of(got) == tokens_of(expected)
+    assert tokens_of(answers(core, requests(16))) == expected
     assert drafting.stats.drafted_total > drafting.stats.accepted_total > 60
     assert core.runner.rollback.module_calls > 0
     stats = core.scheduler.stats()
@@ -131,7 +140,7 @@ def test_later_turns_start_from_the_checkpoints_that_they_have_without_drafts(se
     assert expected[1][2] > 50
 
 
-@pytest.mark.parametrize("at", [3, 4, 5, 9])
+@pytest.mark.parametrize("at", [3, 4, *(pytest.param(at, marks=pytest.mark.models) for at in (5, 9))])
 def test_aborted_requests_change_no_other_answer(qwen: ServedModel, at: int) -> None:
     expected = tokens_of(answers(make_core(qwen), requests(6)))
     core = make_core(qwen, speculative="ngram")

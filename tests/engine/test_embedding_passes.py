@@ -38,6 +38,7 @@ def run(embedder: Embedder, requests: Sequence[EmbeddingRequest], alone: bool) -
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.rotated("models")
 def test_embeddings_of_any_length_together_are_those_of_one_text(tmp_path: Path, kind: str, alone: bool) -> None:
     path = make_encoder(tmp_path / "m", kind)
     reference, inputs = Reference(path, kind), texts([5, 1, 30, 31, LONGEST[kind], 12, 100, 2])

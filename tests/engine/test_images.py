@@ -92,6 +92,7 @@ def expected(path: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("chunk", [7, 32, 2048])
 @pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.rotated("models")
 def test_a_mixed_batch(
     seeing: tuple[ServedModel, PatchTower], expected: list[list[int]], chunk: int, caching: bool
 ) -> None:

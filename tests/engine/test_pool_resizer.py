@@ -99,6 +99,7 @@ def load(core: EngineCore, clock: Clock, model: TinyModel, count: int = 12, num_
 
 
 @pytest.mark.parametrize(("backend", "copy_bytes"), [("gather", 1), ("cpu", pool_resizer.COPY_BYTES)])
+@pytest.mark.rotated("models")
 def test_16_requests_get_their_answers_while_the_pool_grows_and_shrinks(
     model: TinyModel, backend: str, copy_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

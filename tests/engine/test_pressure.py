@@ -57,6 +57,7 @@ def check_balanced(core: EngineCore) -> SchedulerStats:
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.rotated("models")
 def test_a_swapped_answer_equals_the_undisturbed_one(
     served: ServedModel,
     undisturbed: list[list[int]],
@@ -76,6 +77,7 @@ def test_a_swapped_answer_equals_the_undisturbed_one(
 
 
 @pytest.mark.parametrize("swap_blocks", [0, 3])
+@pytest.mark.rotated("models")
 def test_without_room_in_swap_space_values_are_computed_again(
     served: ServedModel, undisturbed: list[list[int]], overlaps: bool, swap_blocks: int
 ) -> None:
@@ -108,6 +110,7 @@ def tokens_computed(core: EngineCore) -> list[int]:
 
 
 @pytest.mark.parametrize("failing", ["store", "load"])
+@pytest.mark.rotated("models")
 def test_a_swap_that_fails_costs_time_and_no_answer(
     served: ServedModel,
     undisturbed: list[list[int]],
@@ -231,6 +234,7 @@ def test_the_kernels_move_blocks_as_well(served: ServedModel, undisturbed: list[
 
 @pytest.mark.parametrize("mode", ["mixed", "separate"])
 @pytest.mark.parametrize("preference", [0.1, 0.9])
+@pytest.mark.rotated("models")
 def test_answers_do_not_depend_on_the_prefill_mode(
     served: ServedModel, undisturbed: list[list[int]], overlaps: bool, mode: str, preference: float
 ) -> None:

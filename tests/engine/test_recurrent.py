@@ -291,6 +291,7 @@ def test_after_a_device_error_all_states_are_computed_anew(
 
 @pytest.mark.parametrize("swap_blocks", [0, 200], ids=["recompute", "swap"])
 @pytest.mark.parametrize("prefix_caching", [False, True], ids=["no-cache", "cache"])
+@pytest.mark.rotated("models")
 def test_preempted_sequences_continue_with_their_states(
     hybrid: Hybrid, overlaps: bool, swap_blocks: int, prefix_caching: bool
 ) -> None:

@@ -121,6 +121,7 @@ def test_each_alone_then_from_the_prefix_cache(case: Case) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.rotated("models")
 def test_a_batch_of_seven_in_steps_of_few_tokens(case: Case, size: int) -> None:
     chunk = case.family.chunks[size]
     core = make_core(case.load()[0], max_num_batched_tokens=chunk, max_num_seqs=min(7, chunk))
@@ -128,6 +129,7 @@ def test_a_batch_of_seven_in_steps_of_few_tokens(case: Case, size: int) -> None:
 
 
 @pytest.mark.parametrize("where", HITS)
+@pytest.mark.rotated("models")
 def test_a_hit(case: Case, where: str) -> None:
     prompt = HITS[where]
     positions = prompt[1][0].positions
@@ -145,6 +147,7 @@ def test_a_hit(case: Case, where: str) -> None:
 
 
 @pytest.mark.parametrize("swap_blocks", [0, 40], ids=["recompute", "swap"])
+@pytest.mark.rotated("models")
 def test_preemption(case: Case, swap_blocks: int) -> None:
     sizes = {"max_num_batched_tokens": case.family.chunks[-1], "max_num_seqs": 7}
     core = make_core(case.load()[0], blocks=24, swap_blocks=swap_blocks, prefix_caching=False, **sizes)

@@ -134,9 +134,13 @@ HYBRIDS = [
     "recurrent_gemma",
     "bailing_moe_linear",
 ]
+QUICK = ("qwen3_5", "lfm2", "mamba2", "rwkv7", "recurrent_gemma")
+"""Each kind of state, with layers that attend and without."""
 
 
-@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.models) for kind in HYBRIDS]
+)
 def test_recurrent_states_go_through_replayed_graphs(
     kind: str, lazy: LazyKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

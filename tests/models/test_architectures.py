@@ -224,6 +224,7 @@ def test_attention_is_fused_where_its_parts_are_known(case: Case) -> None:
 
 
 @pytest.mark.parametrize("way", ["separate", "fused as on a GPU"])
+@pytest.mark.rotated("models")
 def test_fused_and_separate_attention_get_the_tokens_of_mlx_lm(
     case: Case, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +259,7 @@ def test_prefix_hits_and_branches_get_the_tokens_of_mlx_lm(case: Case) -> None:
 
 
 @pytest.mark.parametrize("swap_blocks", [0, 200], ids=["recompute", "swap"])
+@pytest.mark.rotated("models")
 def test_preempted_sequences_get_the_tokens_of_mlx_lm(case: Case, swap_blocks: int) -> None:
     """The longest prompt has a higher class and comes last. It needs nearly the whole pool."""
     core = case.engine(num_blocks=case.size.few_blocks, swap_blocks=swap_blocks)
@@ -272,6 +274,7 @@ def test_preempted_sequences_get_the_tokens_of_mlx_lm(case: Case, swap_blocks: i
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "seeded"])
+@pytest.mark.rotated("models")
 def test_tokens_are_the_same_with_drafts_of_which_many_are_wrong(case: Case, temperature: float) -> None:
     """Prompts arrive in turn, in chunks. A model that runs once per sequence has no drafts."""
     options = {"max_num_batched_tokens": 40, "speculative": "ngram"}

@@ -133,6 +133,7 @@ class Simulation:
 
 @pytest.mark.parametrize("batch", [1, 4, 8, 16, 32])
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.rotated("slow")
 def test_the_rule_is_near_the_best_fixed_choice_and_not_below_plain(device: str, batch: int) -> None:
     for rate in (0.1, 0.4, 0.8, 0.95):
         found = Simulation(device, batch, rate, length=300).run(300)
