@@ -22,7 +22,7 @@ import mlxpaged  # noqa: F401  (first: it loads the fast BLAS before mlx is impo
 from mlxpaged.attention import self_check, tuner
 from mlxpaged.cli.doctor.sizes import Sizes
 from mlxpaged.cpu import streams
-from mlxpaged.engine import drafting, memory_pressure
+from mlxpaged.engine import builder, drafting, memory_pressure
 from mlxpaged.engine.config import EngineConfig
 from tests.support import RunningServer, running_server
 
@@ -147,9 +147,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_is_measured() -> Iterator[None]:
-    """On a Mac neither: only tests of timings time, and none writes to the user's cache."""
+    """On a Mac neither: only tests of timings time, and none writes to the user's cache. To time rows takes each engine
+    0.4 s at its start, and steps would depend on the machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuner, "can_measure", lambda: False)
+        patch.setattr(builder, "time_rows", lambda *_: None)
+        yield
+
+
+TIME_ROWS = builder.time_rows
+
+
+@pytest.fixture(scope="module")
+def rows_are_timed() -> Iterator[None]:
+    """Engines time rows at their start after all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "time_rows", TIME_ROWS)
         yield
 
 

@@ -44,7 +44,7 @@ clock = FakeClock()
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
+def server(rows_are_timed: None) -> Iterator[RunningServer]:
     config = EngineConfig(kv_cache_bytes=32_000_000, max_num_seqs=2, max_queue=1100)
     with running_server(config, clock=clock) as server:
         yield server
