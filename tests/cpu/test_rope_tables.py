@@ -10,15 +10,9 @@ from mlx import nn
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlxpaged.cpu.rope_tables import RopeByTables, tabulate_ropes
+from tests.models.architectures import LLAMA3
 
 POSITIONS = [0, 5, 100, 4000, 20000]
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
 SU = {
     "rope_type": "longrope",

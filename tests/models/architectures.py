@@ -21,6 +21,15 @@ from tests.support import SMALL, make_tiny_model
 VOCAB_SIZE = 256
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""The scaling of Llama 3.1's rotary positions."""
 WINDOW = 12
 
 

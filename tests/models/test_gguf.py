@@ -15,20 +15,13 @@ from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.gguf.blocks import AGAIN
 from mlxpaged.models.gguf.directory import gguf_directory
 from mlxpaged.models.model_files import ModelFiles
-from tests.models.architectures import ARCHITECTURES, FULL, SLIDING, make_architecture
+from tests.models.architectures import ARCHITECTURES, FULL, LLAMA3, SLIDING, make_architecture
 from tests.models.gguf_blocks import VALUES, random_tensor, values
 from tests.models.gguf_files import Stored, plain
 from tests.models.gguf_models import as_gguf, tensor_name
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 LONG_FACTORS = [1.0 + 0.5 * i for i in range(8)]
 YARN = {
     "rope_type": "yarn",

@@ -21,20 +21,9 @@ from tests.cli.helpers import hub
 from tests.models.gguf_blocks import random_tensor
 from tests.models.gguf_files import Stored, plain
 from tests.models.gguf_models import as_gguf
-from tests.support import make_tiny_model
 
 GB = 10**9
 PROMPT = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
-
-
-@pytest.fixture(scope="module")
-def mlx(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("mlx") / "m", "llama")
-
-
-@pytest.fixture(scope="module")
-def gguf(mlx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return as_gguf(mlx, tmp_path_factory.mktemp("gguf") / "tiny-F32.gguf")
 
 
 @pytest.fixture(autouse=True)

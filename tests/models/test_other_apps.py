@@ -11,20 +11,8 @@ import pytest
 from mlxpaged.models.errors import ModelNotFoundError
 from mlxpaged.models.other_apps import app_models
 from mlxpaged.models.sources import resolve_model
-from tests.models.gguf_models import as_gguf
-from tests.support import make_tiny_model
 
 DIGEST = "0a" * 32
-
-
-@pytest.fixture(scope="module")
-def mlx(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("mlx") / "m", "llama")
-
-
-@pytest.fixture(scope="module")
-def gguf(mlx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return as_gguf(mlx, tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
 @pytest.fixture
