@@ -103,6 +103,7 @@ def test_drafts_are_those_of_a_contiguous_sequence_and_answers_those_without(
         assert reference.drafts(tokens, len(found)) == found
 
 
+@ONE_OF_EACH_KIND
 def test_later_turns_forks_and_ends_within_drafts(reference: Drafting) -> None:
     """The bias makes model and head repeat a token, so that drafts are accepted."""
     params = SamplingParams(max_tokens=40, temperature=0.0, logit_bias={50: 30.0}, ignore_eos=True)
