@@ -29,10 +29,11 @@ lock: $(TOOLS)/.installed
 audit: $(TOOLS)/.installed
 	$(TOOLS)/bin/python deploy/audit.py requirements/*.txt
 
-# Types are checked beside the tests. Their errors are printed after the tests.
+# Types are checked beside the tests. Their errors are printed after the tests. Files begin in the order of their names:
+# the last ones, of tests/vision, are short. xdist begins those with few tests last, which are often long.
 test: lint
 	@($(BIN)/mypy && $(BIN)/mypy --config-file tests/mypy.ini) > $(VENV)/types.log 2>&1 & types=$$!; \
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile; tests=$$?; \
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder; tests=$$?; \
 	wait $$types || { cat $(VENV)/types.log; exit 1; }; exit $$tests
 
 test-kernels: $(STAMP)
@@ -124,7 +125,7 @@ test-lowest: $(TOOLS)/.installed
 	$(TOOLS)/bin/uv pip compile --quiet --resolution lowest-direct --output-file $(VENV)/lowest.txt pyproject.toml
 	$(TOOLS)/bin/uv venv --quiet --clear --python $(BIN)/python $(VENV)/lowest
 	$(TOOLS)/bin/uv pip install --quiet --python $(VENV)/lowest/bin/python -r $(VENV)/lowest.txt -e '.[dev]'
-	$(VENV)/lowest/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
+	$(VENV)/lowest/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Two replicas and a router on loopback. ARGS='--router litellm --program PATH' takes LiteLLM's proxy.
 try-replicas: $(STAMP)
