@@ -283,7 +283,7 @@ def running_server(
             yield RunningServer(f"http://127.0.0.1:{listener.getsockname()[1]}", app)
         finally:
             server.should_exit = True
-            thread.join(30)
+            thread.join(60)
             assert not thread.is_alive()
 
 
