@@ -106,6 +106,7 @@ class ModelRunner:
         if self.mtp is not None and self._rows is not None:
             self._rows.keeps_hidden = True
         self._last_pass: LastPass | None = None
+        self._further: tuple[Step, list[AttentionMetadata]] | None = None  # the latest of `draft_further`
         self._graphs = StepGraphs(self._outputs, self._caches)
         self._last_step: HostStep | None = None
         mx.eval(self._caches.arrays)
@@ -284,7 +285,9 @@ class ModelRunner:
         """Does what `draft` does for a step of one token for each sequence, after `draft` or `draft_at`. following[T]:
         the tokens after these. hidden[T, 1, D]: the head's own states of the tokens before these."""
         assert self.mtp is not None
-        return self._caches.forward_draft(partial(self.mtp.further, following, hidden), self._metas(step))
+        if self._further is None or self._further[0] is not step:
+            self._further = step, self._metas(step)
+        return self._caches.forward_draft(partial(self.mtp.further, following, hidden), self._further[1])
 
     def draft_by_model(self, step: Step, tokens: mx.array, wanted: ListOf[int]) -> mx.array:
         """Logits [W, V] of the draft model after the tokens [T] of a step at these indices, not yet evaluated. Writes

@@ -8,7 +8,8 @@ accepted, and no answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as ListOf
 from typing import NamedTuple
 
@@ -169,19 +170,19 @@ class HeadDrafter(NetworkDrafter):
         sequences = [each.sequence for each in running]
         hidden = launched.hidden[mx.array([launched.at[i] for i in chosen])]
         tokens, made = launched.tokens[mx.array(list(chosen))], []
-        for number in range(more):
-            step = self._further_step(launched, sequences, chosen, number)
+        for number, step in zip(range(more), self._further_steps(launched, sequences, chosen), strict=False):
             hidden = self._runner.draft_further(step, tokens, hidden)
             tokens = self._guess(self._runner.project(hidden), running, number + 1)
             made.append(tokens)
         return read_columns(made)
 
-    def _further_step(
-        self, launched: LaunchedDrafts, sequences: ListOf[Sequence], chosen: ListOf[int], number: int
-    ) -> Step:
-        """The step of the draft of this number, from 0 on, after the first one."""
-        ends = [each.num_computed_tokens + number for each in sequences]
-        return self._step(sequences, [range(end, end + 1) for end in ends])
+    def _further_steps(
+        self, launched: LaunchedDrafts, sequences: ListOf[Sequence], chosen: ListOf[int]
+    ) -> Iterator[Step]:
+        """Yields the steps of the drafts after the first one."""
+        for number in itertools.count():
+            ends = [each.num_computed_tokens + number for each in sequences]
+            yield self._step(sequences, [range(end, end + 1) for end in ends])
 
 
 class AssistantDrafter(HeadDrafter):
@@ -210,10 +211,10 @@ class AssistantDrafter(HeadDrafter):
         hidden = self._runner.draft_at(Step(rows), tokens, at)
         return LaunchedDrafts(range(len(at)), first, self._first_drafts(hidden, sampling), hidden, rows)
 
-    def _further_step(
-        self, launched: LaunchedDrafts, sequences: ListOf[Sequence], chosen: ListOf[int], number: int
-    ) -> Step:
-        return Step([launched.rows[i] for i in chosen])
+    def _further_steps(
+        self, launched: LaunchedDrafts, sequences: ListOf[Sequence], chosen: ListOf[int]
+    ) -> Iterator[Step]:
+        return itertools.repeat(Step([launched.rows[i] for i in chosen]))
 
     def _room(self, running: RunningRequest) -> int:
         return MOST_BY_NETWORK  # drafts are not written

@@ -8,12 +8,14 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from mlxpaged.attention.metadata import HostStep
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.status import DRAFTERS, NO_DRAFTS
 from mlxpaged.models.loader import load_model
 from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.step import Step
 from tests.engine.helpers import make_core
 from tests.engine.test_drafting import answers, as_many, prompt, requests, tokens_of
 from tests.models.draft_assistants import AssistantReference, make_assistant
@@ -101,6 +103,32 @@ def test_drafts_are_those_of_a_contiguous_sequence_and_answers_those_without(
     assert {len(found) for _, _, found in greedy} >= {1, 4}
     for _, tokens, found in greedy[::5]:
         assert reference.drafts(tokens, len(found)) == found
+
+
+@pytest.mark.parametrize("reference", ["gemma4 with clusters"], indirect=True)
+def test_what_all_drafts_of_an_assistant_need_is_uploaded_once(
+    reference: Drafting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = core_of(reference)
+    further, build = core.runner.draft_further, HostStep.build
+    uploads, drafts = [0], list[int]()
+
+    def build_and_count(*arguments: Any) -> HostStep:
+        uploads[0] += 1
+        return build(*arguments)
+
+    def draft_and_count(step: Step, *arguments: Any) -> Any:
+        before = uploads[0]
+        found = further(step, *arguments)
+        drafts.append(uploads[0] - before)
+        return found
+
+    monkeypatch.setattr(HostStep, "build", build_and_count)
+    monkeypatch.setattr(core.runner, "draft_further", draft_and_count)
+    answers(core, requests())
+    assert len(drafts) > 60
+    assert set(drafts) == {0, 1}
+    assert sum(drafts) <= len(drafts) / 2, "three drafts after the first one, or fewer at the end of an answer"
 
 
 @ONE_OF_EACH_KIND
