@@ -12,11 +12,11 @@ from collections.abc import Sequence as ListOf
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.step import FIRST_CONTENT_ID
 
-LENGTH = 3
-"""Tokens of an n-gram."""
+LENGTH, PAIR = 3, 2
+"""Tokens of an n-gram, and of the shortest one."""
 
 PLACES = 8
-"""Latest places that are kept for each n-gram."""
+"""Latest places that are kept for each n-gram. Where none is found, the latest place of the last two tokens counts."""
 
 LONGEST = 64
 """Tokens that are compared, back from the end of the text."""
@@ -37,7 +37,8 @@ class NgramIndex:
         self._num_predicted = 0  # tokens of the prediction so far
         self._prediction = [*prediction, NONE] if prediction else []
         self._places: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        self._followed = 0  # the token after those that were copied last: so a copy goes on, however common its n-grams
+        self._pairs: dict[tuple[int, ...], int] = {}
+        self._followed = 0  # after the tokens that were copied last: a copy goes on if a token of it was replaced
 
     def extend(self, token_ids: ListOf[int], end: int) -> None:
         """Add the tokens up to `end`, some of them if they are many. token_ids: all of the sequence."""
@@ -58,22 +59,27 @@ class NgramIndex:
                 places.append(len(tokens))
                 if len(places) > PLACES:
                     del places[0]
+            if len(tokens) >= PAIR:
+                self._pairs[tuple(tokens[-PAIR:])] = len(tokens)
             tokens.append(token)
         return len(token_ids)
 
     def continuation(self, end: int, most: int) -> tuple[list[int], int]:
         """Returns up to `most` tokens that came after the longest earlier match of the last tokens, and the length of
-        the match; nothing if there is none, or if not all tokens up to `end` are known here yet."""
+        the match, of one token where a copy goes on; nothing if there is none, or if not all tokens up to `end` are
+        known here yet."""
         tokens, end = self._tokens, end + len(self._prediction)
-        if len(tokens) != end or end < LENGTH:
+        if len(tokens) != end or end < PAIR:
             return [], 0
         best, place = 0, 0
         gram = tuple(tokens[-LENGTH:])
         for candidate in (self._followed, *reversed(self._places.get(gram, ()))):
-            length = self._match(candidate) if LENGTH <= candidate < end else 0
+            length = self._match(candidate) if candidate < end else 0
             if length > best:
                 best, place = length, candidate
-        if best < LENGTH:
+        if best < PAIR and (pair := self._pairs.get(tuple(tokens[-PAIR:]))) is not None:
+            best, place = PAIR, pair
+        if not best:
             return [], 0
         self._followed = place
         drafts: list[int] = []

@@ -6,6 +6,7 @@ its rows has plateaus, so all totals are compared. Where no total is faster than
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable
@@ -53,14 +54,15 @@ IDLE_DECAY = 0.995
 PRIOR_WEIGHT = 2.0
 """The rate of a draft that follows others begins at the rate of the one before it, which counts as so many drafts."""
 
-LONG_MATCH = 8
+MATCHES = (3, 8)
 """Drafts after a match of at least so many tokens are accepted more often, and counted apart."""
 
 BY_NETWORK = -1
 """Instead of a match, for drafts of the model's own head."""
 
-PRIORS = (0.5, 0.75, 0.7)
-"""Chance of the first draft of a row before any was verified: after a short match, after a long one, by a head."""
+PRIORS = (0.4, 0.5, 0.75, 0.7)
+"""Chance of the first draft of a row before any was verified: after matches of two tokens, from three and from eight
+on, and by a head."""
 
 SHARED_DECAY = 0.98
 """As DECAY, for the chance of the first draft of a sequence that has none yet, which is that of all others."""
@@ -126,7 +128,7 @@ class Acceptance:
 
 def kind_of(match: int) -> int:
     """The index of PRIORS."""
-    return 2 if match == BY_NETWORK else int(match >= LONG_MATCH)
+    return len(MATCHES) + 1 if match == BY_NETWORK else bisect.bisect(MATCHES, match)
 
 
 def most_wait(leads: ListOf[float], lengths: ListOf[int]) -> float:

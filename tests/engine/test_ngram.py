@@ -31,6 +31,20 @@ def test_a_prediction_is_searched_too_and_ends_before_the_prompt() -> None:
     assert index.continuation(5, 8) == ([4, 5], 3)
 
 
+def test_two_tokens_are_a_match_and_their_latest_place_counts() -> None:
+    tokens = [1, 2, 30, 1, 2, 40, 41, 9, 1, 2]
+    assert index_of(tokens).continuation(len(tokens), 2) == ([40, 41], 2)
+
+
+def test_a_copy_goes_on_after_a_token_was_replaced() -> None:
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 100, 1, 2, 3]
+    index = index_of(tokens)
+    for token, drafts in ((4, [5, 6]), (99, []), (6, [7, 8])):  # 99 instead of 5
+        tokens.append(token)
+        index.extend(tokens, len(tokens))
+        assert index.continuation(len(tokens), 2)[0] == drafts
+
+
 def test_rows_of_an_image_are_not_proposed() -> None:
     tokens = [1, 2, 3, 4, FIRST_CONTENT_ID, 9, 1, 2, 3]
     assert index_of(tokens).continuation(9, 5) == ([4], 3)

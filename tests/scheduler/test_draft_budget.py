@@ -11,7 +11,7 @@ import pytest
 from mlxpaged.scheduler.draft_budget import (
     CLEAR_GAIN,
     LENGTHS,
-    LONG_MATCH,
+    MATCHES,
     MOST_DRAFTS,
     MOST_LEAD,
     MOST_LOSS,
@@ -216,7 +216,7 @@ def test_nothing_is_verified_before_a_step_was_timed() -> None:
 def test_chances_follow_what_was_accepted() -> None:
     acceptance = Acceptance(list(PRIORS))
     assert acceptance.chances(4, 2) == [0.5, 0.25]
-    assert acceptance.chances(LONG_MATCH, 2) == [0.75, 0.5625]
+    assert acceptance.chances(max(MATCHES), 2) == [0.75, 0.5625]
     for _ in range(50):
         acceptance.observe(4, 3, 1)
     first, second, third = acceptance.chances(4, 3)
@@ -225,7 +225,7 @@ def test_chances_follow_what_was_accepted() -> None:
     assert third == pytest.approx(second * second / first), (
         "nothing is known of the third: it is as likely as the second"
     )
-    assert acceptance.chances(LONG_MATCH, 1) == [0.75]
+    assert acceptance.chances(max(MATCHES), 1) == [0.75]
 
 
 def test_probes_become_rarer_while_they_fail() -> None:
