@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,7 +16,7 @@ from mlxpaged.vision.image import ImageFormat
 from mlxpaged.vision.positions import Axes
 
 
-class Tower(Module):
+class Tower(Module, ABC):
     """Encodes images: a vision tower and the projection to the width of the text model's embeddings. library: the
     distribution that computes it, if its code is not here."""
 
@@ -30,13 +31,13 @@ class Tower(Module):
         total: int = tree_reduce(lambda total, array: total + int(array.nbytes), self.parameters(), 0)
         return total
 
+    @abstractmethod
     def encode(self, pixels: mx.array) -> Iterator[mx.array]:
         """Yields the state after each part of the work, which is about a block's, and at the end the features
         [n, k, D], k for each image. Nothing is evaluated: the caller decides how many parts it computes at once.
 
         pixels: uint8 [n, H, W, 3], of n images of one size, which `ImageFormat.size` has returned.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
