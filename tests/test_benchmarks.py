@@ -47,9 +47,9 @@ def test_the_benchmark_of_the_scheduler_measures(run: Callable[..., str]) -> Non
     assert len(rows) >= 30
     assert all(float(row.split()[-1]) > 0 for row in rows)
     assert [row.split()[:2] for row in fairness.splitlines()[2:5]] == [
-        ["0.2", "HIGH"],
-        ["0.2", "NORMAL"],
-        ["0.2", "LOW"],
+        ["0.5", "HIGH"],
+        ["0.5", "NORMAL"],
+        ["0.5", "LOW"],
     ]
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 
-from mlxpaged.scheduler.step_cost import SHORTEST
+from mlxpaged.scheduler.row_table import SHORTEST
 
 MOST_DRAFTS = 8
 """Most drafts of a sequence in a step."""

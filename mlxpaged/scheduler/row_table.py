@@ -19,6 +19,9 @@ from typing import NamedTuple
 ROW_SAMPLES = 7
 """Latest steps of about as many rows of which the table has the median."""
 
+SHORTEST = 1e-6
+"""Shortest time of a step, in seconds: a clock may not tell two steps apart."""
+
 PACE_STEPS = 7
 """Latest steps of which the pace is the median."""
 

@@ -23,7 +23,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from mlxpaged.scheduler.row_table import NOTHING_TIMED, RowTable, RowTimes
+from mlxpaged.scheduler.row_table import NOTHING_TIMED, SHORTEST, RowTable, RowTimes
 from mlxpaged.scheduler.row_tiles import ANY_ROWS, RowTiles
 
 KEPT = 64
@@ -43,9 +43,6 @@ lost in the noise: after one step with eight tokens, a chunk of 1,000 seemed fre
 
 MIN_PROMPT_STEPS = 8
 """Steps with prompts that must have run before the time of a whole prompt is estimated."""
-
-SHORTEST = 1e-6
-"""Shortest time of a step, in seconds: a clock may not tell two steps apart."""
 
 DECODE_KEYS, PROMPT_TOKENS, PROMPT_KEYS = 2, 3, 4
 """Indices in the five parts."""
@@ -145,7 +142,7 @@ class StepCost:
         self._tiles = tiles
         self._plain: Observations = deque(maxlen=KEPT)
         self._with_prompts: Observations = deque(maxlen=KEPT)
-        self._by_rows = RowTimes({tiles.padded(rows): seconds for rows, seconds in decoding.items()})
+        self._by_rows = RowTimes({tiles.padded(rows): max(seconds, SHORTEST) for rows, seconds in decoding.items()})
         self._costs: Costs | None = None
         self._is_current = True
         self._since_fit = 0
