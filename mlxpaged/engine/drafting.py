@@ -32,6 +32,7 @@ from mlxpaged.scheduler.draft_budget import (
     gain_of,
     of_few,
 )
+from mlxpaged.scheduler.row_table import SHORTEST
 from mlxpaged.scheduler.scheduler import Scheduler, is_decoding
 from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.step import Row, Step
@@ -288,7 +289,7 @@ class Drafting:
             return
         if (estimate := self._scheduler.decode_seconds()) is None:
             return
-        plain = estimate(len(step.rows), sum(row.start + 1 for row in step.rows))
+        plain = max(estimate(len(step.rows), sum(row.start + 1 for row in step.rows)), SHORTEST)
         for row in step.rows:
             if (acceptance := self._acceptance.get(row.sequence_id)) is not None:
                 acceptance.wait((seconds + self.exposed) / plain - 1 - self._expected.get(row.sequence_id, 0.0))

@@ -124,5 +124,5 @@ class RowTimes:
         pace, rows_in_order, seconds_in_order = self._pace(self._recent), list[float](), list[float]()
         for seconds, _, numbers in pools:
             rows_in_order += numbers
-            seconds_in_order += [pace * seconds] * len(numbers)
+            seconds_in_order += [max(pace * seconds, SHORTEST)] * len(numbers)
         return RowTable(tuple(rows_in_order), tuple(seconds_in_order), self._per_key)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mlxpaged.scheduler.config import MOST_MULTIPLE, READING_SECONDS, SchedulerConfig, step_multiple
+from mlxpaged.scheduler.row_table import RowTimes
 from mlxpaged.scheduler.row_tiles import ANY_ROWS, LEAST_CHUNK, RowTiles
 from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.scheduler.step_cost import EXTRAPOLATION, KEPT, OUTLIER, Costs, StepCost
@@ -430,6 +431,15 @@ def test_more_rows_take_at_least_as_long() -> None:
     costs = model.decoding_costs()
     assert costs is not None
     assert costs.decode_seconds(12, 12) == pytest.approx(0.1 / 3)
+
+
+def test_steps_of_many_keys_that_were_fast_take_some_time() -> None:
+    """What a key takes is an estimate, and may be more than a step has taken."""
+    times = RowTimes({1: 0.01})
+    times.learn_keys(1e-5)
+    for _ in range(8):
+        times.observe(1, 100_000, 0.02)
+    assert min(times.table().seconds) > 0
 
 
 def test_the_keys_of_longer_contexts_count_beside_the_table() -> None:
