@@ -36,7 +36,8 @@ from mlxpaged.engine.request import Request
 from mlxpaged.engine.row_times import time_rows
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.scheduler.draft_budget import MOST_DRAFTS, PRIORS, Acceptance, draft_lengths
+from mlxpaged.scheduler.acceptance import MOST_DRAFTS, PRIORS, Acceptance
+from mlxpaged.scheduler.draft_budget import draft_lengths
 
 COST = 0.17
 """Of a row more, in plain steps."""

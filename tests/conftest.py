@@ -22,8 +22,9 @@ import mlxpaged  # noqa: F401  (first: it loads the fast BLAS before mlx is impo
 from mlxpaged.attention import self_check, tuner
 from mlxpaged.cli.doctor.sizes import Sizes
 from mlxpaged.cpu import streams
-from mlxpaged.engine import builder, drafting, memory_pressure
+from mlxpaged.engine import builder, memory_pressure
 from mlxpaged.engine.config import EngineConfig
+from mlxpaged.scheduler import draft_budget
 from tests.support import RunningServer, running_server
 
 collect_ignore = [] if find_spec("playwright") else ["browser"]
@@ -196,7 +197,7 @@ def _enough_memory() -> Iterator[None]:
 def _no_drafts_by_time() -> Iterator[None]:
     """Whether a step verifies draft tokens depends on the machine. Tests of drafts decide it themselves."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafting, "draft_lengths", lambda contexts, *_: [0] * len(contexts))
+        patch.setattr(draft_budget, "draft_lengths", lambda contexts, *_: [0] * len(contexts))
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import faulthandler
 import functools
 import json
 import shutil
@@ -284,6 +285,8 @@ def running_server(
         finally:
             server.should_exit = True
             thread.join(60)
+            if thread.is_alive():
+                faulthandler.dump_traceback()  # of all threads: what it waits for
             assert not thread.is_alive()
 
 

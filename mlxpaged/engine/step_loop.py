@@ -228,7 +228,7 @@ class StepLoop:
             raise HostError from error
         self._runner.start_step(*step.results)
         if self._drafting is not None and scheduled.has_drafts and self._runner.overlaps:
-            self._drafting.note_exposed(self._clock() - self.device.read_at)
+            self._drafting.budget.note_exposed(self._clock() - self.device.read_at)
         return step
 
     def _prompt_tokens(self, scheduled: Step, logits: mx.array) -> tuple[list[int], int]:
@@ -290,9 +290,7 @@ class StepLoop:
         self._deliver()  # the tokens before these
         tokens, invalid, prompt_logprobs = step.read()
         if self._drafting is not None:
-            for row in step.rows:
-                if row.sequence_id in tokens:
-                    tokens[row.sequence_id] = self._drafting.accept(row, tokens[row.sequence_id])
+            tokens = self._drafting.accept(step.rows, tokens)
         now = self._clock()
         # The device began the step when it was launched, or when the previous step was done if that was later.
         if step.is_usual:

@@ -12,7 +12,6 @@ import numpy as np
 from mlxpaged.attention.gather import scores_bytes
 from mlxpaged.cache.groups import CacheGroups
 from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.drafting import MOST_DRAFT_ROWS
 from mlxpaged.engine.memory import START_TOKENS, drafting_sequences, least_step
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.prompt_logits import prompt_logits_bytes
@@ -20,7 +19,8 @@ from mlxpaged.models.cache_groups import CacheLayout, cache_layout, one_group
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.layers import KV, is_per_sequence, keeps_states, state_bytes
 from mlxpaged.models.loader import ServedModel
-from mlxpaged.scheduler.draft_budget import MOST_DRAFTS
+from mlxpaged.scheduler.acceptance import MOST_DRAFTS
+from mlxpaged.scheduler.draft_budget import MOST_DRAFT_ROWS
 from mlxpaged.step import Row, Step
 from mlxpaged.vision.image import LARGEST
 from mlxpaged.vision.tower import Vision

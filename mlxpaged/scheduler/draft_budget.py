@@ -6,16 +6,16 @@ its rows has plateaus, so all totals are compared. Where no total is faster than
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
 
+from mlxpaged.scheduler.acceptance import MOST_DRAFTS, PRIORS, Acceptance
 from mlxpaged.scheduler.row_table import SHORTEST
 
-MOST_DRAFTS = 8
-"""Most drafts of a sequence in a step."""
+MOST_DRAFT_ROWS = 64
+"""Drafts of a step. Times of steps are measured up to 128 rows."""
 
 MOST_STATES = 8
 """Most sequences with drafts in a step of a model with recurrent states: the states before their rows are kept, which
@@ -26,12 +26,6 @@ LENGTHS = (1, 2, 4, 8)
 
 SPANS = tuple(itertools.pairwise((0, *LENGTHS)))
 
-MOST_LOSS = 0.02
-"""Share of its speed that a sequence may lose to drafts: its own that are rejected, and those of others."""
-
-MOST_LEAD, MOST_WAIT = 4.0, 0.5
-"""Steps that a sequence can be ahead, and those of them that it waits at once."""
-
 LEAST_CHANCE = 0.02
 """Drafts that are less likely are not considered."""
 
@@ -41,165 +35,82 @@ LEAST_GAIN = 1.03
 PROBE_SHARE = 0.01
 """Share of the time that probes may take."""
 
-TIME_AGAIN, CLEAR_GAIN = 16, 1.5
-"""After so many steps with drafts one goes without, unless they make steps so many times as fast: what a step without
-takes must be known, or drafts that have ceased to pay would never be found out."""
+MOST_WAIT = 0.5
+"""Steps without drafts that a sequence without waits longer for those of others at once."""
 
-DECAY = 0.95
-"""What older drafts count for each one that comes after them."""
+HASTE = 2.0
+"""The tokens of a sequence that is behind by a step count e to the power of so many times as much."""
 
-IDLE_DECAY = 0.995
-"""What they count for each token without drafts after them."""
+ASK_AGAIN = 32
+"""Steps of as many sequences after which it is asked again whether drafts could be worth verifying at all."""
 
-PRIOR_WEIGHT = 2.0
-"""The rate of a draft that follows others begins at the rate of the one before it, which counts as so many drafts."""
+WORTH_SEARCHING, SEARCH_EVERY = 0.05, 4
+"""While drafts make steps less than this share faster, they are searched for in every fourth step only: to search takes
+time too, and a step that may have drafts is not launched before the one before it has ended."""
 
-MATCHES = (3, 8)
-"""Drafts after a match of at least so many tokens are accepted more often, and counted apart."""
+GAIN_STEPS = 32
+"""Latest steps that were searched for drafts of which the gain is the average."""
 
-BY_NETWORK = -1
-"""Instead of a match, for drafts of the model's own head."""
+EXPOSED_SHARE = 0.1
+"""What the latest step counts in the time that the device waits. The average begins at 0, so that drafts are tried."""
 
-PRIORS = (0.4, 0.5, 0.75, 0.7)
-"""Chance of the first draft of a row before any was verified: after matches of two tokens, from three and from eight
-on, and by a head."""
+MOST_EXPOSED = 0.01
+"""Seconds. More is a pause of the process."""
 
-SHARED_DECAY = 0.98
-"""As DECAY, for the chance of the first draft of a sequence that has none yet, which is that of all others."""
+TIME_AGAIN = 16
+"""After so many steps with drafts, times their gain, one goes without: what a step without takes must be known, or
+drafts that have ceased to pay would never be found out. So that costs about a hundredth."""
 
-PROBE_TOKENS, LONGEST_PROBE = 32, 512
-"""After so many tokens of an answer without drafts, one is verified to see whether their chances are better now. The
-number doubles after each probe that fails."""
+Seconds = Callable[[int, int], float]
+"""Time of a decoding step with so many rows that attend to so many keys together."""
 
-
-class Acceptance:
-    """How often the drafts of a sequence are accepted, by their number in the row, if those before them are.
-
-    shared: the chances of first drafts, in the order of PRIORS, which all sequences of an engine keep up together.
-    lead: how far the sequence is ahead, in steps without drafts: by the tokens that its drafts were likely to bring and
-    the MOST_LOSS that is allowed, less what steps took longer. So long it can wait for the drafts of others.
-    """
-
-    def __init__(self, shared: list[float]) -> None:
-        self._shared = shared
-        self._tried = [[0.0] * MOST_DRAFTS for _ in PRIORS]
-        self._accepted = [[0.0] * MOST_DRAFTS for _ in PRIORS]
-        self._waited = 0
-        self._probe_after = PROBE_TOKENS
-        self.lead = MOST_WAIT
-
-    def chances(self, match: int, count: int) -> list[float]:
-        """The chance of each of `count` drafts that it and those before it are accepted. match: tokens of the text that
-        the drafts continue which were found elsewhere, or BY_NETWORK."""
-        kind = kind_of(match)
-        chances, chance, rate = [], 1.0, self._shared[kind]
-        weight = IDLE_DECAY**self._waited
-        for tried, accepted in zip(self._tried[kind][:count], self._accepted[kind], strict=False):
-            rate = (weight * accepted + PRIOR_WEIGHT * rate) / (weight * tried + PRIOR_WEIGHT)
-            chance *= rate
-            chances.append(chance)
-        return chances
-
-    @property
-    def is_probe_due(self) -> bool:
-        return self._waited >= self._probe_after
-
-    def observe(self, match: int, drafted: int, accepted: int) -> None:
-        """Count a row's drafts. The one after the accepted ones was rejected; nothing is known of the others."""
-        self.wait(-MOST_LOSS)
-        if drafted == 0:
-            self._waited += 1
-            return
-        kind = kind_of(match)
-        self._shared[kind] = SHARED_DECAY * self._shared[kind] + (1 - SHARED_DECAY) * (accepted > 0)
-        weight = DECAY * IDLE_DECAY**self._waited
-        for number in range(MOST_DRAFTS):  # what is known of drafts that are not tried any more fades too
-            is_known = number < min(drafted, accepted + 1)
-            self._tried[kind][number] = weight * self._tried[kind][number] + is_known
-            self._accepted[kind][number] = weight * self._accepted[kind][number] + (number < accepted)
-        if self.is_probe_due:
-            self._probe_after = PROBE_TOKENS if accepted else min(LONGEST_PROBE, 2 * self._probe_after)
-        self._waited = 0
-
-    def wait(self, steps: float) -> None:
-        """A step with drafts took so much longer than its tokens were worth, in steps without."""
-        self.lead = min(max(self.lead - steps, -MOST_LEAD), MOST_LEAD)
-
-
-def kind_of(match: int) -> int:
-    """The index of PRIORS."""
-    return len(MATCHES) + 1 if match == BY_NETWORK else bisect.bisect(MATCHES, match)
-
-
-def most_wait(leads: ListOf[float], lengths: ListOf[int]) -> float:
-    """Returns how much longer a step may take, in steps without drafts. Nothing limits it if each sequence has some."""
-    lead = min((lead for lead, length in zip(leads, lengths, strict=True) if length == 0), default=math.inf)
-    return lead if lead == math.inf else min(max(lead, 0.0), MOST_WAIT)
+Lengths = Callable[[ListOf[int], ListOf[ListOf[float]], ListOf[float], ListOf[float]], list[int]]
+"""Contexts, chances, costs and leads of all decoding sequences -> drafts of each, see `draft_lengths`."""
 
 
 def draft_lengths(
     contexts: ListOf[int],
     chances: ListOf[ListOf[float]],
-    seconds: Callable[[int, int], float],
+    seconds: Seconds,
     costs: ListOf[float] = (),
     exposed: float = 0.0,
     leads: ListOf[float] = (),
 ) -> list[int]:
     """Returns how many of its drafts each decoding sequence verifies, one of LENGTHS or 0.
 
-    contexts: context lengths of the sequences. chances: for each sequence, see `Acceptance.chances`. seconds: time of a
-    decoding step with so many rows that attend to so many keys together. costs: of a draft of each sequence before it
-    is verified, as a share of a step without drafts; those of several sequences are made at once. By default 0.
-    exposed: seconds in which the device waits before a step with drafts. leads: see `Acceptance`, by default MOST_WAIT
-    for all. A sequence of which no draft is verified waits no longer for those of others.
+    contexts: context lengths of the sequences. chances: for each sequence, see `Acceptance.chances`. costs: of a draft
+    of each sequence before it is verified, as a share of a step without drafts; those of several sequences are made at
+    once. By default 0. exposed: seconds in which the device waits before a step with drafts. leads: see `Acceptance`,
+    by default 0 for all. The tokens of a sequence count for more the further it is behind, and one of which no draft is
+    verified waits no longer than MOST_WAIT for those of others.
     """
-    rows, keys, tokens = len(contexts), sum(contexts), float(len(contexts))
+    rows, keys = len(contexts), sum(contexts)
+    weights = [math.exp(-HASTE * min(lead, 0.0)) for lead in leads] or [1.0] * rows
+    tokens, silent = sum(weights), rows
     lengths = [0] * rows
     plain = seconds(rows, keys)
     if plain <= 0:
         return lengths  # too little is known
-    leads = leads or [MOST_WAIT] * rows
     making = 0.0
     most, best = LEAST_GAIN * tokens / plain, list(lengths)
-    steps = [
-        (chance, costs[i] if costs else 0.0, i, length)
+    spans = [
+        (chance * weights[i], costs[i] if costs else 0.0, i, length)
         for i, each in enumerate(chances)
         for first, length in SPANS
         if length <= len(each) and (chance := sum(each[first:length]) / (length - first)) > LEAST_CHANCE
     ]
-    for chance, cost, i, length in sorted(steps, key=lambda step: step[1] - step[0]):  # those of a sequence in order
+    for chance, cost, i, length in sorted(spans, key=lambda span: span[1] - span[0]):  # those of a sequence in order
         more = length - lengths[i]
+        silent -= lengths[i] == 0
         lengths[i], rows, keys, tokens = length, rows + more, keys + more * contexts[i], tokens + more * chance
         making = max(making, length * plain * cost)
         took = seconds(rows, keys) + making + exposed
-        if tokens / took > most and took <= plain * (1 + most_wait(leads, lengths)):
+        if tokens / took > most and (not silent or took <= plain * (1 + MOST_WAIT)):
             most, best = tokens / took, list(lengths)
     return best
 
 
-class ProbeBudget:
-    """Lets one sequence of a step have a draft to see whether it is accepted, if its row is not too dear."""
-
-    def __init__(self) -> None:
-        self._saved = 0.0  # steps without drafts
-
-    def spend(self, contexts: ListOf[int], i: int, seconds: Callable[[int, int], float]) -> bool:
-        """Whether the sequence of this number may have it. Its step takes longer by a row."""
-        rows, keys = len(contexts), sum(contexts)
-        cost = seconds(rows + 1, keys + contexts[i]) / max(seconds(rows, keys), SHORTEST) - 1
-        if cost > self._saved:
-            return False
-        self._saved -= max(0.0, cost)
-        return True
-
-    def save(self) -> None:
-        """After each step."""
-        self._saved = min(self._saved + PROBE_SHARE, 1.0)
-
-
-def gain_of(
-    lengths: ListOf[int], contexts: ListOf[int], chances: ListOf[ListOf[float]], seconds: Callable[[int, int], float]
-) -> float:
+def gain_of(lengths: ListOf[int], contexts: ListOf[int], chances: ListOf[ListOf[float]], seconds: Seconds) -> float:
     """Returns how many times as many tokens per second as without these drafts are expected. See `draft_lengths`."""
     rows, keys = len(contexts), sum(contexts)
     tokens = rows + sum(sum(each[:length]) for each, length in zip(chances, lengths, strict=True))
@@ -212,3 +123,133 @@ def of_few(lengths: ListOf[int], chances: ListOf[ListOf[float]], most: int) -> l
     order = sorted(range(len(lengths)), key=lambda i: -sum(chances[i][: lengths[i]]))
     chosen = set(order[:most])
     return [length if i in chosen else 0 for i, length in enumerate(lengths)]
+
+
+class DraftBudget:
+    """Chooses what each step verifies, by how often the drafts of each sequence were accepted and by what steps take.
+
+    seconds: returns the times of steps as they are known now, or None. most_states: most sequences with drafts in a
+    step, None if it does not matter. lengths: decides instead of the times, if it is set.
+    """
+
+    def __init__(self, seconds: Callable[[], Seconds | None], most_states: int | None = None) -> None:
+        self._seconds = seconds
+        self._most_states = most_states
+        self.lengths: Lengths | None = None
+        self.exposed = 0.0  # seconds in which the device waits before a step with drafts, though steps could overlap
+        self._acceptance: dict[int, Acceptance] = {}
+        self._shared = list(PRIORS)
+        self._could_pay, self._last_batch, self._steps_left = False, -1, 0
+        self._num_with_drafts = 0  # steps in a row
+        self._saved = 0.0  # for probes, in steps without drafts
+        self._gain, self._not_searched = 2 * WORTH_SEARCHING, 0
+
+    def of(self, sequence_id: int) -> Acceptance:
+        acceptance = self._acceptance.get(sequence_id)
+        if acceptance is None:
+            acceptance = self._acceptance[sequence_id] = Acceptance(self._shared)
+        return acceptance
+
+    def forget(self, sequence_id: int) -> None:
+        self._acceptance.pop(sequence_id, None)
+
+    def can_pay(self, contexts: ListOf[int]) -> bool:
+        """Whether drafts could be worth verifying if all were accepted. The answer is kept for some steps: where it is
+        no, nothing is searched for drafts."""
+        if len(contexts) != self._last_batch or self._steps_left == 0:
+            self._last_batch, self._steps_left = len(contexts), ASK_AGAIN
+            count = max(1, len(contexts))
+            self._could_pay = any(self.verified(contexts or [1], [[1.0] * MOST_DRAFTS] * count, [0.0] * count))
+        self._steps_left -= 1
+        return self._could_pay
+
+    def verified(
+        self,
+        contexts: ListOf[int],
+        chances: ListOf[ListOf[float]],
+        costs: ListOf[float],
+        leads: ListOf[float] = (),
+    ) -> list[int]:
+        """Returns how many of these drafts would be worth verifying. See `draft_lengths`."""
+        if self.lengths is not None:
+            return self.lengths(contexts, chances, costs, leads)
+        if (seconds := self._seconds()) is None:
+            return [0] * len(contexts)
+        most = max(1, MOST_DRAFT_ROWS // len(contexts))
+        return draft_lengths(contexts, [each[:most] for each in chances], seconds, costs, self.exposed, leads)
+
+    @property
+    def searches(self) -> bool:
+        """Whether the text is searched for drafts of the next step."""
+        is_rest = self._gain < WORTH_SEARCHING and self._not_searched < SEARCH_EVERY - 1
+        return self.lengths is not None or not is_rest
+
+    def choose(
+        self, ids: ListOf[int], contexts: ListOf[int], chances: ListOf[ListOf[float]], costs: ListOf[float]
+    ) -> list[int]:
+        """Returns how many drafts each of these sequences verifies in the next step. For contexts, chances and costs
+        see `draft_lengths`."""
+        lengths = [0] * len(ids)
+        if any(chances):
+            leads = [self.of(each).lead for each in ids]
+            lengths = self.verified(contexts, chances, costs, leads)
+            if self.lengths is None:
+                self._add_probe(ids, contexts, chances, costs, leads, lengths)
+            if self._most_states is not None:
+                lengths = of_few(lengths, chances, self._most_states)
+            if self.lengths is None and self._is_plain_due(lengths, contexts, chances):
+                lengths = [0] * len(ids)
+        if not any(lengths):
+            self._end_search(0.0)
+        return lengths
+
+    def note_step(self, contexts: Mapping[int, int], accepted: Mapping[int, int], seconds: float) -> None:
+        """A step that decodes these sequences has taken so long. accepted: drafts of those that had some."""
+        self._num_with_drafts = self._num_with_drafts + 1 if accepted else 0
+        self._saved = min(self._saved + PROBE_SHARE, 1.0)
+        if not accepted or (estimate := self._seconds()) is None:
+            return
+        took = (seconds + self.exposed) / max(estimate(len(contexts), sum(contexts.values())), SHORTEST)
+        for each in contexts:
+            if (acceptance := self._acceptance.get(each)) is not None:
+                acceptance.wait(took - 1 - accepted.get(each, 0))
+        self._end_search((1 + sum(accepted.values()) / len(contexts)) / took - 1)
+
+    def note_exposed(self, seconds: float) -> None:
+        """The device has waited for the host before a step with drafts."""
+        self.exposed += EXPOSED_SHARE * (min(seconds, MOST_EXPOSED) - self.exposed)
+
+    def _end_search(self, gain: float) -> None:
+        """gain: share by which the step was faster than without drafts."""
+        searched = self.searches
+        self._not_searched = 0 if searched else self._not_searched + 1
+        if searched:
+            self._gain += (gain - self._gain) / GAIN_STEPS
+
+    def _add_probe(
+        self,
+        ids: ListOf[int],
+        contexts: ListOf[int],
+        chances: ListOf[ListOf[float]],
+        costs: ListOf[float],
+        leads: ListOf[float],
+        lengths: list[int],
+    ) -> None:
+        """Let a sequence whose drafts were not worth verifying for long have one, if that would be worth it with drafts
+        that are all accepted, and if its row is not too dear."""
+        for i, each in enumerate(ids):
+            if chances[i] and not lengths[i] and self.of(each).is_probe_due:
+                hopeful = self.verified(contexts, [[1.0] * min(1, len(others)) for others in chances], costs, leads)
+                if hopeful[i] and (seconds := self._seconds()) is not None:
+                    rows, keys = len(contexts), sum(contexts)
+                    cost = seconds(rows + 1, keys + contexts[i]) / max(seconds(rows, keys), SHORTEST) - 1
+                    if cost <= self._saved:
+                        self._saved -= max(0.0, cost)
+                        lengths[i] = 1
+                return
+
+    def _is_plain_due(self, lengths: ListOf[int], contexts: ListOf[int], chances: ListOf[ListOf[float]]) -> bool:
+        """Whether the step goes without these drafts, so that its time is known."""
+        if not any(lengths) or self._num_with_drafts < TIME_AGAIN or (seconds := self._seconds()) is None:
+            return False
+        return self._num_with_drafts >= TIME_AGAIN * gain_of(lengths, contexts, chances, seconds)

@@ -22,6 +22,9 @@ ROW_SAMPLES = 7
 SHORTEST = 1e-6
 """Shortest time of a step, in seconds: a clock may not tell two steps apart."""
 
+START_WEIGHT = 2
+"""Steps as which what was timed at the start counts."""
+
 PACE_STEPS = 7
 """Latest steps of which the pace is the median."""
 
@@ -64,17 +67,21 @@ NOTHING_TIMED = RowTable()
 
 
 class TimedStep(NamedTuple):
-    """start: seconds of as many rows at the start, or 1.0 if none were timed."""
+    """usual: what as many rows were thought to take at a pace of 1."""
 
     rows: int
     keys: int
     seconds: float
-    start: float
+    usual: float
 
 
 class RowTimes:
     """The latest steps by their rows. start: seconds of steps of so many rows with short contexts, the pace of which
-    is 1."""
+    is 1. If there is none, it is always 1.
+
+    A step counts if the one before it had another number of rows, in relation to the pace of the latest ones of others.
+    Steps that all have the same number tell the pace only.
+    """
 
     def __init__(self, start: Mapping[int, float]) -> None:
         self._latest = defaultdict[int, deque[tuple[TimedStep, ListOf[TimedStep]]]](lambda: deque(maxlen=ROW_SAMPLES))
@@ -82,34 +89,40 @@ class RowTimes:
         self._relative = defaultdict[int, deque[float]](lambda: deque(maxlen=ROW_SAMPLES))
         """Their seconds at a pace of 1, without keys."""
         self._recent = deque[TimedStep](maxlen=PACE_STEPS)
-        self._start = RowTable(tuple(sorted(start)), tuple(start[rows] for rows in sorted(start)))
+        self._usual = RowTable(tuple(sorted(start)), tuple(start[rows] for rows in sorted(start)))
         self._per_key = 0.0
         for rows, seconds in start.items():
-            self.observe(rows, rows, seconds)
-        self._recent.clear()  # a server is not as slow as it was when nothing else ran
+            for _ in range(START_WEIGHT):
+                self._add(TimedStep(rows, rows, seconds, seconds), ())
 
     def observe(self, rows: int, keys: int, seconds: float) -> None:
         """keys: that its rows attend to together."""
-        step = TimedStep(rows, keys, seconds, self._start.of(rows) if self._start.rows else 1.0)
-        if self._start.rows:
-            self._recent.append(step)
-        index = bucket(rows)
-        self._latest[index].append((step, tuple(self._recent)))
-        self._relative[index].append(self._without_keys(step) / self._pace(self._recent))
+        if not self._usual.rows:
+            self._add(TimedStep(rows, keys, seconds, seconds), ())
+            return
+        step = TimedStep(rows, keys, seconds, self._usual.of(rows))
+        if self._recent and bucket(self._recent[-1].rows) != bucket(rows):
+            self._add(step, tuple(each for each in self._recent if bucket(each.rows) != bucket(rows)))
+        self._recent.append(step)
+
+    def _add(self, step: TimedStep, others: ListOf[TimedStep]) -> None:
+        index = bucket(step.rows)
+        self._latest[index].append((step, others))
+        self._relative[index].append(self._without_keys(step) / self._pace(others))
 
     def learn_keys(self, per_key: float) -> None:
         """per_key: seconds of each key. What is nearly known changes nothing."""
         if abs(per_key - self._per_key) > KEYS_CHANGED * self._per_key:
             self._per_key = per_key
             for index, steps in self._latest.items():
-                self._relative[index].extend(self._without_keys(step) / self._pace(recent) for step, recent in steps)
+                self._relative[index].extend(self._without_keys(step) / self._pace(others) for step, others in steps)
 
     def _without_keys(self, step: TimedStep) -> float:
         return step.seconds - self._per_key * step.keys
 
     def _pace(self, steps: Collection[TimedStep]) -> float:
-        """How many times as long as at the start these steps have taken."""
-        return max(median(self._without_keys(step) / step.start for step in steps), LEAST_PACE) if steps else 1.0
+        """How many times as long as usual these steps have taken."""
+        return max(median(self._without_keys(step) / step.usual for step in steps), LEAST_PACE) if steps else 1.0
 
     def table(self) -> RowTable:
         pools: list[tuple[float, int, list[float]]] = []  # seconds, steps, and numbers of rows
@@ -121,8 +134,9 @@ class RowTimes:
                 seconds = (before * steps + seconds * count) / (steps + count)
                 count, numbers = count + steps, others + numbers
             pools.append((seconds, count, numbers))
-        pace, rows_in_order, seconds_in_order = self._pace(self._recent), list[float](), list[float]()
-        for seconds, _, numbers in pools:
-            rows_in_order += numbers
-            seconds_in_order += [max(pace * seconds, SHORTEST)] * len(numbers)
-        return RowTable(tuple(rows_in_order), tuple(seconds_in_order), self._per_key)
+        rows = tuple(number for _, _, numbers in pools for number in numbers)
+        usual = tuple(max(seconds, SHORTEST) for seconds, _, numbers in pools for _ in numbers)
+        if self._usual.rows:
+            self._usual = RowTable(rows, usual)
+        pace = self._pace(self._recent)
+        return RowTable(rows, tuple(pace * seconds for seconds in usual), self._per_key)

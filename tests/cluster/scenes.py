@@ -159,7 +159,7 @@ def with_drafts(core: EngineCore) -> Outcome:
     last one of several is wrong."""
     outcome = Outcome()
     if core.drafting is not None:
-        core.drafting.lengths = lambda contexts, chances, *_: [len(each) for each in chances]
+        core.drafting.budget.lengths = lambda contexts, chances, *_: [len(each) for each in chances]
     if core.drafting is not None and core.drafting.drafter is not None:
         propose = core.drafting.drafter.propose
 

@@ -57,7 +57,7 @@ def core_of(reference: Drafting, drafts: bool = True, **options: Any) -> EngineC
     if drafts:
         assert served.mtp is not None, served.no_mtp_because
         assert core.drafting is not None
-        core.drafting.lengths = as_many
+        core.drafting.budget.lengths = as_many
     return core
 
 
@@ -160,7 +160,7 @@ def test_later_turns_forks_and_ends_within_drafts(reference: Drafting) -> None:
 def test_the_head_runs_only_where_it_can_pay(reference: Drafting, expected: dict[str, tuple[int, ...]]) -> None:
     core = core_of(reference)
     assert core.drafting is not None
-    core.drafting.lengths = lambda contexts, chances, *_: [0] * len(contexts)
+    core.drafting.budget.lengths = lambda contexts, chances, *_: [0] * len(contexts)
     setattr(core.runner, reference.method, None)
     assert tokens_of(answers(core, requests())) == expected
     assert core.stats().drafts == NO_DRAFTS
@@ -192,7 +192,7 @@ def test_text_and_head_draft_together(reference: Drafting, expected: dict[str, t
     core = make_core(served, speculative="auto")
     assert core.drafting is not None
     assert core.drafting.names == ["grammar", "ngram", "mtp"]
-    core.drafting.lengths = as_many
+    core.drafting.budget.lengths = as_many
     assert tokens_of(answers(core, requests())) == expected
     by = dict(zip(DRAFTERS, core.stats().drafts.counts, strict=True))
     assert by["mtp"].drafted > 0

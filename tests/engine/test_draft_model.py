@@ -42,7 +42,7 @@ def core_of(paths: tuple[Path, Path], drafts: bool = True, **options: Any) -> En
     chosen = {"speculative": "draft", "draft_model": str(paths[1])}
     core = make_core(with_draft_model(EngineConfig(**chosen), served, Turns()), **chosen, **options)
     assert core.drafting is not None
-    core.drafting.lengths = as_many
+    core.drafting.budget.lengths = as_many
     return core
 
 

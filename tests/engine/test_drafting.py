@@ -15,7 +15,7 @@ import pytest
 
 from mlxpaged.engine.constraint import Constraint
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.drafting import Drafting, Lengths
+from mlxpaged.engine.drafting import Drafting
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.ngram import NgramDrafter
 from mlxpaged.engine.request import Request, RequestOutput
@@ -23,6 +23,7 @@ from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models.loader import load_model
+from mlxpaged.scheduler.draft_budget import Lengths
 from mlxpaged.step import Step
 from tests.engine.helpers import make_core
 from tests.engine.seeing import image, load_seeing, shown
@@ -67,7 +68,7 @@ def every_other_step() -> Lengths:
 
 def use_oracle(core: EngineCore, answers: Mapping[str, ListOf[int]], seed: int = 1) -> Drafting:
     assert core.drafting is not None
-    core.drafting.drafter, core.drafting.lengths = Oracle(answers, seed), as_many
+    core.drafting.drafter, core.drafting.budget.lengths = Oracle(answers, seed), as_many
     return core.drafting
 
 
@@ -274,7 +275,7 @@ def test_tokens_stay_in_order_if_blocks_cannot_be_moved(
     core = make_core(served, speculative="ngram", blocks=8, swap_blocks=40)
     drafting = use_oracle(core, tokens_of(expected))
     if alternates:
-        drafting.lengths = every_other_step()
+        drafting.budget.lengths = every_other_step()
     assert tokens_of(answers(core, requests(12))) == tokens_of(expected)
     assert next(calls) > 2
 
@@ -385,7 +386,7 @@ def test_constrained_answers(has_oracle: bool, caplog: pytest.LogCaptureFixture)
     ]
     expected = answers(plain, asked)
     assert core.drafting is not None
-    core.drafting.lengths = as_many
+    core.drafting.budget.lengths = as_many
     if has_oracle:
         use_oracle(core, tokens_of(expected))
     got = answers(core, asked)
@@ -401,7 +402,7 @@ def test_repeated_text_is_drafted_from_itself(either: Path) -> None:
     """A bias makes the model repeat one token."""
     plain, core = both(either)
     assert core.drafting is not None
-    core.drafting.lengths = as_many
+    core.drafting.budget.lengths = as_many
     asked = [
         Request(f"r{i}", prompt(i, 20), SamplingParams(max_tokens=80, temperature=0.0, logit_bias={50: 50.0}), float(i))
         for i in range(3)
@@ -417,7 +418,7 @@ def test_nothing_is_kept_of_a_request_that_has_ended(either: Path) -> None:
     _, core = both(either)
     drafter = NgramDrafter()
     assert core.drafting is not None
-    core.drafting.drafter, core.drafting.lengths = drafter, as_many
+    core.drafting.drafter, core.drafting.budget.lengths = drafter, as_many
     answers(core, requests())
     core.submit(requests())
     core.step()
@@ -436,7 +437,7 @@ def test_drafts_beside_images(either: Path) -> None:
     served, tower = load_seeing(either)
     core = make_core(served, speculative="ngram")
     assert core.drafting is not None
-    core.drafting.lengths = as_many
+    core.drafting.budget.lengths = as_many
     assert tokens_of(answers(core, asked)) == tokens_of(expected)
     assert core.stats().drafts.accepted_total > 0
     assert tower.calls == [(1, 32, 64, 3)]
@@ -461,7 +462,7 @@ def test_text_is_made_while_the_next_step_runs(monkeypatch: pytest.MonkeyPatch, 
     core = make_core(served, speculative="ngram")
     drafting = use_oracle(core, tokens_of(expected))
     if alternates:
-        drafting.lengths = every_other_step()
+        drafting.budget.lengths = every_other_step()
     events: list[str] = []
     forward, advance, read = core.runner.forward, core.requests.advance, InFlightStep.read
 

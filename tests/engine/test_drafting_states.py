@@ -100,7 +100,7 @@ def test_sixteen_answers_are_those_without_drafts(
     core = make_core(served, speculative="ngram", **options)
     drafting = use_oracle(core, expected)
     if overlaps:
-        drafting.lengths = every_other_step()
+        drafting.budget.lengths = every_other_step()
     assert tokens_of(answers(core, requests(16))) == expected
     assert drafting.stats.drafted_total > drafting.stats.accepted_total > 60
     assert core.runner.rollback.module_calls > 0

@@ -143,7 +143,7 @@ def test_steps_with_drafts_have_the_launches_of_decoding(
     expected = run_requests(make_core(served, "gather"), prompts, max_tokens=16)
     core = make_core(served, "metal", speculative="ngram")
     assert core.drafting is not None
-    core.drafting.drafter, core.drafting.lengths = Known(prompts, expected), every_other_step()
+    core.drafting.drafter, core.drafting.budget.lengths = Known(prompts, expected), every_other_step()
     launched: dict[bool, set[str]] = {False: set(), True: set()}
     forward = core.runner.forward
 
@@ -178,7 +178,7 @@ def test_a_draft_head_runs_on_the_kernels(kind: str, tmp_path: Path, interpreter
     for backend in ("gather", "metal"):
         core = make_core(served, backend, speculative="mtp")
         assert core.drafting is not None
-        core.drafting.lengths = as_many
+        core.drafting.budget.lengths = as_many
         drafts = logged(core)
         assert run_requests(core, prompts, max_tokens=16) == expected
         found.append(sorted(drafts))

@@ -162,7 +162,7 @@ def test_steps_with_drafts_of_recurrent_layers_are_replayed(
     expected = tokens_of(answers(make_core(served, "gather"), requests))
     core, replays = make_core(served, "metal", speculative="ngram"), count_replays(monkeypatch)
     drafting = use_oracle(core, expected)
-    drafting.lengths = lambda contexts, chances, *_: [min(2, len(each)) for each in chances]
+    drafting.budget.lengths = lambda contexts, chances, *_: [min(2, len(each)) for each in chances]
     assert tokens_of(answers(core, requests)) == expected
     assert len(replays) > 10
     assert core.runner.rollback.module_calls > 5

@@ -62,7 +62,7 @@ def test_a_draft_model_may_be_one(dense: AssistantReference) -> None:
     core = make_core(with_draft_model(config, plain, Turns()), speculative="draft", draft_model=dense.mtp)
     assert core.drafting is not None
     assert core.drafting.names == ["grammar", "mtp"]
-    core.drafting.lengths = as_many
+    core.drafting.budget.lengths = as_many
     drafts = logged(core)
     assert tokens_of(answers(core, requests(4))) == tokens_of(expected)
     greedy = [each for each in drafts if each[0] == "r0"]
@@ -89,7 +89,7 @@ def test_quantized_tensors_are_kept(reference: AssistantReference, bits: int, mo
     assert weights["model.embed_tokens.weight"].dtype == mx.uint32
     core = make_core(served, speculative="mtp")
     assert core.drafting is not None
-    core.drafting.lengths = as_many
+    core.drafting.budget.lengths = as_many
     plain = make_core(load_model(str(reference.path)))
     assert tokens_of(answers(core, requests(2))) == tokens_of(answers(plain, requests(2)))
     assert core.drafting.stats.drafted_total > 40

@@ -32,7 +32,8 @@ from mlxpaged.models.layers import unfused
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.short_names import BUNDLED
 from mlxpaged.models.sources import resolve_model
-from mlxpaged.scheduler.draft_budget import MOST_DRAFTS, draft_lengths
+from mlxpaged.scheduler.acceptance import MOST_DRAFTS
+from mlxpaged.scheduler.draft_budget import draft_lengths
 
 SIZES = Sizes()
 
