@@ -36,7 +36,7 @@ from mlxpaged.engine.request import Request
 from mlxpaged.engine.row_times import time_rows
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.scheduler.acceptance import MOST_DRAFTS, PRIORS, Acceptance
+from mlxpaged.scheduler.acceptance import MOST_DRAFTS, PRIORS, Acceptance, Steps
 from mlxpaged.scheduler.draft_budget import draft_lengths
 
 COST = 0.17
@@ -116,7 +116,8 @@ def replay(
     grammar of an answer."""
     tokens, passes, drafted, accepted, cost = 0, 0, 0, 0, 0.0
     for prompt, answer in samples:
-        index, acceptance, text, done = NgramIndex(), Acceptance(list(PRIORS)), list(prompt), 0
+        index, steps, text, done = NgramIndex(), Steps(), list(prompt), 0
+        acceptance = Acceptance(list(PRIORS), steps)
         matcher = start()
         while done < len(answer):
             index.extend(text, len(text))
@@ -129,7 +130,8 @@ def replay(
             [length] = draft_lengths([len(text)], [chances], lambda rows, keys: 1 + COST * (rows - 1))
             right = [draft == token for draft, token in zip(drafts[:length], answer[done:], strict=False)]
             count = [*right, False].index(False)
-            if not forced:
+            steps.count += 1
+            if length and not forced:
                 acceptance.observe(match, length, count)
             if matcher is not None:
                 for token in answer[done : done + count + 1]:

@@ -74,7 +74,6 @@ class Drafting:
         config = scheduler.config
         self.budget = DraftBudget(scheduler.decode_seconds, config.max_draft_states if config.recurrent else None)
         self._proposals: dict[int, Proposal] = {}  # those of the next step, by sequence id
-        self._accepted: dict[int, int] = {}  # drafts of the step that is processed, by sequence id
         self.stats = NO_DRAFTS
 
     @property
@@ -96,14 +95,19 @@ class Drafting:
             sequence.drafts = ()
         if not can_pay:
             return False
-        proposals = [self._propose(sequence) for sequence in decoding]
+        searched: list[int] = []
+        proposals = [self._propose(sequence, searched) for sequence in decoding]
+        if not any(proposal.drafts for proposal in proposals):
+            self.budget.choose_none(searched)
+            return False
         chances = [self._chances(sequence, proposal) for sequence, proposal in zip(decoding, proposals, strict=True)]
         costs = [0.0 if each.match != BY_NETWORK or self.network is None else self.network.cost for each in proposals]
         ids = [sequence.sequence_id for sequence in decoding]
-        lengths = self.budget.choose(ids, contexts, chances, costs)
-        self._proposals = dict(zip(ids, proposals, strict=True))
+        lengths = self.budget.choose(ids, contexts, chances, costs, searched)
         for sequence, proposal, length in zip(decoding, proposals, lengths, strict=True):
-            sequence.drafts = proposal.drafts[:length]
+            if length:
+                sequence.drafts = proposal.drafts[:length]
+                self._proposals[sequence.sequence_id] = proposal
         return any(lengths)
 
     def _chances(self, sequence: Sequence, proposal: Proposal) -> list[float]:
@@ -160,8 +164,12 @@ class Drafting:
         logger.exception("the draft head or model fails: nothing is drafted by it from now on")
         self.network = None
 
-    def _propose(self, sequence: Sequence) -> Proposal:
+    def _propose(self, sequence: Sequence, searched: list[int]) -> Proposal:
+        """searched: the sequence is added if its text was searched."""
         running = self._requests.by_sequence[sequence.sequence_id]
+        searches = self.drafter is not None and self.budget.searches(sequence.sequence_id)
+        if not searches and self.network is None and running.matcher is None and running.thinking is None:
+            return NOTHING
         left = sequence.max_tokens - (len(sequence.token_ids) - sequence.num_prompt_tokens) - 1
         asked = running.request.params.speculative
         most = min(left, MOST_DRAFTS if asked is None or asked is True else int(asked))
@@ -173,7 +181,8 @@ class Drafting:
         if matcher is not None and (forced := matcher.forced()[:most]):
             return Proposal(forced[: matcher.count_allowed(forced)], drafter="grammar")
         found = []
-        if self.drafter is not None and self.budget.searches:
+        if self.drafter is not None and searches:
+            searched.append(sequence.sequence_id)
             found.append(Proposal(*self.drafter.propose(running, most)))
         if self.network is not None:
             found.append(Proposal(self.network.propose(sequence, most), BY_NETWORK, self.network.name))
@@ -184,43 +193,45 @@ class Drafting:
         return max(found, key=lambda each: sum(self._chances(sequence, each)))
 
     def note_seconds(self, step: Step, seconds: float) -> None:
-        """A step has taken so long, and its tokens have been accepted."""
+        """A step has taken so long."""
         if all(row.decodes for row in step.rows):
-            contexts = {row.sequence_id: row.start + 1 for row in step.rows}
-            self.budget.note_step(contexts, self._accepted, seconds)
+            self.budget.note_step(len(step.rows), sum(row.start + 1 for row in step.rows), step.has_drafts, seconds)
 
-    def accept(self, rows: ListOf[Row], sampled: Mapping[int, list[SampledToken]]) -> dict[int, list[SampledToken]]:
+    def accept(self, rows: ListOf[Row], sampled: dict[int, list[SampledToken]]) -> dict[int, list[SampledToken]]:
         """Returns what a step commits of the tokens that were sampled for each sequence."""
-        self._accepted = {}
-        by_sequence = {row.sequence_id: row for row in rows}
-        return {each: self._accept(by_sequence[each], tokens) for each, tokens in sampled.items()}
+        with_drafts = [row for row in rows if row.drafts and row.sequence_id in sampled]
+        accepted = {row.sequence_id: self._count_accepted(row, sampled[row.sequence_id]) for row in with_drafts}
+        self.budget.count_step(accepted)
+        for row in with_drafts:
+            self._observe(row, accepted[row.sequence_id])
+        return sampled | {each: sampled[each][: number + 1] for each, number in accepted.items()}
 
-    def _accept(self, row: Row, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Returns the first of the tokens that a row has sampled: up to the first one that is not the next draft, or
-        that ends the answer."""
-        running = self._requests.by_sequence.get(row.sequence_id)
-        if running is None:
-            return sampled
-        acceptance, drafts = self.budget.of(row.sequence_id), row.drafts
-        if not drafts:
-            acceptance.observe(0, 0, 0)
-            return sampled
+    def _count_accepted(self, row: Row, sampled: ListOf[SampledToken]) -> int:
+        """Drafts that equal what was sampled, up to one that ends the answer."""
+        if (running := self._requests.by_sequence.get(row.sequence_id)) is None:
+            return 0
         ends, before = running.sequence.finish_reason_after, running.sequence.num_output_tokens
         accepted = 0
         while (
-            accepted < len(drafts)
-            and sampled[accepted].token_id == drafts[accepted]
-            and ends(drafts[accepted], before + accepted + 1) is None
+            accepted < len(row.drafts)
+            and sampled[accepted].token_id == row.drafts[accepted]
+            and ends(row.drafts[accepted], before + accepted + 1) is None
         ):
             accepted += 1
-        running.num_drafted += len(drafts)
+        return accepted
+
+    def _observe(self, row: Row, accepted: int) -> None:
+        if (running := self._requests.by_sequence.get(row.sequence_id)) is None:
+            return
+        running.num_drafted += len(row.drafts)
         running.num_accepted += accepted
-        self._accepted[row.sequence_id] = accepted
         proposal = self._proposals.get(row.sequence_id, NOTHING)
-        self.stats = self.stats.more(proposal.drafter, len(drafts), accepted)
-        if not proposal.is_certain:
-            acceptance.observe(proposal.match, len(drafts), accepted)
-        return sampled[: accepted + 1]
+        self.stats = self.stats.more(proposal.drafter, len(row.drafts), accepted)
+        acceptance = self.budget.of(row.sequence_id)
+        if proposal.is_certain:
+            acceptance.advance(accepted)
+        else:
+            acceptance.observe(proposal.match, len(row.drafts), accepted)
 
     def forget(self, sequence_id: int) -> None:
         self.budget.forget(sequence_id)

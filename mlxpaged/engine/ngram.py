@@ -6,7 +6,6 @@ the place after the last match, finds as much as a suffix automaton (the longest
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence as ListOf
 
 from mlxpaged.engine.running_request import RunningRequest
@@ -15,8 +14,11 @@ from mlxpaged.step import FIRST_CONTENT_ID
 LENGTH, PAIR = 3, 2
 """Tokens of an n-gram, and of the shortest one."""
 
+BASE = 1 << 64
+"""More than any token or content id. An n-gram is a number of this base, which no garbage collector looks at."""
+
 PLACES = 8
-"""Latest places that are kept for each n-gram. Where none is found, the latest place of the last two tokens counts."""
+"""Latest places of an n-gram that are compared. Where none is found, the latest place of the last two tokens counts."""
 
 LONGEST = 64
 """Tokens that are compared, back from the end of the text."""
@@ -36,8 +38,9 @@ class NgramIndex:
         self._tokens: list[int] = []
         self._num_predicted = 0  # tokens of the prediction so far
         self._prediction = [*prediction, NONE] if prediction else []
-        self._places: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        self._pairs: dict[tuple[int, ...], int] = {}
+        self._latest: dict[int, int] = {}  # n-gram -> the place after its latest one
+        self._before: list[int] = []  # place -> the one before it with the same n-gram, or 0
+        self._pairs: dict[int, int] = {}
         self._followed = 0  # after the tokens that were copied last: a copy goes on if a token of it was replaced
 
     def extend(self, token_ids: ListOf[int], end: int) -> None:
@@ -52,33 +55,42 @@ class NgramIndex:
             self._followed += added
 
     def _add(self, token_ids: ListOf[int]) -> int:
-        tokens = self._tokens
-        for token in token_ids:
-            if len(tokens) >= LENGTH:
-                places = self._places[tuple(tokens[-LENGTH:])]
-                places.append(len(tokens))
-                if len(places) > PLACES:
-                    del places[0]
-            if len(tokens) >= PAIR:
-                self._pairs[tuple(tokens[-PAIR:])] = len(tokens)
+        tokens, latest = self._tokens, self._latest
+        for place, token in enumerate(token_ids, len(tokens)):
+            before = 0
+            if place >= LENGTH:
+                gram, pair = self._last_grams()
+                before = latest.get(gram, 0)
+                latest[gram] = self._pairs[pair] = place
+            self._before.append(before)
             tokens.append(token)
         return len(token_ids)
+
+    def _last_grams(self) -> tuple[int, int]:
+        """The last n-gram and pair, each as a number."""
+        first, second, third = self._tokens[-LENGTH:]
+        pair = second * BASE + third
+        return first * BASE * BASE + pair, pair
 
     def continuation(self, end: int, most: int) -> tuple[list[int], int]:
         """Returns up to `most` tokens that came after the longest earlier match of the last tokens, and the length of
         the match, of one token where a copy goes on; nothing if there is none, or if not all tokens up to `end` are
         known here yet."""
         tokens, end = self._tokens, end + len(self._prediction)
-        if len(tokens) != end or end < PAIR:
+        if len(tokens) != end or end < LENGTH:
             return [], 0
-        best, place = 0, 0
-        gram = tuple(tokens[-LENGTH:])
-        for candidate in (self._followed, *reversed(self._places.get(gram, ()))):
-            length = self._match(candidate) if candidate < end else 0
+        gram, pair = self._last_grams()
+        place = self._followed if self._followed < end else 0
+        best, candidate = self._match(place), self._latest.get(gram, 0)
+        for _ in range(PLACES):
+            if not candidate:
+                break
+            length = self._match(candidate)
             if length > best:
                 best, place = length, candidate
-        if best < PAIR and (pair := self._pairs.get(tuple(tokens[-PAIR:]))) is not None:
-            best, place = PAIR, pair
+            candidate = self._before[candidate]
+        if best < PAIR and pair in self._pairs:
+            best, place = PAIR, self._pairs[pair]
         if not best:
             return [], 0
         self._followed = place

@@ -145,9 +145,12 @@ class StepLoop:
         step = self._in_flight
         if step is not None and (step.scheduled.has_drafts or step.drafts is not None):
             self._commit_in_flight()
+        started = self._clock()
         if drafting.choose() and self._in_flight is not None:
             self._commit_in_flight()
             drafting.choose()
+        if not self._runner.overlaps:
+            drafting.budget.note_choice(self._clock() - started)
 
     def _commit_in_flight(self) -> None:
         """Process the step in flight, and leave its text to `_deliver` where the next step does not depend on it."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import bisect
+from dataclasses import dataclass
 
 MOST_DRAFTS = 8
 """Most drafts of a sequence in a step."""
 
-MOST_LOSS = 0.02
+MOST_LOSS = 0.01
 """Share of its speed that a sequence may lose to drafts: its own that are rejected, and those of others."""
 
 MOST_LEAD = 4.0
@@ -22,6 +23,9 @@ IDLE_DECAY = 0.995
 PRIOR_WEIGHT = 2.0
 """The rate of a draft that follows others begins at the rate of the one before it, which counts as so many drafts."""
 
+LEAST_CHANCE = 0.02
+"""Drafts that are less likely are not considered."""
+
 MATCHES = (3, 8)
 """Drafts after a match of at least so many tokens are accepted more often, and counted apart."""
 
@@ -35,63 +39,97 @@ on, and by a head."""
 SHARED_DECAY = 0.98
 """As DECAY, for the chance of the first draft of a sequence that has none yet, which is that of all others."""
 
+WORTH_SEARCHING, SEARCH_EVERY = 0.25, 4
+"""While fewer drafts than this of each step are accepted, the text is searched in every fourth step only, until one is
+accepted: to search takes time, and a step that may have drafts is not launched while another runs."""
+
+SEARCHES = 16
+"""Latest steps that were searched for drafts of which the accepted ones are the average."""
+
 PROBE_TOKENS, LONGEST_PROBE = 32, 512
 """After so many tokens of an answer without drafts, one is verified to see whether their chances are better now. The
 number doubles after each probe that fails."""
+
+
+@dataclass
+class Steps:
+    """What an engine has counted, which its sequences look back to. So a step without drafts costs nothing for each.
+
+    count: steps so far. lost: how much longer they were for drafts, in steps without, less the MOST_LOSS of each.
+    """
+
+    count: int = 0
+    lost: float = 0.0
 
 
 class Acceptance:
     """How often the drafts of a sequence are accepted, by their number in the row, if those before them are.
 
     shared: the chances of first drafts, in the order of PRIORS, which all sequences of an engine keep up together.
-    lead: how far the sequence is ahead, in steps without drafts: by the tokens that its drafts have brought and the
-    MOST_LOSS that is allowed, less what steps took longer. So long it can wait for drafts.
     """
 
-    def __init__(self, shared: list[float]) -> None:
+    def __init__(self, shared: list[float], steps: Steps) -> None:
         self._shared = shared
+        self._steps = steps
         self._tried = [[0.0] * MOST_DRAFTS for _ in PRIORS]
         self._accepted = [[0.0] * MOST_DRAFTS for _ in PRIORS]
-        self._waited = 0
+        self._drafted_at = self._searched_at = steps.count
         self._probe_after = PROBE_TOKENS
-        self.lead = 0.0
+        self._brought = 2 * WORTH_SEARCHING
+        self._ahead, self._lost_before = 0.0, steps.lost
 
-    def chances(self, match: int, count: int) -> list[float]:
-        """The chance of each of `count` drafts that it and those before it are accepted. match: tokens of the text that
-        the drafts continue which were found elsewhere, or BY_NETWORK."""
-        kind = kind_of(match)
-        chances, chance, rate = [], 1.0, self._shared[kind]
-        weight = IDLE_DECAY**self._waited
-        for tried, accepted in zip(self._tried[kind][:count], self._accepted[kind], strict=False):
-            rate = (weight * accepted + PRIOR_WEIGHT * rate) / (weight * tried + PRIOR_WEIGHT)
-            chance *= rate
-            chances.append(chance)
-        return chances
+    @property
+    def lead(self) -> float:
+        """How far the sequence is ahead, in steps without drafts: by the tokens that its drafts have brought and the
+        MOST_LOSS that is allowed, less what steps took longer. Less than 0 if it is behind."""
+        return min(max(self._ahead - (self._steps.lost - self._lost_before), -MOST_LEAD), MOST_LEAD)
 
     @property
     def is_probe_due(self) -> bool:
-        return self._waited >= self._probe_after
+        return self._steps.count - self._drafted_at >= self._probe_after
+
+    @property
+    def searches(self) -> bool:
+        """Whether the text is searched for drafts of the next step."""
+        return self._brought >= WORTH_SEARCHING or self._steps.count - self._searched_at >= SEARCH_EVERY
+
+    def chances(self, match: int, count: int) -> list[float]:
+        """The chance of each of `count` drafts that it and those before it are accepted, up to the first one that is
+        less than LEAST_CHANCE. match: tokens of the text that the drafts continue which were found elsewhere, or
+        BY_NETWORK."""
+        kind = kind_of(match)
+        chances, chance, rate = [], 1.0, self._shared[kind]
+        weight = IDLE_DECAY ** (self._steps.count - self._drafted_at)
+        for tried, accepted in zip(self._tried[kind][:count], self._accepted[kind], strict=False):
+            rate = (weight * accepted + PRIOR_WEIGHT * rate) / (weight * tried + PRIOR_WEIGHT)
+            chance *= rate
+            if chance < LEAST_CHANCE:
+                break
+            chances.append(chance)
+        return chances
+
+    def end_search(self, accepted: int) -> None:
+        """The text was searched, and so many of the drafts were accepted. If some were, it is searched again."""
+        self._brought += (accepted - self._brought) / SEARCHES
+        self._searched_at = self._steps.count - (SEARCH_EVERY if accepted else 0)
 
     def observe(self, match: int, drafted: int, accepted: int) -> None:
         """Count a row's drafts. The one after the accepted ones was rejected; nothing is known of the others."""
-        self.wait(-MOST_LOSS)
-        if drafted == 0:
-            self._waited += 1
-            return
         kind = kind_of(match)
         self._shared[kind] = SHARED_DECAY * self._shared[kind] + (1 - SHARED_DECAY) * (accepted > 0)
-        weight = DECAY * IDLE_DECAY**self._waited
+        weight = DECAY * IDLE_DECAY ** max(0, self._steps.count - self._drafted_at - 1)
         for number in range(MOST_DRAFTS):  # what is known of drafts that are not tried any more fades too
             is_known = number < min(drafted, accepted + 1)
             self._tried[kind][number] = weight * self._tried[kind][number] + is_known
             self._accepted[kind][number] = weight * self._accepted[kind][number] + (number < accepted)
         if self.is_probe_due:
             self._probe_after = PROBE_TOKENS if accepted else min(LONGEST_PROBE, 2 * self._probe_after)
-        self._waited = 0
+        self._drafted_at = self._steps.count
+        self.advance(accepted)
 
-    def wait(self, steps: float) -> None:
-        """A step with drafts took so much longer than its tokens were worth, in steps without."""
-        self.lead = min(max(self.lead - steps, -MOST_LEAD), MOST_LEAD)
+    def advance(self, accepted: int) -> None:
+        """Drafts have brought so many tokens."""
+        self._ahead, self._lost_before = min(self.lead + accepted, MOST_LEAD), self._steps.lost
 
 
 def kind_of(match: int) -> int:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
 
-from mlxpaged.scheduler.acceptance import MOST_DRAFTS, PRIORS, Acceptance
+from mlxpaged.scheduler.acceptance import MOST_DRAFTS, MOST_LOSS, PRIORS, Acceptance, Steps
 from mlxpaged.scheduler.row_table import SHORTEST
 
 MOST_DRAFT_ROWS = 64
@@ -26,10 +26,7 @@ LENGTHS = (1, 2, 4, 8)
 
 SPANS = tuple(itertools.pairwise((0, *LENGTHS)))
 
-LEAST_CHANCE = 0.02
-"""Drafts that are less likely are not considered."""
-
-LEAST_GAIN = 1.03
+LEAST_GAIN = 1.05
 """Drafts must make a step so many times as fast, because their chances and the times are estimates."""
 
 PROBE_SHARE = 0.01
@@ -43,13 +40,6 @@ HASTE = 2.0
 
 ASK_AGAIN = 32
 """Steps of as many sequences after which it is asked again whether drafts could be worth verifying at all."""
-
-WORTH_SEARCHING, SEARCH_EVERY = 0.05, 4
-"""While drafts make steps less than this share faster, they are searched for in every fourth step only: to search takes
-time too, and a step that may have drafts is not launched before the one before it has ended."""
-
-GAIN_STEPS = 32
-"""Latest steps that were searched for drafts of which the gain is the average."""
 
 EXPOSED_SHARE = 0.1
 """What the latest step counts in the time that the device waits. The average begins at 0, so that drafts are tried."""
@@ -94,10 +84,10 @@ def draft_lengths(
     making = 0.0
     most, best = LEAST_GAIN * tokens / plain, list(lengths)
     spans = [
-        (chance * weights[i], costs[i] if costs else 0.0, i, length)
+        (sum(each[first:length]) / (length - first) * weights[i], costs[i] if costs else 0.0, i, length)
         for i, each in enumerate(chances)
         for first, length in SPANS
-        if length <= len(each) and (chance := sum(each[first:length]) / (length - first)) > LEAST_CHANCE
+        if length <= len(each)
     ]
     for chance, cost, i, length in sorted(spans, key=lambda span: span[1] - span[0]):  # those of a sequence in order
         more = length - lengths[i]
@@ -138,16 +128,17 @@ class DraftBudget:
         self.lengths: Lengths | None = None
         self.exposed = 0.0  # seconds in which the device waits before a step with drafts, though steps could overlap
         self._acceptance: dict[int, Acceptance] = {}
-        self._shared = list(PRIORS)
+        self._shared, self._steps = list(PRIORS), Steps()
+        self._searched: ListOf[int] = ()  # for drafts of the next step
         self._could_pay, self._last_batch, self._steps_left = False, -1, 0
         self._num_with_drafts = 0  # steps in a row
+        self._waited = 0.0  # seconds that the device has waited since the latest step in which that mattered
         self._saved = 0.0  # for probes, in steps without drafts
-        self._gain, self._not_searched = 2 * WORTH_SEARCHING, 0
 
     def of(self, sequence_id: int) -> Acceptance:
         acceptance = self._acceptance.get(sequence_id)
         if acceptance is None:
-            acceptance = self._acceptance[sequence_id] = Acceptance(self._shared)
+            acceptance = self._acceptance[sequence_id] = Acceptance(self._shared, self._steps)
         return acceptance
 
     def forget(self, sequence_id: int) -> None:
@@ -178,19 +169,25 @@ class DraftBudget:
         most = max(1, MOST_DRAFT_ROWS // len(contexts))
         return draft_lengths(contexts, [each[:most] for each in chances], seconds, costs, self.exposed, leads)
 
-    @property
-    def searches(self) -> bool:
-        """Whether the text is searched for drafts of the next step."""
-        is_rest = self._gain < WORTH_SEARCHING and self._not_searched < SEARCH_EVERY - 1
-        return self.lengths is not None or not is_rest
+    def searches(self, sequence_id: int) -> bool:
+        """Whether the text of a sequence is searched for drafts of the next step."""
+        return self.lengths is not None or self.of(sequence_id).searches
 
     def choose(
-        self, ids: ListOf[int], contexts: ListOf[int], chances: ListOf[ListOf[float]], costs: ListOf[float]
+        self,
+        ids: ListOf[int],
+        contexts: ListOf[int],
+        chances: ListOf[ListOf[float]],
+        costs: ListOf[float],
+        searched: ListOf[int],
     ) -> list[int]:
         """Returns how many drafts each of these sequences verifies in the next step. For contexts, chances and costs
-        see `draft_lengths`."""
+        see `draft_lengths`. searched: the sequences whose text was searched."""
         lengths = [0] * len(ids)
         if any(chances):
+            if self._waited and (seconds := self._seconds()) is not None:
+                self._steps.lost += self._waited / max(seconds(len(contexts), sum(contexts)), SHORTEST)
+                self._waited = 0.0
             leads = [self.of(each).lead for each in ids]
             lengths = self.verified(contexts, chances, costs, leads)
             if self.lengths is None:
@@ -199,32 +196,43 @@ class DraftBudget:
                 lengths = of_few(lengths, chances, self._most_states)
             if self.lengths is None and self._is_plain_due(lengths, contexts, chances):
                 lengths = [0] * len(ids)
+        self._searched = searched
         if not any(lengths):
-            self._end_search(0.0)
+            self._end_search({})
         return lengths
 
-    def note_step(self, contexts: Mapping[int, int], accepted: Mapping[int, int], seconds: float) -> None:
-        """A step that decodes these sequences has taken so long. accepted: drafts of those that had some."""
-        self._num_with_drafts = self._num_with_drafts + 1 if accepted else 0
-        self._saved = min(self._saved + PROBE_SHARE, 1.0)
-        if not accepted or (estimate := self._seconds()) is None:
-            return
-        took = (seconds + self.exposed) / max(estimate(len(contexts), sum(contexts.values())), SHORTEST)
-        for each in contexts:
+    def choose_none(self, searched: ListOf[int]) -> None:
+        """Nothing was found for the next step."""
+        self._searched = searched
+        self._end_search({})
+
+    def count_step(self, accepted: Mapping[int, int]) -> None:
+        """A step has ended. accepted: drafts of those that had some."""
+        self._steps.count += 1
+        self._steps.lost -= MOST_LOSS
+        if accepted:
+            self._end_search(accepted)
+
+    def _end_search(self, accepted: Mapping[int, int]) -> None:
+        for each in self._searched:
             if (acceptance := self._acceptance.get(each)) is not None:
-                acceptance.wait(took - 1 - accepted.get(each, 0))
-        self._end_search((1 + sum(accepted.values()) / len(contexts)) / took - 1)
+                acceptance.end_search(accepted.get(each, 0))
+        self._searched = ()
+
+    def note_step(self, rows: int, keys: int, has_drafts: bool, seconds: float) -> None:
+        """A step that only decodes has taken so long. It would have had so many rows and keys without drafts."""
+        self._num_with_drafts = self._num_with_drafts + 1 if has_drafts else 0
+        self._saved = min(self._saved + PROBE_SHARE, 1.0)
+        if has_drafts and (estimate := self._seconds()) is not None:
+            self._steps.lost += (seconds + self.exposed) / max(estimate(rows, keys), SHORTEST) - 1
+
+    def note_choice(self, seconds: float) -> None:
+        """The device has waited so long for the drafts of the next step, or for that there are none."""
+        self._waited += min(seconds, MOST_EXPOSED)
 
     def note_exposed(self, seconds: float) -> None:
         """The device has waited for the host before a step with drafts."""
         self.exposed += EXPOSED_SHARE * (min(seconds, MOST_EXPOSED) - self.exposed)
-
-    def _end_search(self, gain: float) -> None:
-        """gain: share by which the step was faster than without drafts."""
-        searched = self.searches
-        self._not_searched = 0 if searched else self._not_searched + 1
-        if searched:
-            self._gain += (gain - self._gain) / GAIN_STEPS
 
     def _add_probe(
         self,
