@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from demo_model.vision import tasks
 from demo_model.vision.model import CONFIG
+from mlxpaged.models.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
 
 MOST_TOKENS = 100
@@ -24,7 +25,7 @@ class Reader:
     def __init__(self, directory: Path) -> None:
         self._model, tokenizer, *_ = mlx_lm.load(str(directory))
         self._tokenizer: Any = tokenizer
-        vision, reason = load_vision(directory, CONFIG, tokenizer.get_vocab, lambda done, total: None)
+        vision, reason = load_vision(ModelFiles(directory), CONFIG, tokenizer.get_vocab, lambda done, total: None)
         if vision is None:
             raise SystemExit(reason)
         self._vision = vision

@@ -57,7 +57,7 @@ def described(download: Download) -> dict[str, Any]:
     from mlxpaged.models.device_memory import free_device_memory
     from mlxpaged.models.downloads import quantization
     from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
-    from mlxpaged.models.json_files import read_object
+    from mlxpaged.models.json_files import model_config
     from mlxpaged.models.kinds import kind_of
     from mlxpaged.models.loader import context_length
     from mlxpaged.models.preflight import check_directory, local_file_sizes
@@ -71,7 +71,7 @@ def described(download: Download) -> dict[str, Any]:
                 f"{missing[0]} is missing: `mlxpaged pull {download.name}` resumes the download"
             )
         path = local_path(str(path)) or path
-        config = read_object(path / "config.json", missing_is_empty=True)
+        config = model_config(path, missing_is_empty=True)
         check_directory(path, local_file_sizes(path), free_device_memory())
         reason = None
     except (ModelNotFoundError, UnsupportedModelError) as error:

@@ -99,14 +99,14 @@ def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:
     from mlxpaged.models.device_memory import default_device_memory
     from mlxpaged.models.downloads import quantization
     from mlxpaged.models.fit import fit, layers_of
-    from mlxpaged.models.json_files import read_object
+    from mlxpaged.models.json_files import model_config
     from mlxpaged.models.kinds import is_encoder
     from mlxpaged.models.layers import quantized
     from mlxpaged.models.loader import context_length
     from mlxpaged.models.preflight import weight_files
     from mlxpaged.models.quantized_kv import cannot_quantize
 
-    config = read_object(directory / "config.json")
+    config = model_config(directory)
     weights = config.get(GGUF_BYTES) or sum(size or 0 for size in weight_files(sizes).values())
     longest = context_length(config)
     model_type = f"{config['model_type']} ({source_of(config).value})"

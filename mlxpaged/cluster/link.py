@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import mlx.core as mx
 
 from mlxpaged.engine.info import Link
-from mlxpaged.models.json_files import read_object
+from mlxpaged.models.json_files import model_config
 from mlxpaged.models.sources import resolve_model
 
 TIMES = 7
@@ -44,7 +43,7 @@ def seconds(group: mx.distributed.Group, shape: tuple[int, int]) -> float:
 
 def hidden_size(model: str) -> int:
     """The hidden size in a model's config.json, or in the text part of a multimodal one."""
-    config = read_object(Path(resolve_model(model)) / "config.json")
+    config = model_config(resolve_model(model))
     text: Any = config.get("text_config") or {}
     found = text.get("hidden_size") if isinstance(text, dict) and "hidden_size" in text else config.get("hidden_size")
     return found if isinstance(found, int) and found > 0 else DEFAULT_HIDDEN_SIZE

@@ -7,7 +7,7 @@ from mlx.nn.layers.quantized import QuantizedLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlxpaged.attention.precision import has_neural_accelerators
-from mlxpaged.models.json_files import read_object
+from mlxpaged.models.json_files import model_config
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.scheduler.row_tiles import ANY_ROWS, RowTiles
 
@@ -34,7 +34,7 @@ def device_tiles(served: ServedModel) -> RowTiles:
     least = LEAST_ON_ACCELERATORS if has_neural_accelerators() else 1
     experts = max((len(module.weight) for module in modules if is_of_experts(module)), default=0)
     if experts:
-        config = read_object(served.path / "config.json")
+        config = model_config(served.path)
         least = max(least, ROWS_PER_EXPERT * experts // experts_per_token({**config, **config.get("text_config", {})}))
     return RowTiles(QUANTIZED_TILE if quantized else PLAIN_TILE, least)
 

@@ -16,7 +16,7 @@ from typing import Any
 from mlx_lm import utils as mlx_lm_utils
 
 from mlxpaged.models.errors import UnsupportedModelError, in_one_line
-from mlxpaged.models.json_files import read_object
+from mlxpaged.models.json_files import model_config
 from mlxpaged.models.kinds import is_encoder
 
 GGUF_BYTES = "gguf_bytes"
@@ -55,7 +55,7 @@ def source_at(path: Path) -> Source | None:
     if path.is_file():
         return Source.GGUF
     try:
-        return source_of(read_object(path / "config.json"))
+        return source_of(model_config(path))
     except UnsupportedModelError:
         return None
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -24,17 +23,16 @@ from mlx.nn.layers.quantized import quantize
 from mlxpaged.attention.layer import PagedLayer
 from mlxpaged.models.embedding import weight_bytes
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.json_files import read_object
+from mlxpaged.models.json_files import model_config
 from mlxpaged.models.layers import LayerSpec
-from mlxpaged.models.preflight import ASSISTANTS, WEIGHTS
+from mlxpaged.models.model_files import ModelFiles
+from mlxpaged.models.preflight import ASSISTANTS
 from mlxpaged.models.weights import quantization
 
-CONFIG = "config.json"
 
-
-def is_assistant(path: Path) -> bool:
-    """Whether a file or directory is that of an assistant."""
-    return path.is_dir() and (path / CONFIG).is_file() and read_object(path / CONFIG).get("model_type") in ASSISTANTS
+def is_assistant(files: ModelFiles) -> bool:
+    """Whether the files are those of an assistant. A draft head may have no config."""
+    return model_config(files.directory, missing_is_empty=True).get("model_type") in ASSISTANTS
 
 
 class Text(Module):
@@ -132,15 +130,15 @@ class Assistant:
         return []
 
 
-def load_assistant(model: Module, path: Path) -> Assistant:
-    """The assistant in a directory, whose weights are not read yet. model: as mlx-lm has loaded it. Raises
+def load_assistant(model: Module, files: ModelFiles) -> Assistant:
+    """The assistant in these files, whose weights are not read yet. model: as mlx-lm has loaded it. Raises
     UnsupportedModelError if it is not one of the model's, and any exception if its files are damaged."""
     from mlx_lm.models.gemma4_text import DecoderLayer, Gemma4TextModel, ModelArgs
 
     text: Any = next((module for _, module in model.named_modules() if isinstance(module, Gemma4TextModel)), None)
     if text is None:
         raise UnsupportedModelError("it is an assistant of Gemma 4")
-    config = read_object(path / CONFIG)
+    config = files.config
     own = config["text_config"]
     args = ModelArgs.from_dict(own | {"num_kv_shared_layers": own["num_hidden_layers"]})
     theirs = text.config
@@ -156,9 +154,7 @@ def load_assistant(model: Module, path: Path) -> Assistant:
             raise UnsupportedModelError(f"it is an assistant of another model: its {name} is {found}, not {needed}")
     writing = theirs.layer_types[: theirs.num_hidden_layers - theirs.num_kv_shared_layers]
     last = {kind: index for index, kind in enumerate(writing)}
-    weights: dict[str, mx.array] = {}
-    for file in sorted(path.glob(WEIGHTS)):
-        weights |= mx.load(str(file))  # type: ignore[arg-type]
+    weights = files.tensors()
     weights.pop("lm_head.weight", None)  # a copy of the embedding
     ordering = weights.get("masked_embedding.token_ordering")
     if ordering is not None:

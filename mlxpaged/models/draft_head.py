@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -26,8 +25,7 @@ from mlxpaged.models.draft_assistant import Assistant, is_assistant, load_assist
 from mlxpaged.models.embedding import weight_bytes
 from mlxpaged.models.errors import UnsupportedModelError, in_one_line
 from mlxpaged.models.layers import KV, LayerSpec
-from mlxpaged.models.preflight import WEIGHTS
-from mlxpaged.models.weight_headers import read_shapes
+from mlxpaged.models.model_files import ModelFiles
 from mlxpaged.models.weights import quantization
 
 
@@ -137,22 +135,19 @@ class Part(NamedTuple):
     module: Any
 
 
-def load_mtp(model: Module, path: Path) -> Mtp | Assistant:
-    """The draft head in a file, or in the weights of a directory, which are not read yet. It may be there alone: then
-    its tensors have no prefix. Or the directory is that of an assistant. model: as mlx-lm has loaded it. Raises
-    UnsupportedModelError, with the reason if there is none."""
-    files = sorted(path.glob(WEIGHTS)) if path.is_dir() else [path]
+def load_mtp(model: Module, files: ModelFiles) -> Mtp | Assistant:
+    """The draft head in the weights, which are not read yet. It may be there alone: then its tensors have no prefix. Or
+    the files are those of an assistant. model: as mlx-lm has loaded it. Raises UnsupportedModelError, with the reason
+    if there is none."""
     try:
-        for each in files:
-            read_shapes(each)  # so that MLX opens no damaged file
-        return load_assistant(model, path) if is_assistant(path) else _load(model, files)
+        return load_assistant(model, files) if is_assistant(files) else _load(model, files)
     except UnsupportedModelError:
         raise
     except Exception as error:  # mlx and mlx-lm raise any type for tensors that do not fit
         raise UnsupportedModelError(f"its draft head cannot be loaded: {in_one_line(error)}") from error
 
 
-def _load(model: Any, files: Sequence[Path]) -> Mtp:
+def _load(model: Any, files: ModelFiles) -> Mtp:
     parts = [Part(*each) for each in model.named_modules()]
     like = [each for each in parts if LAYER.search(each.name) and hasattr(each.module, "self_attn")]
     embed = next((each.module for each in parts if each.name.endswith("embed_tokens")), None)
@@ -189,7 +184,7 @@ def _load(model: Any, files: Sequence[Path]) -> Mtp:
     return Mtp(with_weights(head, weights), embed, index, weight_bytes(head), args.num_key_value_heads)
 
 
-def _load_nemotron(model: Any, args: Any, files: Sequence[Path]) -> Mtp:
+def _load_nemotron(model: Any, args: Any, files: ModelFiles) -> Mtp:
     """Which mixers the blocks have, and in which order, is seen by their tensors."""
     tensors = [read_tensors(files, prefix)[0] for prefix in ("mtp.layers.", "layers.")]
     found = next((own for own in tensors if "0.eh_proj.weight" in own), None)
@@ -228,15 +223,13 @@ def with_weights(head: DraftHead, weights: Mapping[str, mx.array]) -> DraftHead:
     return head
 
 
-def read_tensors(files: Sequence[Path], prefix: str) -> tuple[dict[str, mx.array], bool]:
+def read_tensors(files: ModelFiles, prefix: str) -> tuple[dict[str, mx.array], bool]:
     """The tensors whose names begin with a prefix, without it, and whether MLX has written one of their files."""
     found: dict[str, mx.array] = {}
     is_converted = False
-    for path in files:
-        loaded: Any = mx.load(str(path), return_metadata=True)
-        arrays, metadata = loaded
+    for arrays, by_mlx in files.stored():
         own = {name.removeprefix("language_model."): array for name, array in arrays.items()}
         own = {name.removeprefix(prefix): array for name, array in own.items() if name.startswith(prefix)}
         found |= own
-        is_converted |= bool(own) and metadata.get("format") == "mlx"
+        is_converted |= bool(own) and by_mlx
     return found, is_converted

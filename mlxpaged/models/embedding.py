@@ -22,7 +22,7 @@ from mlx_lm.utils import load_model
 from numpy.typing import NDArray
 
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.json_files import read, read_object
+from mlxpaged.models.json_files import model_config, read, read_object
 from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.models.weight_headers import read_shapes
 from mlxpaged.models.weight_names import known_classes
@@ -164,7 +164,7 @@ def embedding_spec(path: Path) -> EmbeddingSpec:
     ):
         known = "only Transformer, Pooling, Dense and Normalize, in this order, are supported"
         raise UnsupportedModelError(f"its {MODULES} asks for {', '.join(kinds)}; {known}")
-    config = read_object(path / "config.json")
+    config = model_config(path)
     pooling = read_object(path / stated[1][1] / POOLING)
     prompts = read_object(path / PROMPTS, missing_is_empty=True)
     transformer = read_object(path / TRANSFORMER, missing_is_empty=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -273,14 +272,10 @@ def canonical_weights(published: Mapping[str, mx.array], config: EncoderConfig) 
     return found
 
 
-def load_encoder(config: Mapping[str, Any], files: Iterable[Path]) -> Encoder:
-    """The encoder with weights that are not read yet. Raises UnsupportedModelError if they are not those of its config,
-    and any exception of MLX."""
+def load_encoder(config: Mapping[str, Any], published: Mapping[str, mx.array]) -> Encoder:
+    """The encoder with weights that are not read yet. published: the tensors of its files. Raises UnsupportedModelError
+    if they are not those of its config, and any exception of MLX."""
     sizes = read_config(config)
-    published: dict[str, mx.array] = {}
-    for file in files:
-        arrays: Any = mx.load(str(file))
-        published |= arrays
     weights = canonical_weights(published, sizes)
     model = Encoder(sizes)
     quantize_like(model, weights, config)

@@ -9,6 +9,7 @@ from typing import Any
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.files import check_file
 
+CONFIG = "config.json"
 MAX_VALUES = 320_000
 """Keys of a file, or commas, unless it is an index of weights. A tokenizer_config.json of 40,000 added tokens has
 280,000. Other threads wait while it is parsed."""
@@ -36,3 +37,8 @@ def read_object(path: Path, missing_is_empty: bool = False) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UnsupportedModelError(f"its {path.name} in {path.parent.name}/ is not an object")
     return found
+
+
+def model_config(directory: Path, missing_is_empty: bool = False) -> dict[str, Any]:
+    """The config.json of a model. Raises UnsupportedModelError as `read_object` does."""
+    return read_object(directory / CONFIG, missing_is_empty)

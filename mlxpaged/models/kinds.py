@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.json_files import read_object
+from mlxpaged.models.json_files import model_config
 
 BERT = frozenset({"bert"})
 ROBERTA = frozenset({"camembert", "roberta", "xlm-roberta"})
@@ -54,7 +54,7 @@ def judges_pairs(config: Mapping[str, Any]) -> bool:
 def kind_of(name: str, directory: Path) -> Kind:
     """The kind of a model that is not loaded. name: of its repository or directory."""
     try:
-        config: Mapping[str, Any] = read_object(directory / "config.json", missing_is_empty=True)
+        config: Mapping[str, Any] = model_config(directory, missing_is_empty=True)
     except UnsupportedModelError:
         config = {}
     if judges_pairs(config) or QWEN_RERANKER in name.lower():

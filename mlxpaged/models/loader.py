@@ -51,7 +51,7 @@ from mlxpaged.models.gated_delta import route_gated_delta
 from mlxpaged.models.generation_config import end_tokens_of, read_generation_config
 from mlxpaged.models.head import RowSelection, select_rows_before_head
 from mlxpaged.models.joins import join
-from mlxpaged.models.json_files import read_object
+from mlxpaged.models.json_files import CONFIG, model_config
 from mlxpaged.models.kinds import is_encoder, judges_pairs
 from mlxpaged.models.layer_finder import Way, layer_specs
 from mlxpaged.models.layers import KV, LayerSpec, kv_layers, mutual
@@ -75,7 +75,6 @@ from mlxpaged.vision.tower import Vision
 
 logger = logging.getLogger(__name__)
 
-CONFIG = "config.json"
 DEMO_PATH = Path(__file__).parent / BUNDLED[DEMO_MODEL]
 DEFAULT_CONTEXT_LENGTH = 4096
 """Assumed if a model's config states none."""
@@ -165,7 +164,8 @@ def load_model(
     reserved = reserved._replace(adapters=check_files(adapters))
     num_ranks = 1 if group is None else group.size()
     path = turns.during(lambda: resolve_model(name, reserved, num_ranks))
-    own_config, recommended = turns.during(lambda: (read_object(path / CONFIG), read_generation_config(path)))
+    files = ModelFiles(path)
+    own_config, recommended = turns.during(lambda: (files.config, read_generation_config(path)))
     if is_encoder(own_config):
         raise EncoderError(f"{name} is an encoder, which generates no text")
     limit = context_length(own_config)
@@ -174,7 +174,6 @@ def load_model(
             f"{name} cannot be loaded: --max-model-len is {max_model_len}, but its context length is {limit}"
         )
     try:
-        files = turns.during(lambda: ModelFiles(path))
         turns.during(lambda: files.check_sizes(own_config))
         source = turns.during(lambda: source_of(own_config))
         if files.is_gguf and group is not None:
@@ -185,7 +184,7 @@ def load_model(
         num_parameters = int(get_total_parameters(model))
         if group is not None:
             shard(model, config, group, lambda: files.load(turns.report)[0])
-        mtp, no_mtp_because = find_mtp(model, path, mtp_path, group) if drafts else (None, "")
+        mtp, no_mtp_because = find_mtp(model, files, mtp_path, group) if drafts else (None, "")
         read_weights(model, turns.report, READ_BYTES // num_ranks)
         if mtp is not None:
             read_weights(mtp.head, turns.report)
@@ -214,7 +213,7 @@ def load_model(
         rows = select_rows_before_head(model, sizes, lambda rows: selects_rows(model, layers, reference, rows))
         installed.step.head = rows
         check_adapters(model, layers, loaded, installed.step, turns)
-        seen = load_vision(path, own_config, tokenizer.reader.get_vocab, turns.report, most_pixels)
+        seen = load_vision(files, own_config, tokenizer.reader.get_vocab, turns.report, most_pixels)
         turns.take()
         everywhere = bool if group is None else partial(all_say, group)
         vision, no_vision_because = let_see(model, layers, *seen, turns, everywhere)
@@ -263,14 +262,14 @@ def load_model(
 
 
 def find_mtp(
-    model: Module, path: Path, mtp_path: str | None, group: mx.distributed.Group | None
+    model: Module, files: ModelFiles, mtp_path: str | None, group: mx.distributed.Group | None
 ) -> tuple[Mtp | Assistant | None, str]:
     """The draft head, not read yet, or None and the reason. Raises UnsupportedModelError if that of another place does
     not fit."""
     if group is not None and group.rank():
         return None, "rank 0 drafts"
     try:
-        found = load_mtp(model, path if mtp_path is None else resolve_mtp(mtp_path))
+        found = load_mtp(model, files if mtp_path is None else resolve_mtp(mtp_path))
         if group is not None and isinstance(found, Assistant):
             raise UnsupportedModelError(NO_HEADS_TO_READ)
         return found, ""
@@ -280,8 +279,8 @@ def find_mtp(
         return None, str(error)
 
 
-def resolve_mtp(name: str) -> Path:
-    """A local file or directory, or that of a hub repository, which is downloaded. Raises UnsupportedModelError."""
+def resolve_mtp(name: str) -> ModelFiles:
+    """Those of a local file or directory, or of a hub repository, which is downloaded. Raises UnsupportedModelError."""
     path = Path(name).expanduser()
     if not path.exists():
         if name.startswith((".", "/", "~")) or name.count("/") != 1:
@@ -292,7 +291,7 @@ def resolve_mtp(name: str) -> Path:
             raise UnsupportedModelError(str(error)) from None
     if path.is_dir():
         check_entries(path)
-    return path
+    return ModelFiles(path)
 
 
 def all_say(group: mx.distributed.Group, yes: bool) -> bool:
@@ -304,7 +303,7 @@ def tokenizer_in(path: Path, tool_parser: str | None, end_tokens: Sequence[int])
     """The tokenizer of a model's directory. end_tokens: of its generation_config.json. Raises any exception."""
     growth = check_tokenizer_file(path)
     # Not those that mlx-lm finds: it takes them from generation_config.json without checking it.
-    ends = end_tokens or end_tokens_of(CONFIG, read_object(path / CONFIG)) or None
+    ends = end_tokens or end_tokens_of(CONFIG, model_config(path)) or None
     return guarded(lambda: Tokenizer(load_tokenizer(path, eos_token_ids=ends), tool_parser, growth))()
 
 
@@ -340,19 +339,19 @@ def load_embedding_model(
     path = turns.during(lambda: resolve_model(name, reserved))
     use = "for embeddings"
     try:
-        own_config = read_object(path / CONFIG)
+        files = ModelFiles(path)
+        own_config = files.config
         if judges_pairs(own_config):
             use, spec = "as a reranker", pair_spec(path, own_config)
         else:
             spec = embedding_spec(path)  # before gigabytes are loaded
             if not is_encoder(own_config):
                 check_causal(own_config)
-        model_files = ModelFiles(path)
         model: Module
         try:
-            turns.during(lambda: model_files.check_sizes(own_config))
+            turns.during(lambda: files.check_sizes(own_config))
             if is_encoder(own_config):
-                model, config = load_encoder(own_config, model_files.paths), own_config
+                model, config = load_encoder(own_config, files.tensors()), own_config
             else:
                 model, config = load_decoder(path)
             read_weights(model, turns.report)
@@ -377,7 +376,7 @@ def own_embedding_model(served: ServedModel, max_tokens: int) -> EmbeddingModel:
     """Use the model that generates text for embeddings too. Raises UnsupportedModelError, with the reason, if its
     directory does not state that it makes embeddings."""
     spec = embedding_spec(served.path)
-    check_causal(read_object(served.path / CONFIG))
+    check_causal(model_config(served.path))
     sizes = (served.vocab_size, served.context_length, max_tokens)
     return embedding_model(served.name, served.model, served.tokenizer, spec, *sizes)
 

@@ -16,7 +16,7 @@ from mlxpaged.models.architectures import GGUF_BYTES, source_of
 from mlxpaged.models.errors import AssistantError, InsufficientMemoryError, UnsupportedModelError
 from mlxpaged.models.files import check_files
 from mlxpaged.models.gguf.choice import GROWTH
-from mlxpaged.models.json_files import read_object
+from mlxpaged.models.json_files import CONFIG, model_config, read_object
 
 WEIGHTS = "model*.safetensors"
 """The files that mlx-lm loads. Some repositories hold the same weights under other names too."""
@@ -98,7 +98,7 @@ def is_gguf(sizes: FileSizes) -> bool:
 def check_directory(directory: Path, sizes: FileSizes, free_bytes: int, reserved: Reserved = NOTHING) -> None:
     """`check_model` with the JSON files of `directory`. The weights do not need to be there."""
     check_files(directory)
-    config = read_object(directory / "config.json") if (directory / "config.json").is_file() else None
+    config = model_config(directory) if (directory / CONFIG).is_file() else None
     tokenizer_config = read_object(directory / "tokenizer_config.json", missing_is_empty=True)
     check_model(config, tokenizer_config, sizes, free_bytes, reserved)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +17,7 @@ from mlxpaged.models.errors import in_one_line
 from mlxpaged.models.fused_attention import unfuse_for_images
 from mlxpaged.models.json_files import read_object
 from mlxpaged.models.layers import LayerSpec
-from mlxpaged.models.preflight import WEIGHTS
+from mlxpaged.models.model_files import ModelFiles
 from mlxpaged.models.turns import Turns
 from mlxpaged.models.vision_family import Family, Settings
 from mlxpaged.models.vision_gemma import GEMMA_3, GEMMA_4, GEMMA_4_UNIFIED
@@ -57,7 +56,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def load_vision(
-    path: Path,
+    files: ModelFiles,
     config: Mapping[str, Any],
     vocabulary: Callable[[], Mapping[str, int]],
     report: ReportAmount,
@@ -65,7 +64,7 @@ def load_vision(
 ) -> tuple[Vision | None, str]:
     """Returns None and the reason if the model cannot see images; the reason is empty if it was never meant to.
 
-    path: its directory. config: of its config.json. vocabulary: returns the ids of its tokens by their text. report:
+    files: of the model. config: of its config.json. vocabulary: returns the ids of its tokens by their text. report:
     gets the bytes of weights that are read, and of all. most_pixels: of an image; a larger one is reduced. 0 for no
     tower.
     """
@@ -78,10 +77,10 @@ def load_vision(
     if family is None or config["vision_config"].get("model_type", kind) not in family.kinds:
         return None, f"images are not supported yet for {kind} models"
     try:
-        stored = stored_weights(path, family)
+        stored = stored_weights(files, family)
         if not stored:
             return None, "its checkpoint has no vision tower"
-        vision, tower = family.make(Settings(config, *read_processors(path), vocabulary(), most_pixels))
+        vision, tower = family.make(Settings(config, *read_processors(files), vocabulary(), most_pixels))
         fill(tower, stored, (config.get("quantization") or {}).get("mode", "affine"))
     except Exception as error:  # MLX raises any type for sizes that do not fit one another
         return None, f"its vision tower cannot be loaded: {in_one_line(error)}"
@@ -123,23 +122,21 @@ def part_of_step() -> tuple[int, int] | None:
     return None if group is None else (group.first, group.last)
 
 
-def stored_weights(path: Path, family: Family) -> dict[str, mx.array]:
+def stored_weights(files: ModelFiles, family: Family) -> dict[str, mx.array]:
     """The weights of the tower and its projector, by their names in the tower. Nothing is read."""
     found: dict[str, mx.array] = {}
-    for file in sorted(path.glob(WEIGHTS)):
-        loaded: Any = mx.load(str(file))
-        for name, array in loaded.items():
-            of_tower = family.name_of(name.removeprefix("model."))
-            if of_tower is not None:
-                found[of_tower] = array
+    for name, array in files.tensors().items():
+        of_tower = family.name_of(name.removeprefix("model."))
+        if of_tower is not None:
+            found[of_tower] = array
     family.prepare(found)
     return found
 
 
-def read_processors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_processors(files: ModelFiles) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the settings of the images and those of the prompts. transformers 5 writes them into one file."""
-    processor = read_object(path / "processor_config.json", missing_is_empty=True)
-    preprocessor = read_object(path / "preprocessor_config.json", missing_is_empty=True)
+    processor = read_object(files.directory / "processor_config.json", missing_is_empty=True)
+    preprocessor = read_object(files.directory / "preprocessor_config.json", missing_is_empty=True)
     return preprocessor or processor.get("image_processor") or {}, processor
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxpaged.models.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
 from mlxpaged.models.vision_family import colours_of
 from mlxpaged.vision.pixtral import MEAN, PixtralSizes, PixtralTower
@@ -65,14 +66,14 @@ def save(path: Path, weights: dict[str, mx.array], preprocessor: dict[str, Any] 
 
 
 def load(path: Path, config: dict[str, Any] = MISTRAL3, vocabulary: dict[str, int] = VOCABULARY) -> Vision:
-    vision, reason = load_vision(path, config, lambda: vocabulary, lambda done, total: None)
+    vision, reason = load_vision(ModelFiles(path), config, lambda: vocabulary, lambda done, total: None)
     assert vision is not None, reason
     assert not reason
     return vision
 
 
 def refusal(path: Path, config: dict[str, Any] = MISTRAL3, vocabulary: dict[str, int] = VOCABULARY) -> str:
-    vision, reason = load_vision(path, config, lambda: vocabulary, lambda done, total: None)
+    vision, reason = load_vision(ModelFiles(path), config, lambda: vocabulary, lambda done, total: None)
     assert vision is None
     return reason
 
@@ -125,7 +126,7 @@ def test_only_the_towers_weights_are_read(tmp_path: Path) -> None:
     tower = tiny_tower(MERGED)
     amounts: list[tuple[int, int]] = []
     save(tmp_path, torch_weights(tower))
-    load_vision(tmp_path, MISTRAL3, lambda: VOCABULARY, lambda done, total: amounts.append((done, total)))
+    load_vision(ModelFiles(tmp_path), MISTRAL3, lambda: VOCABULARY, lambda done, total: amounts.append((done, total)))
     assert amounts[0] == (0, tower.nbytes)
     assert amounts[-1] == (tower.nbytes, tower.nbytes)
 
@@ -136,7 +137,7 @@ def test_a_report_may_end_the_load(tmp_path: Path) -> None:
 
     save(tmp_path, torch_weights(tiny_tower(MERGED)))
     with pytest.raises(InterruptedError):
-        load_vision(tmp_path, MISTRAL3, lambda: VOCABULARY, unwanted)
+        load_vision(ModelFiles(tmp_path), MISTRAL3, lambda: VOCABULARY, unwanted)
 
 
 def test_the_format_follows_the_files(tmp_path: Path) -> None:
@@ -281,9 +282,10 @@ def test_sizes_of_no_tower_are_refused_before_it_is_made(tmp_path: Path, name: s
 
 def test_an_image_has_no_more_pixels_than_the_server_is_told(tmp_path: Path) -> None:
     save(tmp_path, torch_weights(tiny_tower(MERGED)))
-    vision, reason = load_vision(tmp_path, MISTRAL3, lambda: VOCABULARY, lambda done, total: None, most_pixels=1024)
+    given = ModelFiles(tmp_path), MISTRAL3, lambda: VOCABULARY, lambda done, total: None
+    vision, reason = load_vision(*given, most_pixels=1024)
     assert vision is not None, reason
     assert vision.format.size(640, 640) == (32, 32)
     assert load(tmp_path).format.size(640, 640) == (64, 64)
-    off = load_vision(tmp_path, MISTRAL3, lambda: VOCABULARY, lambda done, total: None, most_pixels=0)
+    off = load_vision(*given, most_pixels=0)
     assert off == (None, "images are turned off by --max-image-pixels 0")

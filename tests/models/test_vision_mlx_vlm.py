@@ -17,6 +17,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.models.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
 from mlxpaged.vision.tower import Vision
 from tests.models.architectures import make_architecture
@@ -98,8 +99,8 @@ Make = Callable[..., tuple[ServedModel, dict[str, mx.array]]]
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Returns a function that makes a model's directory and loads it, with the tower's weights."""
 
-    def load(path: Path, config: Any, vocabulary: Any, *more: Any) -> tuple[Vision | None, str]:
-        return load_vision(path, config, lambda: vocabulary() | TOKENS, *more)
+    def load(files: ModelFiles, config: Any, vocabulary: Any, *more: Any) -> tuple[Vision | None, str]:
+        return load_vision(files, config, lambda: vocabulary() | TOKENS, *more)
 
     monkeypatch.setattr("mlxpaged.models.loader.load_vision", load)
 

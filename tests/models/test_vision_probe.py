@@ -15,6 +15,7 @@ from mlx_lm.utils import load_tokenizer
 
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.models.model_files import ModelFiles
 from mlxpaged.models.turns import Turns
 from mlxpaged.models.vision import load_vision
 from mlxpaged.models.vision_probe import check_vision
@@ -118,8 +119,8 @@ def test_gemma_models_see(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyP
     (path / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     (path / "config.json").write_text(json.dumps(config))
 
-    def load(path: Path, config: Any, vocabulary: Any, *more: Any) -> Any:
-        return load_vision(path, config, lambda: vocabulary() | {"\n\n": 4}, *more)
+    def load(files: ModelFiles, config: Any, vocabulary: Any, *more: Any) -> Any:
+        return load_vision(files, config, lambda: vocabulary() | {"\n\n": 4}, *more)
 
     monkeypatch.setattr("mlxpaged.models.loader.load_vision", load)
     served = load_model(str(path))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxpaged.models.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
 from mlxpaged.vision import blocks
 from mlxpaged.vision.gemma3 import Gemma3Sizes, Gemma3Tower
@@ -193,7 +194,7 @@ def files(path: Path, tower: Gemma3Tower, prefix: str, inner: str, of_torch: boo
 def load(
     path: Path, config: dict[str, Any] = CONFIG, vocabulary: dict[str, int] = VOCABULARY, **more: int
 ) -> tuple[Vision | None, str]:
-    return load_vision(path, config, lambda: vocabulary, lambda done, total: None, **more)
+    return load_vision(ModelFiles(path), config, lambda: vocabulary, lambda done, total: None, **more)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.models.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
 from mlxpaged.vision import blocks
 from mlxpaged.vision.embedding import embedding_of
@@ -277,7 +278,7 @@ def files(path: Path, tower: Gemma4Tower, prefix: str = "model.", preprocessor: 
 
 
 def load(path: Path, config: dict[str, Any], **more: int) -> tuple[Vision | None, str]:
-    return load_vision(path, config, lambda: VOCABULARY, lambda done, total: None, **more)
+    return load_vision(ModelFiles(path), config, lambda: VOCABULARY, lambda done, total: None, **more)
 
 
 @BOTH
@@ -375,7 +376,7 @@ def test_a_tokenizer_without_the_images_tokens_is_told(tmp_path: Path, missing: 
     vocabulary = {text: token for text, token in VOCABULARY.items() if text != missing}
     config = {name: value for name, value in CONFIG.items() if "token_id" not in name}
     path = files(tmp_path, tiny_tower(CLIPPED))
-    vision, reason = load_vision(path, config, lambda: vocabulary, lambda done, total: None)
+    vision, reason = load_vision(ModelFiles(path), config, lambda: vocabulary, lambda done, total: None)
     assert vision is None
     assert reason == f"its vision tower cannot be loaded: its tokenizer has no {missing}"
     vision, reason = load(path, config)

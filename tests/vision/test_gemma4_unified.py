@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxpaged.models.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
 from mlxpaged.vision.gemma4_unified import Gemma4UnifiedSizes, Gemma4UnifiedTower
 from mlxpaged.vision.gemma_format import Gemma4Format
@@ -88,7 +89,7 @@ def files(path: Path, of_google: bool) -> Path:
 
 @pytest.mark.parametrize("of_google", [True, False])
 def test_a_checkpoint_gives_its_tower(tmp_path: Path, of_google: bool) -> None:
-    vision, reason = load_vision(files(tmp_path, of_google), CONFIG, dict, lambda done, total: None)
+    vision, reason = load_vision(ModelFiles(files(tmp_path, of_google)), CONFIG, dict, lambda done, total: None)
     assert vision is not None, reason
     assert vision.mutual == "windows"
     assert vision.format == Gemma4Format(start=10, placeholder=12, end=11, side=8, most=6)
@@ -99,6 +100,6 @@ def test_a_checkpoint_gives_its_tower(tmp_path: Path, of_google: bool) -> None:
 
 def test_a_configuration_that_does_not_fit_is_told(tmp_path: Path) -> None:
     config = CONFIG | {"vision_config": CONFIG["vision_config"] | {"mm_posemb_size": 5}}
-    vision, reason = load_vision(files(tmp_path, True), config, dict, lambda done, total: None)
+    vision, reason = load_vision(ModelFiles(files(tmp_path, True)), config, dict, lambda done, total: None)
     assert vision is None
     assert "its images have up to 6 patches in a row, and its tower embeds 5" in reason

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxpaged.models.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
 from mlxpaged.vision import blocks
 from mlxpaged.vision.kimi import KimiTower
@@ -150,7 +151,7 @@ def test_half_precision_weights_give_near_features_of_their_type(dtype: mx.Dtype
 
 def load(path: Path, config: dict[str, Any], most_pixels: int = 10**6) -> tuple[Vision | None, str]:
     vocabulary = {"<|media_pad|>": 10}
-    return load_vision(path, config, lambda: vocabulary, lambda done, total: None, most_pixels=most_pixels)
+    return load_vision(ModelFiles(path), config, lambda: vocabulary, lambda done, total: None, most_pixels=most_pixels)
 
 
 @pytest.mark.parametrize("of_mlx_vlm", [False, True])

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
+from mlxpaged.models.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
 from mlxpaged.vision import blocks
 from mlxpaged.vision.lfm2 import Lfm2Sizes, Lfm2Tower
@@ -139,7 +140,7 @@ def test_half_precision_weights_give_near_features_of_their_type(dtype: mx.Dtype
 
 
 def load(path: Path, config: dict[str, Any], most_pixels: int = 10**6) -> tuple[Vision | None, str]:
-    return load_vision(path, config, lambda: VOCABULARY, lambda done, total: None, most_pixels=most_pixels)
+    return load_vision(ModelFiles(path), config, lambda: VOCABULARY, lambda done, total: None, most_pixels=most_pixels)
 
 
 @BOTH
@@ -271,6 +272,6 @@ def test_limits_that_are_none_are_told(tmp_path: Path, most: Any) -> None:
 
 def test_a_vocabulary_without_the_tokens_around_an_image_is_told(tmp_path: Path) -> None:
     files(tmp_path, stored_weights(tiny_tower(NORMED), "5"))
-    vision, reason = load_vision(tmp_path, config_of(NORMED), lambda: {"<image>": 3}, lambda done, total: None)
+    vision, reason = load_vision(ModelFiles(tmp_path), config_of(NORMED), lambda: {"<image>": 3}, lambda *_: None)
     assert vision is None
     assert reason == "its vision tower cannot be loaded: its tokenizer has no <|image_start|>"

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxpaged.models.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
 from mlxpaged.vision import blocks
 from mlxpaged.vision.positions import Axes
@@ -143,7 +144,7 @@ def test_sizes_are_those_of_transformers(
 @pytest.mark.parametrize(("kind", "sizes"), [("qwen3_vl", DEEP), ("qwen3_5_moe", PLAIN)])
 def test_a_checkpoint_gives_its_tower(tmp_path: Path, kind: str, sizes: QwenSizes, prefix: str, of_torch: bool) -> None:
     path = files(tmp_path, sizes, prefix, of_torch)
-    vision, reason = load_vision(path, config_of(sizes, kind), dict, lambda done, total: None)
+    vision, reason = load_vision(ModelFiles(path), config_of(sizes, kind), dict, lambda done, total: None)
     assert vision is not None, reason
     assert (vision.axes, vision.num_deep) == (Axes((2, 1, 1), True), len(sizes.deep))
     assert vision.format.size(80, 20) == (80, 16)
@@ -158,7 +159,7 @@ def test_a_checkpoint_gives_its_tower(tmp_path: Path, kind: str, sizes: QwenSize
 def test_a_checkpoint_of_qwen2_gives_its_tower(tmp_path: Path, prefix: str, of_torch: bool) -> None:
     """The norm of the merger and the feed-forward layers have other names there."""
     path = files(tmp_path, OLD, prefix, of_torch)
-    vision, reason = load_vision(path, old_config(), dict, lambda done, total: None)
+    vision, reason = load_vision(ModelFiles(path), old_config(), dict, lambda done, total: None)
     assert vision is not None, reason
     assert (vision.axes, vision.num_deep) == (Axes((2, 1, 1), False), 0)
     assert vision.format.tokens(16, 8) == [9, 9]
@@ -182,7 +183,7 @@ def test_a_configuration_of_qwen2_that_does_not_fit_is_told(
     path = files(tmp_path, OLD, "visual.", of_torch=True)
     config = old_config()
     config["vision_config"] |= change
-    vision, why = load_vision(path, config, dict, lambda done, total: None)
+    vision, why = load_vision(ModelFiles(path), config, dict, lambda done, total: None)
     assert vision is None
     assert reason in why
 
@@ -204,7 +205,7 @@ def test_a_configuration_of_qwen2_that_does_not_fit_is_told(
 )
 def test_a_configuration_that_does_not_fit_is_told(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     path = files(tmp_path, DEEP, "visual.", of_torch=True)
-    vision, why = load_vision(path, config_of(DEEP, "qwen3_vl") | change, dict, lambda done, total: None)
+    vision, why = load_vision(ModelFiles(path), config_of(DEEP, "qwen3_vl") | change, dict, lambda done, total: None)
     assert vision is None
     assert reason in why
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 from mlx.utils import tree_flatten, tree_map_with_path
 
+from mlxpaged.models.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
 from mlxpaged.vision import blocks
 from mlxpaged.vision.positions import Axes
@@ -135,7 +136,7 @@ def test_a_checkpoint_gives_its_tower(tmp_path: Path) -> None:
             "out_hidden_size": SIZES.output,
         },
     }
-    vision, reason = load_vision(tmp_path, config, dict, lambda done, total: None)
+    vision, reason = load_vision(ModelFiles(tmp_path), config, dict, lambda done, total: None)
     assert vision is not None, reason
     assert vision.axes == Axes((2, 1, 1), interleaved=False)
     assert vision.format.tokens(16, 8) == [9, 9]
