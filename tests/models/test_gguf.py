@@ -126,6 +126,22 @@ def test_gate_and_up_projections_of_experts_may_be_one_tensor(tmp_path: Path) ->
     assert mx.allclose(own(mx.array([PROMPT])), loaded(directory)(mx.array([PROMPT])), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dimensions", [1, 2])
+def test_the_gate_of_a_shared_expert_may_be_a_vector(dimensions: int, tmp_path: Path) -> None:
+    """llama.cpp's conversion writes a matrix of one row, and what it quantizes has a vector."""
+
+    def flatten(_: dict[str, Any], tensors: dict[str, Stored]) -> None:
+        gates = [tensor for name, tensor in tensors.items() if "ffn_gate_inp_shexp" in name]
+        assert gates
+        for gate in gates:
+            gate.shape = gate.shape[-dimensions:]
+
+    config = {"text_config": ARCHITECTURES["qwen3_5_moe"].config["text_config"] | QWEN35}
+    directory = make_architecture(tmp_path / "mlx", "qwen3_5_moe", **config)
+    own = loaded(gguf_directory(as_gguf(directory, tmp_path / "model.gguf", change=flatten)))
+    assert mx.allclose(own(mx.array([PROMPT])), loaded(directory)(mx.array([PROMPT])), rtol=1e-5, atol=1e-5)
+
+
 def test_layers_of_a_draft_head_are_left_out(tmp_path: Path) -> None:
     def add(metadata: dict[str, Any], tensors: dict[str, Stored]) -> None:
         layers = metadata["qwen35.block_count"]

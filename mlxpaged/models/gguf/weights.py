@@ -111,6 +111,8 @@ def changed(name: str, found: Arrays, permuted: bool, shift: float, config: Conf
         return {name: rows(found, half_rotation(len(found["weight"]), heads))}
     if shift and name.endswith("norm.weight"):
         return {name: {"weight": found["weight"].astype(mx.float32) - shift}}
+    if end == "mlp.shared_expert_gate.weight" and found["weight"].ndim == 1:  # llama.cpp writes a row as a vector
+        return {name: {"weight": found["weight"][None]}}
     if end == "conv.conv.weight":
         return {name: {"weight": found["weight"][..., None]}}
     if end.endswith(".gate_up_proj.weight") and "experts" in end:
