@@ -44,8 +44,8 @@ MODELS_OF_ENGINE := metal_backend warm_start recurrent_fuzz window_fuzz pool_res
 test-models: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m "models or not models" tests/models $(addprefix tests/engine/test_,$(addsuffix .py,$(MODELS_OF_ENGINE)))
 
-# GGUF files of each architecture and kind of tokenizer, in llama.cpp too: the same probabilities and tokens. Its bindings
-# (34 MB) come into a folder of their own.
+# GGUF files of each architecture, type and kind of tokenizer, which llama.cpp's own code has quantized and written: the
+# tokens of an MLX directory with its values, and its probabilities. Its bindings (34 MB) come into a folder of their own.
 test-gguf: $(STAMP)
 	$(BIN)/python -m venv --clear $(VENV)/llamacpp
 	$(VENV)/llamacpp/bin/python -m pip install --quiet --disable-pip-version-check xllamacpp==2026.10.11549

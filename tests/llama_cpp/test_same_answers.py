@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from mlxpaged.models.gguf.directory import gguf_directory
+from mlxpaged.models.gguf.file import read_gguf
 from mlxpaged.models.gguf.tokenizer import SPLITS
 from tests.models.architectures import make_architecture
+from tests.models.gguf_blocks import VALUES, values
+from tests.models.gguf_files import TYPES, Stored
 from tests.models.gguf_models import as_gguf
-from tests.models.test_gguf import MODELS, loaded
+from tests.models.test_gguf import MODELS, greedy, in_float32, in_memory, loaded, put_values
 from tests.support import demo_vocab_size, make_tiny_model
 
 pytestmark = pytest.mark.llamacpp
 
-PROGRAM = Path(__file__).with_name("program.py")
 PROMPT = [40, 51, 62, 73, 84, 95, 106, 117, 128, 139, 150, 161, 172, 183, 194, 205]
 DIFFERENCE = 0.03
 """Of logarithms of probabilities: llama.cpp keeps keys and values in float16. A wrong rope or norm is above 0.3."""
@@ -42,13 +47,29 @@ TEXTS = [
     "a\u00a0b\u3000c url: https://x.y/z?q=1&r=2#3",
 ]
 
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
+MIXTURE = "Q4_K_M"
+"""Q4_K, and Q6_K for the output head and, in half of the layers, for values and down projections."""
+LARGER = ("output.weight", "blk.1.attn_v.weight", "blk.1.ffn_down.weight")
+
+
+def run_with_llama_cpp(program: str, asked: dict[str, Any]) -> str:
+    command = [os.environ["MLXPAGED_LLAMACPP"], str(Path(__file__).with_name(program))]
+    ended = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout
+
+
+def write_with_llama_cpp(file: Path, made: dict[Path, dict[str, str]]) -> None:
+    """Writes other files of a file. made: the types of tensors that get another one."""
+    numbers = {kind: number for kind, (number, _, _) in TYPES.items()}
+    asked = {"file": str(file), "made": {str(path): kinds for path, kinds in made.items()}, "numbers": numbers}
+    run_with_llama_cpp("writer.py", asked)
+
 
 def llama_cpp(file: Path, prompt: list[int], texts: list[str]) -> dict[str, Any]:
     asked = {"file": str(file), "prompt": prompt, "num_tokens": 4, "texts": texts}
-    command = [os.environ["MLXPAGED_LLAMACPP"], str(PROGRAM)]
-    ended = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(run_with_llama_cpp("program.py", asked).splitlines()[-1])
     return found
 
 
@@ -63,9 +84,11 @@ def with_vocabulary(changes: dict[str, Any], size: int) -> dict[str, Any]:
 def test_llama_cpp_has_the_same_probabilities_and_greedy_tokens(name: str, tmp_path: Path) -> None:
     model_type, changes = MODELS[name]
     changes = with_vocabulary(changes | CHANGES.get(name, {}), demo_vocab_size())
-    path = as_gguf(make_architecture(tmp_path / "mlx", model_type, **changes), tmp_path / "model.gguf")
+    directory, path = make_architecture(tmp_path / "mlx", model_type, **changes), tmp_path / "model.gguf"
+    write_with_llama_cpp(as_gguf(directory, tmp_path / "own.gguf"), {path: {}})
     theirs = llama_cpp(path, PROMPT, [])
     model, tokens = loaded(gguf_directory(path)), list(PROMPT)
+    assert greedy(model) == greedy(loaded(directory))
     for step, their_token in enumerate(theirs["tokens"]):
         logits = model(mx.array([tokens]))[0, -1].astype(mx.float32)
         logarithms = (logits - mx.logsumexp(logits)).tolist()
@@ -77,6 +100,41 @@ def test_llama_cpp_has_the_same_probabilities_and_greedy_tokens(name: str, tmp_p
         if tokens[-1] != their_token:  # it leaves out tokens that are no whole character
             assert best - second < CLEAR or step > 0
             break
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model and files of it, which llama.cpp's own code has quantized and written: one in each type,
+    and one in a mixture of them."""
+    path = tmp_path_factory.mktemp("written")
+    sizes = with_vocabulary(SIZES | {"tie_word_embeddings": False}, demo_vocab_size())
+    file = as_gguf(make_architecture(path / "mlx", "qwen3", **sizes), path / "F32.gguf")
+    names = [name for name, tensor in read_gguf(file).tensors.items() if len(tensor.shape) > 1]
+    kinds = {kind: dict.fromkeys(names, kind) for kind in TYPES if kind != "F32"}
+    kinds[MIXTURE] = dict.fromkeys(names, "Q4_K") | dict.fromkeys(LARGER, "Q6_K")
+    write_with_llama_cpp(file, {path / f"{name}.gguf": each for name, each in kinds.items()})
+    return path
+
+
+@pytest.mark.parametrize("name", [*VALUES, "F16", "BF16", MIXTURE])
+def test_files_that_llama_cpp_has_written_give_the_tokens_of_the_mlx_directory_with_the_same_values(
+    name: str, written: Path, tmp_path: Path
+) -> None:
+    path = written / f"{name}.gguf"
+    tensors, theirs = read_gguf(path).tensors, read_gguf(written / f"{name}.gguf.values").tensors
+    found, kinds = {}, set()
+    for tensor in tensors.values():
+        kind, rows = tensor.type.name, math.prod(tensor.shape[:-1])
+        same = theirs[tensor.name].read(0, rows).view(np.float32).reshape(tensor.shape)
+        if kind in VALUES:
+            np.testing.assert_allclose(values(Stored(kind, tensor.shape, tensor.read(0, rows))), same, rtol=1e-6)
+        found[tensor.name] = in_memory(kind, same)
+        kinds.add(kind)
+    assert kinds - {"F32"} == ({"Q4_K", "Q6_K"} if name == MIXTURE else {name})
+    put_values(shutil.copytree(written / "mlx", tmp_path / "mlx"), found)
+    own, expected = in_float32(path), loaded(tmp_path / "mlx")
+    assert mx.allclose(own(mx.array([PROMPT])), expected(mx.array([PROMPT])), rtol=1e-4, atol=1e-4)
+    assert greedy(own) == greedy(expected)
 
 
 @pytest.mark.parametrize("name", SPLITS)

@@ -83,7 +83,7 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, St
         shape = tensor.shape[::-1]
         head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, TYPES[tensor.kind][0], len(data))
         data += tensor.data
-    path.write_bytes(head + b"\0" * (-len(head) % ALIGNMENT) + data)
+    path.write_bytes(head + b"\0" * (-len(head) % ALIGNMENT) + data + b"\0" * (-len(data) % ALIGNMENT))
     return path
 
 

@@ -198,6 +198,23 @@ def test_quantized_weights_of_every_architecture_are_put_in_order_without_unpack
     assert weight_bytes(own) < 0.5 * weight_bytes(theirs)
 
 
+def in_memory(kind: str, found: Any) -> mx.array:
+    """What the values of a tensor of this type become: those of some types are quantized again."""
+    array = mx.array(found).astype(DTYPES.get(kind, mx.float32))
+    if kind not in AGAIN:
+        return array
+    bits = AGAIN[kind][0]
+    return mx.dequantize(*mx.quantize(array, 32, bits), 32, bits)
+
+
+def put_values(directory: Path, own_values: dict[str, Any]) -> None:
+    """Gives weights of a Qwen 3 other values, by their names in a GGUF file."""
+    weights: Any = mx.load(str(directory / "model.safetensors"))
+    same = {name: own_values.get(tensor_name(name, "qwen3"), array) for name, array in weights.items()}
+    same = {name: array.astype(mx.float32) for name, array in same.items()}
+    mx.save_safetensors(str(directory / "model.safetensors"), same)
+
+
 @pytest.mark.parametrize("kind", [*VALUES, "F16", "BF16"])
 def test_each_type_gives_the_tokens_of_the_mlx_directory_with_the_same_values(kind: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
@@ -208,17 +225,11 @@ def test_each_type_gives_the_tokens_of_the_mlx_directory_with_the_same_values(ki
         if name not in ("token_embd.weight", "blk.0.attn_q.weight", "blk.0.ffn_down.weight"):
             return plain(array)
         stored = random_tensor(kind, array.shape, len(name)) if kind in VALUES else plain(array, kind)
-        own_values[name] = mx.array(values(stored)) if kind in VALUES else mx.array(array).astype(DTYPES[kind])
-        if kind in AGAIN:
-            bits = AGAIN[kind][0]
-            own_values[name] = mx.dequantize(*mx.quantize(own_values[name], 32, bits), 32, bits)
+        own_values[name] = in_memory(kind, values(stored) if kind in VALUES else array)
         return stored
 
     path = as_gguf(directory, tmp_path / "model.gguf", store)
-    weights: Any = mx.load(str(directory / "model.safetensors"))
-    same = {name: own_values.get(tensor_name(name, "qwen3"), array) for name, array in weights.items()}
-    same = {name: array.astype(mx.float32) for name, array in same.items()}
-    mx.save_safetensors(str(directory / "model.safetensors"), same)
+    put_values(directory, own_values)
     config = json.loads((gguf_directory(path) / "config.json").read_text())
     assert config["dtype"] == ("float16" if kind == "F16" else "bfloat16")
     own, theirs = in_float32(path), loaded(directory)

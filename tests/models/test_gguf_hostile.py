@@ -165,7 +165,7 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_becomes_shorter_is_refused_when_it_is_read(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "m.gguf", {}, {"a": Stored("F32", (100,), bytes(400))})
+    path = write_gguf(tmp_path / "m.gguf", {}, {"a": Stored("F32", (128,), bytes(512))})
     tensor = read_gguf(path).tensors["a"]
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(UnsupportedModelError, match="cut short"):
