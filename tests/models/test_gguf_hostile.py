@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +14,21 @@ from mlxpaged.models.gguf import file as gguf_file
 from mlxpaged.models.gguf.config import config_of
 from mlxpaged.models.gguf.directory import directory_files
 from mlxpaged.models.gguf.file import read_gguf
+from tests.models.gguf_damage import damaged, enlarge
 from tests.models.gguf_files import Stored, plain, text, value, write_gguf
 from tests.models.gguf_models import as_gguf
 from tests.support import make_tiny_model
 
-HUGE = (2**16 + 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1)
+FOR_ANY_FILE = 2**16
+"""Bytes of memory for an error message, and objects of the header."""
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A file of a model, all of which is read."""
+    """A file of a model, all of which is read. Its tokens take more memory than its header."""
     path = tmp_path_factory.mktemp("whole")
-    return as_gguf(make_tiny_model(path / "m", "llama"), path / "m.gguf").read_bytes()
-
-
-def cut_short(data: bytes) -> Iterator[bytes]:
-    """216 files, most of them with a part of the header."""
-    tensors = data.rindex(b"token_embd.weight")
-    for i in range(166):
-        yield data[: i * tensors // 166]
-    for i in range(50):
-        yield data[: tensors + i * (len(data) - tensors - 200_000) // 50]
-
-
-def counts(data: bytes) -> Iterator[bytes]:
-    """Files whose numbers of tensors and keys, and whose lengths and dimensions are too large."""
-    places = [8, 16, 24]  # numbers of tensors and keys, the length of the first key
-    for name in (b"tokenizer.ggml.tokens", b"tokenizer.ggml.token_type"):
-        places.append(data.index(name) + len(name) + 8)  # items of the array
-    for name in (b"output_norm.weight", b"token_embd.weight", b"blk.0.attn_q.weight"):
-        end = data.index(name) + len(name)
-        places += [end - len(name) - 8, end + 4, end + 4 + 8]  # the name's length, and dimensions or what follows
-    for place in places:
-        for size in HUGE:
-            yield data[:place] + struct.pack("<Q", size) + data[place + 8 :]
+    make_tiny_model(path / "m", "llama")
+    return as_gguf(path / "m", path / "m.gguf", change=lambda metadata, _: enlarge(metadata, 5_000)).read_bytes()
 
 
 def test_300_damaged_files_are_refused_with_no_memory_beyond_their_size(whole: bytes, tmp_path: Path) -> None:
@@ -56,14 +36,14 @@ def test_300_damaged_files_are_refused_with_no_memory_beyond_their_size(whole: b
     read_gguf(Path(path.write_bytes(whole) and path))
     tracemalloc.start()
     try:
-        for data in [*cut_short(whole), *counts(whole)]:
+        for data in damaged(whole):
             path.write_bytes(data)
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
             with pytest.raises(UnsupportedModelError, match=r"m\.gguf is not usable: "):
                 read_gguf(path)
             refused += 1
-            assert tracemalloc.get_traced_memory()[1] - before < len(whole)
+            assert tracemalloc.get_traced_memory()[1] - before < len(data) + FOR_ANY_FILE
     finally:
         tracemalloc.stop()
     assert refused == 300

@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata, and where each tensor is. No weights are read.
 
 The file may be hostile: each count, length and offset is compared with the size of the file before anything of this
-size is made.
+size is made. Tokens and merges take several times as much memory as in the file, so they are made last.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ MAX_ALIGNMENT = 2**16
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Formats of the module struct, and of numpy, by the number of a metadata type."""
 STRING, ARRAY = 8, 9
+LAYOUTS = {code: struct.Struct("<" + code) for code in NUMBERS.values()}
+LENGTH = LAYOUTS["Q"]
 
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 """The name of a part of a model."""
@@ -113,6 +115,13 @@ class GgufFile:
         return split_paths(self.path)
 
 
+class Texts(NamedTuple):
+    """An array of strings that is not read yet."""
+
+    start: int
+    num_texts: int
+
+
 class Header:
     """A cursor in the bytes of a file."""
 
@@ -131,7 +140,7 @@ class Header:
         return start
 
     def number(self, code: str) -> Any:
-        layout = struct.Struct("<" + code)
+        layout = LAYOUTS[code]
         return layout.unpack_from(self.data, self.skip(layout.size))[0]
 
     def text(self, most: int = MAX_HEADER_BYTES) -> str:
@@ -142,7 +151,21 @@ class Header:
         # Tokens of some models are no UTF-8, and llama.cpp writes what it gets.
         return self.data[start : start + size].decode("utf-8", "replace")
 
+    def skip_texts(self, count: int) -> Texts:
+        """Their places are checked. There may be 100,000."""
+        end, most, length = self.at, self.end - LENGTH.size, LENGTH.unpack_from
+        for _ in range(count):
+            if end > most:
+                self.skip(end + LENGTH.size - self.at)  # raises
+            end += LENGTH.size + length(self.data, end)[0]
+        return Texts(self.skip(end - self.at), count)
+
+    def texts(self, found: Texts) -> list[str]:
+        self.at = found.start
+        return [self.text() for _ in range(found.num_texts)]
+
     def value(self) -> Any:
+        """A number, a string, `Texts`, or an array of numbers."""
         kind = self.number("I")
         if kind == STRING:
             return self.text()
@@ -154,7 +177,7 @@ class Header:
         if count > MAX_ITEMS:
             raise ValueError(f"an array of its metadata has {count:,} items; the limit is {MAX_ITEMS:,}")
         if of == STRING:
-            return [self.text() for _ in range(count)]
+            return self.skip_texts(count)
         if of not in NUMBERS:
             raise ValueError(f"its metadata has an array of the type {of}")
         layout = np.dtype("<" + NUMBERS[of]) if NUMBERS[of] not in "Bb?" else np.dtype(NUMBERS[of])
@@ -222,11 +245,12 @@ def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], dict[str, T
         if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             raise ValueError(f"its alignment is {alignment!r:.40}")
         start = -(-header.at // alignment) * alignment
-    tensors = {name: Tensor(name, path, kind, shape, start + offset) for name, kind, shape, offset in infos}
-    if len(tensors) < len(infos):
-        raise ValueError("two tensors have the same name")
-    check_places(list(tensors.values()), start, alignment, size)
-    return metadata, tensors
+        tensors = {name: Tensor(name, path, kind, shape, start + offset) for name, kind, shape, offset in infos}
+        if len(tensors) < len(infos):
+            raise ValueError("two tensors have the same name")
+        check_places(list(tensors.values()), start, alignment, size)
+        read = {key: header.texts(found) if isinstance(found, Texts) else found for key, found in metadata.items()}
+    return read, tensors
 
 
 def read_info(header: Header) -> tuple[str, BlockType, tuple[int, ...], int]:
