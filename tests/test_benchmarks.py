@@ -14,6 +14,7 @@ import pytest
 from mlxpaged.cpu import streams
 from mlxpaged.scheduler.scheduler import Scheduler
 from tests.attention import step_counts
+from tests.models import gguf_figures
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -166,6 +167,19 @@ def test_the_counts_of_a_decode_step_are_a_table(
     for row in cells[1:]:
         for ours, theirs in (cell.split(" / ") for cell in row[2:]):
             assert 0 < float(ours) < 1.2 * float(theirs)
+
+
+def test_the_figures_of_gguf_files_are_a_line_and_a_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gguf_figures.py", "--tokens", "800", "--layers", "1", "--files", "Q4_0"])
+    gguf_figures.main()
+    refused, _, _, _, row = capsys.readouterr().out.splitlines()
+    assert refused.startswith("300 damaged files of 0.7 MB are refused: ")
+    name, size, memory, ratio, _ = row.strip("| ").split(" | ")
+    assert name == "Q4_0"
+    assert float(ratio) == pytest.approx(float(memory) / float(size), rel=0.03)
+    assert 1.0 < float(ratio) < 1.12  # 5 bits in memory for 4.5 in the file
 
 
 def test_the_benchmark_of_prefixes_on_a_disk_measures(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
