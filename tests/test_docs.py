@@ -12,6 +12,7 @@ import pytest
 
 from mlxpaged.cli import main
 from mlxpaged.engine.config import EngineConfig
+from mlxpaged.models.architectures import known_source
 from mlxpaged.models.short_names import short_names
 from tests.api.helpers import raw
 from tests.support import RunningServer, running_server
@@ -134,9 +135,14 @@ def test_the_examples_of_the_readme_are_answered(server: RunningServer, capsys: 
 
 
 def test_the_table_of_short_names_is_that_of_the_program() -> None:
-    rows = re.findall(r"^\| `([^`]+)` \| (.+) \|$", section("commands.md", "## Short names"), flags=re.MULTILINE)
-    documented = {f"{name}:{size}": gb for name, sizes in rows for size, gb in re.findall(r"`([^`]+)` ([\d.]+)", sizes)}
-    assert documented == {name: f"{row.bytes / 1e9:.1f}" for name, row in short_names().items()}
+    pattern = r"^\| `([^`]+)` \| ([\w, ]+) \| ([\w-]+) \| (.+) \|$"
+    rows = re.findall(pattern, section("commands.md", "## Short names"), flags=re.MULTILINE)
+    sizes = {f"{row[0]}:{size}": gb for row in rows for size, gb in re.findall(r"`([^`]+)` ([\d.]+)", row[3])}
+    assert sizes == {name: f"{row.bytes / 1e9:.1f}" for name, row in short_names().items()}
+    for family, kinds, source, _ in rows:
+        found = [row for name, row in short_names().items() if name.startswith(f"{family}:")]
+        assert set(kinds.split(", ")) == {row.kind.value for row in found}, family
+        assert {source} == {known_source({"model_type": row.model_type}) for row in found}, family
 
 
 def test_every_page_is_in_the_navigation() -> None:

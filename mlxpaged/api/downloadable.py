@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from mlxpaged.api.access.caller import caller_of, is_local
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.server import server_of
+from mlxpaged.models.architectures import known_source
 from mlxpaged.models.device_memory import free_device_memory, loaded_memory
 from mlxpaged.models.short_names import short_names
 
@@ -26,13 +27,15 @@ async def list_downloads(request: Request) -> Response:
 
 
 def entries() -> list[dict[str, Any]]:
-    """fits: whether the weights fit into memory if no other model is loaded. downloaded: at least in part."""
+    """source: of the type's code; None if it is not known. fits: whether the weights fit into memory if no other model
+    is loaded. downloaded: at least in part."""
     memory = free_device_memory() + loaded_memory()
     return [
         {
             "id": name,
             "repository": row.repository,
             "kind": row.kind.value,
+            "source": (source := known_source({"model_type": row.model_type})) and source.value,
             "size_bytes": row.bytes,
             "fits": row.bytes <= memory,
             "downloaded": isinstance(

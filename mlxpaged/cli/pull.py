@@ -100,7 +100,7 @@ def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:
     from mlxpaged.models.downloads import quantization
     from mlxpaged.models.fit import fit, layers_of
     from mlxpaged.models.json_files import model_config
-    from mlxpaged.models.kinds import is_encoder
+    from mlxpaged.models.kinds import is_encoder, kind_of
     from mlxpaged.models.layers import quantized
     from mlxpaged.models.loader import context_length
     from mlxpaged.models.preflight import weight_files
@@ -109,8 +109,8 @@ def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:
     config = model_config(directory)
     weights = config.get(GGUF_BYTES) or sum(size or 0 for size in weight_files(sizes).values())
     longest = context_length(config)
-    model_type = f"{config['model_type']} ({source_of(config).value})"
-    yield f"{name}: {model_type}, {quantization(config)}, {megabytes(weights)}, context length {longest}"
+    what = f"{kind_of(name, directory).value}, {config['model_type']} ({source_of(config).value})"
+    yield f"{name}: {what}, {quantization(config)}, {megabytes(weights)}, context length {longest}"
     free = max(0, default_device_memory() - weights - least_step())
     if is_encoder(config):
         yield f"memory    {megabytes(free)} are free beside its weights"

@@ -55,7 +55,15 @@ def source_at(path: Path) -> Source | None:
     if path.is_file():
         return Source.GGUF
     try:
-        return source_of(model_config(path))
+        return known_source(model_config(path))
+    except UnsupportedModelError:
+        return None
+
+
+def known_source(config: Mapping[str, Any]) -> Source | None:
+    """`source_of`, or None if no package has the code."""
+    try:
+        return source_of(config)
     except UnsupportedModelError:
         return None
 

@@ -35,8 +35,7 @@ OLDER_NAMES = {"llama3": "llama3.1"}
 
 class ShortName(NamedTuple):
     """repository: on the hub. model_type: of its config.json. parameters: in billions. bytes: of the weights, about.
-    kind: TEXT, EMBEDDING or RERANKER; one of kind TEXT may see images too. default: whether its family's name stands
-    for it."""
+    kind: of the original model. default: whether its family's name stands for it."""
 
     repository: str
     model_type: str

@@ -194,6 +194,9 @@ def test_the_list_has_the_short_names_for_who_may_download(
     assert rows.keys() == short_names().keys()
     assert {name for name, row in rows.items() if row["downloaded"]} == {"qwen3:4b"}
     assert rows["qwen3:4b"]["repository"] == NAME
+    kinds = {name: (rows[name]["kind"], rows[name]["source"]) for name in ("qwen3:4b", "gemma3:4b", "all-minilm:22m")}
+    assert list(kinds.values()) == [("text", "mlx-lm"), ("vision", "mlx-lm"), ("embedding", "mlxpaged")]
+    assert all(row["source"] for row in rows.values())
     assert rows["qwen3:0.6b"]["fits"]
     assert not rows["qwen3:235b"]["fits"]
     with raw(demo_server) as client:

@@ -40,6 +40,7 @@ def test_a_model_is_downloaded_by_a_button_and_by_its_name(
         tab.page.get_by_role("button", name="Download qwen3:0.6b").click()
         row = tab.page.locator("li", has_text="qwen3:0.6b").last
         expect(row).to_contain_text("downloaded")
+        expect(tab.page.locator("li", has_text="all-minilm:22m")).to_contain_text("embedding · type from mlxpaged")
         field = tab.page.get_by_label("Repository")
         field.fill("someone/absent")
         field.press("Enter")

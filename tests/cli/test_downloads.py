@@ -18,7 +18,7 @@ from mlxpaged.models import device_memory, disk, loader
 from mlxpaged.models.architectures import has_module, modules_of
 from mlxpaged.models.downloads import downloads
 from mlxpaged.models.fit import fit, layers_of
-from mlxpaged.models.kinds import ENCODERS
+from mlxpaged.models.kinds import ENCODERS, Kind
 from mlxpaged.models.layers import KV, PerSequence
 from mlxpaged.models.loader import DEMO_PATH, load_embedding_model
 from mlxpaged.models.short_names import (
@@ -31,6 +31,7 @@ from mlxpaged.models.short_names import (
     without_address,
 )
 from mlxpaged.models.sources import resolve_model
+from mlxpaged.models.vision import FAMILIES
 from mlxpaged.registry.catalog import Catalog
 from tests.cli.helpers import DEADLINE, Result, hub, mlxpaged
 from tests.models.architectures import ARCHITECTURES, REFUSED, make_architecture
@@ -100,7 +101,7 @@ def test_a_model_is_pulled_by_its_short_name_listed_found_by_serve_and_removed(
     free(8 * 10**9)
     pulled = run("pull", "Qwen3:4B")
     assert pulled.status == 0, pulled.stderr
-    assert f"{NAME}: qwen3 (mlx-lm), float32" in pulled.stdout
+    assert f"{NAME}: text, qwen3 (mlx-lm), float32" in pulled.stdout
     assert "its whole context fits" in pulled.stdout
     assert "serve it: mlxpaged serve qwen3:4b" in pulled.stdout
     [download] = downloads()
@@ -327,7 +328,7 @@ def test_pull_says_that_a_type_comes_from_mlx_vlm_and_refuses_one_that_nothing_h
     with hub("someone/talker", path, sizes_of(path)) as (address, requests):
         point_to(address, monkeypatch)
         pulled = run("pull", "someone/talker")
-        assert pulled.stdout.startswith("someone/talker: talker (mlx-vlm), ?, 0.5 MB, context length 512\n")
+        assert pulled.stdout.startswith("someone/talker: vision, talker (mlx-vlm), ?, 0.5 MB, context length 512\n")
         assert "its whole context fits" in pulled.stdout
         [row] = json.loads(run("ls", "--json").stdout)
         assert (row["source"], row["served"]) == ("mlx-vlm", True)
@@ -391,7 +392,7 @@ def test_every_short_name_is_of_an_architecture_that_the_probe_passes() -> None:
     assert len(set(repositories)) == len(repositories)
     for name, row in short_names().items():
         assert name == name.lower()
-        assert row.kind in ("text", "embedding", "reranker")
+        assert (row.kind is Kind.VISION) == (row.model_type in FAMILIES), name
         bytes_of_parameter = row.bytes / (row.parameters * 1e9)
         if row.model_type in ENCODERS:
             assert not row.kind.generates
@@ -422,7 +423,7 @@ def test_the_model_that_is_suggested_is_the_largest_that_fits() -> None:
         name = largest_within(free)
         assert name is not None
         assert rows[name].bytes <= free
-        assert not any(rows[name].bytes < row.bytes <= free for row in rows.values() if row.kind == "text")
+        assert not any(rows[name].bytes < row.bytes <= free for row in rows.values() if row.kind.generates)
     assert largest_within(10**8) is None
 
 
@@ -492,7 +493,7 @@ def test_a_gguf_file_is_pulled_listed_found_and_removed(
         assert pulled.status == 0, pulled.stderr
         assert run("pull", "someone/tiny-GGUF:Q5_0").status == 1
     assert "someone/tiny-GGUF: gguf, tiny-Q8_0.gguf, " in pulled.stdout
-    assert "someone/tiny-GGUF: llama (gguf), F32, " in pulled.stdout
+    assert "someone/tiny-GGUF: text, llama (gguf), F32, " in pulled.stdout
     assert "its whole context fits" in pulled.stdout
     [row] = json.loads(run("ls", "--json").stdout)
     assert (row["name"], row["quantization"], row["context_length"], row["served"]) == (

@@ -45,6 +45,7 @@ export class Downloads {
     const facts = [];
     if (model.size_bytes) facts.push(bytes(model.size_bytes));
     if (model.kind && model.kind !== "text") facts.push(model.kind);
+    if (model.source) facts.push(`type from ${model.source}`);
     if (model.downloaded) facts.push("downloaded");
     if (!model.fits) facts.push("larger than the memory");
     if (running) facts.push(running);
