@@ -215,7 +215,7 @@ def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Commands neither read nor write files of the user who runs the tests, such as the configuration."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-        for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "OLLAMA_MODELS"):
             patch.delenv(name, raising=False)
         yield
 

@@ -44,11 +44,22 @@ def app_path(name: str) -> str | None:
     if name.startswith(OLLAMA):
         return str(ollama_path(name.removeprefix(OLLAMA)))
     if name.startswith(LM_STUDIO):
-        path = lm_studio_directory() / name.removeprefix(LM_STUDIO)
-        if ".." in path.parts or not (path.exists() or Path(split_name(str(path))[0]).exists()):
-            raise ModelNotFoundError(f"LM Studio has no model {name.removeprefix(LM_STUDIO)}: `mlxpaged ls` lists them")
-        return str(path)
+        return str(lm_studio_path(name.removeprefix(LM_STUDIO)))
     return None
+
+
+def is_inside(name: str) -> bool:
+    """Whether a name can be a path within a folder. A request from another machine may have it."""
+    return not name.startswith("/") and ".." not in name.split("/")
+
+
+def lm_studio_path(name: str) -> Path:
+    """The path of OWNER/NAME or of a file in it, with the quantization if one is named. Raises ModelNotFoundError."""
+    path = lm_studio_directory() / name
+    is_there = is_inside(name) and "/" in name and (path.exists() or Path(split_name(str(path))[0]).exists())
+    if not is_there:
+        raise ModelNotFoundError(f"LM Studio has no model {name}: `mlxpaged ls` lists them")
+    return path
 
 
 def ollama_path(name: str) -> Path:
@@ -57,7 +68,7 @@ def ollama_path(name: str) -> Path:
     place = model if model.count("/") >= 2 else DEFAULT_PLACE.split("/")[0] + "/" + model
     place = place if "/" in model else DEFAULT_PLACE + model
     manifest = ollama_directory() / "manifests" / place / (tag or "latest")
-    found = None if ".." in manifest.parts else blob_of(manifest)
+    found = blob_of(manifest) if is_inside(name) else None
     if found is None:
         raise ModelNotFoundError(f"Ollama has no model {name}: `mlxpaged ls` lists them, `ollama pull` downloads them")
     return found

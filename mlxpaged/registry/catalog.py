@@ -1,4 +1,4 @@
-"""Finds models on this machine that no flag names: downloaded repositories of the hub, and directories."""
+"""Finds models on this machine that no flag names: repositories of the hub, directories, and models of other apps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from mlxpaged.models.architectures import Source, source_at
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.downloads import repositories
-from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.gguf.choice import begins_model, choose, gguf_sizes, split_name
 from mlxpaged.models.gguf.file import split_paths
 from mlxpaged.models.kinds import Kind, kind_of
+from mlxpaged.models.other_apps import OLLAMA, app_models, app_path
 from mlxpaged.models.preflight import GGUF, local_file_sizes, weight_files, weight_paths
 from mlxpaged.models.short_names import full_name
 
@@ -43,14 +44,16 @@ class Catalog:
         self._directories = directories
 
     def find(self, name: str) -> Found | None:
-        """A name is that of a repository (OWNER/NAME, or OWNER/NAME:Q4_K_M of GGUF files), its short name, or that of a
-        directory or a GGUF file."""
+        """A name is that of a repository (OWNER/NAME, or OWNER/NAME:Q4_K_M of GGUF files), its short name, that of a
+        directory or a GGUF file, or that of a model of Ollama or LM Studio."""
         path = Path(name)
         if path.is_absolute() or ".." in path.parts or not path.parts:
             return None
         for directory in self._directories:  # "a/./b" and "a/b/" are the model "a/b"
             if (found := described(str(path), directory / path)) is not None:
                 return found
+        if (found := of_another_app(name)) is not None:
+            return found
         name = full_name(name)
         repository, wanted = split_name(name)
         snapshot = cached_snapshot(repository)
@@ -83,6 +86,7 @@ class Catalog:
         ]
         names = sorted(repository.repo_id for repository in repositories())
         found += [each for name in names if (each := self.find(name)) is not None]
+        found += [Found(each.name, each.path, each.bytes) for each in app_models()]
         return list({each.name: each for each in found}.values())
 
 
@@ -106,6 +110,21 @@ def described(name: str, path: Path, wanted: str = "") -> Found | None:
         return Found(name, file, gguf_bytes(file))
     except (OSError, UnsupportedModelError):  # for example if the name is too long, or it is another user's
         return None
+
+
+def of_another_app(name: str) -> Found | None:
+    """A model of Ollama or LM Studio."""
+    try:
+        found = app_path(name)
+    except ModelNotFoundError:
+        return None
+    if found is None:
+        return None
+    path = Path(found)
+    if name.startswith(OLLAMA):
+        return Found(name, path, path.stat().st_size)
+    plain, wanted = (found, "") if path.exists() else split_name(found)
+    return described(name, Path(plain), wanted)
 
 
 def gguf_bytes(path: Path) -> int:

@@ -21,7 +21,9 @@ from mlxpaged.engine.progress import Progress
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.stall import Stall
 from mlxpaged.engine.watchdog import StallLimits, Watchdog
+from mlxpaged.models.errors import ModelNotFoundError
 from mlxpaged.models.kinds import Kind
+from mlxpaged.models.other_apps import app_path
 from mlxpaged.models.short_names import LATEST, full_name, without_address
 from mlxpaged.registry.catalog import Catalog, Found
 from mlxpaged.registry.errors import LoadFailedError, ModelBusyError, ModelUnknownError, NoRoomError
@@ -314,7 +316,8 @@ class Registry:
             reranker=False,
             only_embeds=found.kind is Kind.EMBEDDING,
         )
-        return Model(found.name, config, kind_on_disk=found.kind, source_on_disk=found.source)
+        size = found.size_bytes
+        return Model(found.name, config, size_bytes=size, kind_on_disk=found.kind, source_on_disk=found.source)
 
     # -- loading and unloading -----------------------------------------------------------------------------------
 
@@ -458,8 +461,8 @@ class Registry:
 def is_same(model: str, found: Found) -> bool:
     """model: as a configuration has it."""
     try:
-        return full_name(model) == found.name or Path(model).expanduser().samefile(found.path)
-    except (OSError, RuntimeError):  # there is no such file, or no such user: a repository, or the demo model
+        return full_name(model) == found.name or Path(app_path(model) or model).expanduser().samefile(found.path)
+    except (OSError, RuntimeError, ModelNotFoundError):  # there is no such file, or no such user: a repository
         return False
 
 

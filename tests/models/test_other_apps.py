@@ -74,7 +74,11 @@ def test_models_of_lm_studio_are_used_where_they_are(folder: str, home: Path, gg
 
 
 @pytest.mark.parametrize(
-    "name", ["ollama:absent", "ollama:../../x/y:z", "ollama:", "lmstudio:absent", "lmstudio:../..", "lmstudio:a/b:Q8_0"]
+    "name",
+    [
+        *("ollama:absent", "ollama:../../x/y:z", "ollama:", "ollama:/etc/x/y:z", "ollama:x:/etc/hosts"),
+        *("lmstudio:absent", "lmstudio:../..", "lmstudio:a/b:Q8_0", "lmstudio:/etc/hosts", "lmstudio:."),
+    ],
 )
 def test_a_model_that_is_not_there_is_named(name: str, home: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"has no model .*`mlxpaged ls` lists them"):

@@ -37,6 +37,8 @@ from tests.api.helpers import (
     samples,
     write_keys,
 )
+from tests.models.gguf_models import as_gguf
+from tests.models.test_other_apps import pull
 from tests.registry.helpers import POOL, hold_loads, models, refusal, states
 from tests.support import RunningServer, running_server, wait_until
 
@@ -157,6 +159,35 @@ def test_directories_and_downloaded_repositories_are_served_by_name(
         for name in ("../other", "org/other", "nothing", "org/..", "a//b", "x" * 5000, "~no-such-user/x", "é\0"):
             assert refusal(server, "/v1/completions", run_on("x", 3, model=name))[0] == 404, name
         assert states(server) == before  # no directory is served twice
+
+
+def test_models_of_ollama_and_lm_studio_are_served_by_name(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = as_gguf(paths["small"], tmp_path / "tiny-F32.gguf")
+    pull(tmp_path / ".ollama" / "models", "registry.ollama.ai/library/tiny/latest", file)
+    folder = tmp_path / ".lmstudio" / "models" / "someone"
+    shutil.copytree(paths["small"], folder / "mlx")
+    (folder / "gguf").mkdir()
+    shutil.copy(file, folder / "gguf")
+    names = ["ollama:tiny:latest", "lmstudio:someone/gguf/tiny-F32.gguf", "lmstudio:someone/mlx"]
+    with running_server(models(paths)) as server:
+        assert {name: states(server)[name] for name in names} == dict.fromkeys(names, "available")
+        with raw(server) as client:
+            facts = {name: client.get(f"/v1/models/{name}").json() for name in names}
+        assert [facts[name]["source"] for name in names] == ["gguf", "gguf", "mlx-lm"]
+        assert all(facts[name]["size_bytes"] > 0 for name in names)
+        asked = [run_on("x", 8, model=name) for name in ("ollama:tiny", *names[1:])]
+        assert len({post(server, each)["choices"][0]["text"] for each in asked}) == 1
+        assert "ollama:tiny" not in states(server)  # it is served by its whole name
+        for name in ("ollama:absent", "ollama:../x", "lmstudio:/etc", "lmstudio:a/b", f"lmstudio:{folder}/mlx"):
+            assert refusal(server, "/v1/completions", run_on("x", 1, model=name))[0] == 404
+    named = EngineConfig("ollama:tiny", kv_cache_bytes=POOL)
+    with running_server(registry_of([Model("ollama:tiny", named)], named)) as server:
+        assert "ollama:tiny:latest" not in states(server)
+        with raw(server) as client:
+            assert client.get("/v1/models/ollama:tiny").json()["source"] == "gguf"
 
 
 # -- together ----------------------------------------------------------------------------------------------------------
