@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -18,6 +19,9 @@ from mlxpaged.vision.gemma_format import Gemma3Format, Gemma4Format
 from mlxpaged.vision.tower import Vision
 
 ACTIVATION = "gelu_pytorch_tanh"
+
+SMALL_ROWS, SMALL_PARTS = 2, 6
+"""Of the image of the probe: rows and columns of features, or rows of features at all."""
 
 PARTS = ("vision_tower.embeddings.", "vision_tower.encoder.", "vision_tower.post_layernorm.", "multi_modal_projector.")
 """How the names of the weights of Gemma 3's tower begin, without the `vision_model.` that most files have after
@@ -39,7 +43,10 @@ def make(settings: Settings) -> tuple[Vision, Gemma3Tower]:
     """Every token of an image sees all of its others, in all layers (Gemma3Model of transformers)."""
     sizes = sizes_of(settings.config, settings.images)
     tower = Gemma3Tower(sizes)
-    return Vision(format_of(settings, sizes), tower, mutual="all"), tower
+    form = format_of(settings, sizes)
+    rows = min(form.rows, SMALL_ROWS)
+    small = replace(form, side=rows * sizes.pool * sizes.patch, rows=rows)
+    return Vision(form, tower, mutual="all", small=small), tower
 
 
 def sizes_of(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Gemma3Sizes:
@@ -136,7 +143,8 @@ def make_4(settings: Settings) -> tuple[Vision, Gemma4Tower]:
     tower = Gemma4Tower(sizes)
     image_format = format_of_4(settings, sizes.patch, sizes.pool)
     require_places(sizes.places, image_format.most * sizes.pool)
-    return Vision(image_format, tower, mutual=mutual_of(settings.config["text_config"])), tower
+    mutual = mutual_of(settings.config["text_config"])
+    return Vision(image_format, tower, mutual=mutual, small=small_of_4(image_format)), tower
 
 
 def sizes_of_4(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Gemma4Sizes:
@@ -193,6 +201,10 @@ def format_of_4(settings: Settings, patch: int, pool: int) -> Gemma4Format:
     )
 
 
+def small_of_4(form: Gemma4Format) -> Gemma4Format:
+    return replace(form, most=min(form.most, SMALL_PARTS))
+
+
 def require_places(places: int, most: int) -> None:
     """Raises ValueError if an image may have more patches in a row than there are embeddings of places."""
     if most > places:
@@ -240,7 +252,8 @@ def make_unified(settings: Settings) -> tuple[Vision, Gemma4UnifiedTower]:
     image_format = format_of_4(settings, patch, pool)
     require_places(sizes.places, image_format.most)
     tower = Gemma4UnifiedTower(sizes)
-    return Vision(image_format, tower, mutual=mutual_of(text, default="vision")), tower
+    mutual = mutual_of(text, default="vision")
+    return Vision(image_format, tower, mutual=mutual, small=small_of_4(image_format)), tower
 
 
 GEMMA_4_UNIFIED = Family({"gemma4_unified_vision", "gemma4_unified"}, name_of_unified, prepare_4, make_unified)

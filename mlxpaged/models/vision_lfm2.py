@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from mlxpaged.models.vision_family import Family, Settings, colours_of, number, resampling_of
@@ -55,7 +56,8 @@ def make(settings: Settings) -> tuple[Vision, Lfm2Tower]:
         std=std,
     )
     tower = Lfm2Tower(sizes)
-    return Vision(format_of(settings, sizes.patch * sizes.merge), tower), tower
+    form = format_of(settings, sizes.patch * sizes.merge)
+    return Vision(form, tower, small=replace(form, least=1)), tower
 
 
 def format_of(settings: Settings, side: int) -> Lfm2Format:

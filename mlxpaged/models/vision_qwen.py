@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -77,7 +78,8 @@ def make(settings: Settings) -> tuple[Vision, QwenTower]:
         raise ValueError("its vision_config is not that of a Qwen3 tower")
     tower = QwenTower(sizes)
     axes = axes_of(text, interleaved=True)
-    return Vision(format_of(settings, sizes.patch * sizes.merge), tower, axes, len(sizes.deep)), tower
+    form = format_of(settings, sizes.patch * sizes.merge)
+    return Vision(form, tower, axes, len(sizes.deep), small=replace(form, least=1)), tower
 
 
 def deep_blocks(seen: Mapping[str, Any]) -> tuple[int, ...]:
@@ -110,7 +112,8 @@ def make_2(settings: Settings) -> tuple[Vision, QwenTower]:
         activation="quick_gelu",
     )
     tower = QwenTower(sizes)
-    return Vision(clip_format_of(settings, sizes.patch * sizes.merge), tower, axes_of(text, interleaved=False)), tower
+    form = clip_format_of(settings, sizes.patch * sizes.merge)
+    return Vision(form, tower, axes_of(text, interleaved=False), small=replace(form, least=1)), tower
 
 
 def make_2_5(settings: Settings) -> tuple[Vision, Qwen25Tower]:
@@ -135,7 +138,8 @@ def make_2_5(settings: Settings) -> tuple[Vision, Qwen25Tower]:
     if sizes.window == 0 or sizes.window % sizes.merge:
         raise ValueError(f"its windows of {sizes.window} patches are not made of whole squares")
     tower = Qwen25Tower(sizes)
-    return Vision(clip_format_of(settings, sizes.patch * sizes.merge), tower, axes_of(text, interleaved=False)), tower
+    form = clip_format_of(settings, sizes.patch * sizes.merge)
+    return Vision(form, tower, axes_of(text, interleaved=False), small=replace(form, least=1)), tower
 
 
 def axes_of(text: Mapping[str, Any], interleaved: bool) -> Axes:

@@ -51,11 +51,11 @@ class Projector(Module):
         self.mm_soft_emb_norm = {"weight": mx.zeros(sizes.width)}
         self.mm_input_projection_weight = mx.zeros((sizes.width, sizes.output))
 
-    def __call__(self, x: mx.array, patches: int) -> mx.array:
-        """x: [images, patches * patches, width], row by row. Each square's mean goes through the norm, which
-        multiplies by 1 + its weight."""
-        squares = in_squares(x.reshape(len(x), patches, patches, -1), self.pool)
-        pooled = squares.reshape(len(x), -1, self.pool**2, x.shape[-1]).astype(mx.float32).mean(axis=2)
+    def __call__(self, grid: mx.array) -> mx.array:
+        """grid: [images, rows, columns, width]. Each square's mean goes through the norm, which multiplies by 1 + its
+        weight."""
+        squares = in_squares(grid, self.pool).reshape(len(grid), -1, self.pool**2, grid.shape[-1])
+        pooled = squares.astype(mx.float32).mean(axis=2)
         normed = mx.fast.rms_norm(pooled, 1 + self.mm_soft_emb_norm["weight"].astype(mx.float32), self.eps)
         projection = self.mm_input_projection_weight
         # Divided before the projection, so that the features are rounded once.
@@ -69,7 +69,8 @@ def factor_of_text(width: int) -> mx.array:
 
 
 class Gemma3Tower(Tower):
-    """All of its images are squares of patches * patch pixels."""
+    """All images of a prompt are squares of patches * patch pixels. It takes smaller ones too, whose sides are
+    multiples of patch * pool: they have the first places of each row and column."""
 
     def __init__(self, sizes: Gemma3Sizes) -> None:
         super().__init__()
@@ -82,5 +83,7 @@ class Gemma3Tower(Tower):
     def encode(self, pixels: mx.array) -> Iterator[mx.array]:
         sizes, tower = self.sizes, self.vision_tower
         patches = patches_of(pixels, sizes.patch, sizes.mean, sizes.std)
-        state = yield from tower.encode(patches, tower.places.reshape(sizes.patches, sizes.patches, -1))
-        yield self.multi_modal_projector(state, sizes.patches)
+        rows, columns = patches.shape[1:3]
+        places = tower.places.reshape(sizes.patches, sizes.patches, -1)[:rows, :columns]
+        state = yield from tower.encode(patches, places)
+        yield self.multi_modal_projector(state.reshape(len(state), rows, columns, -1))

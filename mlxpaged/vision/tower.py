@@ -45,11 +45,13 @@ class Vision:
     """format: how its prompts show images. axes: how its rotary embedding sees them; None if as text. num_deep: the
     first layers that add features of their own to their outputs; a row of features is then [1 + num_deep, D]. mutual:
     the layers in which the tokens of an image see one another, those after themselves too: those with a window, or
-    all. rows: of the running step."""
+    all. small: how the probe shows an image, if the tower also takes smaller ones than `format` allows. rows: of the
+    running step."""
 
     format: ImageFormat
     tower: Tower
     axes: Axes | None = None
     num_deep: int = 0
     mutual: Literal["none", "windows", "all"] = "none"
+    small: ImageFormat | None = None
     rows: FeatureRows = field(default_factory=FeatureRows)

@@ -20,6 +20,7 @@ from mlxpaged.models.turns import Turns
 from mlxpaged.models.vision import load_vision
 from mlxpaged.models.vision_probe import check_vision
 from mlxpaged.vision.gemma3 import Gemma3Tower
+from mlxpaged.vision.pixtral_format import PixtralFormat
 from mlxpaged.vision.positions import Axes
 from mlxpaged.vision.tower import Tower, Vision
 from tests.engine.seeing import PatchFormat, load_seeing
@@ -183,6 +184,26 @@ def test_a_tower_that_is_not_right(served: ServedModel, change: Any, reason: str
     vision = replace(served.vision, tower=OtherTower(served.vision, change))
     with pytest.raises(UnsupportedModelError, match=reason):
         check_vision(served.model, served.layers, vision)
+
+
+def test_rows_of_a_large_image_are_counted_and_not_computed(served: ServedModel) -> None:
+    assert served.vision is not None
+    form = served.vision.format
+    assert isinstance(form, PixtralFormat)
+    small = replace(form, longest=(16, 16))
+    count = form.tokens(*form.size(96, 64)).count(form.placeholder)
+    assert small.tokens(*small.size(96, 64)).count(form.placeholder) == 4 < count
+    for num_rows in (count, count + 1):
+
+        def change(features: mx.array, num_rows: int = num_rows) -> mx.array:
+            return features if features.shape[1] == 4 else mx.zeros((1, num_rows, 2**30, 2**30))  # more than any memory
+
+        vision = replace(served.vision, tower=OtherTower(served.vision, change), small=small)
+        if num_rows == count:
+            check_vision(served.model, served.layers, vision)
+        else:
+            with pytest.raises(UnsupportedModelError, match=f"makes {count + 1} rows of an image, .* has {count}"):
+                check_vision(served.model, served.layers, vision)
 
 
 def test_a_model_that_does_not_use_its_features(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,9 +81,10 @@ def reference_features(tower: Gemma3Tower, image: npt.NDArray[np.uint8]) -> Arra
     weights = weights_of(tower)
     of_tower = {name.removeprefix("vision_tower."): w for name, w in weights.items()}
     sizes, side = tower.sizes, tower.sizes.patch
+    rows, columns = image.shape[0] // side, image.shape[1] // side
     state = []
-    for row in range(sizes.patches):
-        for column in range(sizes.patches):
+    for row in range(rows):
+        for column in range(columns):
             patch = image[row * side : (row + 1) * side, column * side : (column + 1) * side]
             colours = (patch / 255 - np.array(sizes.mean)) / np.array(sizes.std)
             place = of_tower["embeddings.position_embedding.weight"][row * sizes.patches + column]
@@ -102,22 +103,24 @@ def reference_features(tower: Gemma3Tower, image: npt.NDArray[np.uint8]) -> Arra
             state[i] = x + linear(inner, own, "mlp.fc2")
     state = [norm(x, of_tower, "post_layernorm") for x in state]
     out = []
-    for row in range(0, sizes.patches, sizes.pool):
-        for column in range(0, sizes.patches, sizes.pool):
+    for row in range(0, rows, sizes.pool):
+        for column in range(0, columns, sizes.pool):
             pooled = np.zeros(sizes.width)
             for i in range(sizes.pool):
                 for j in range(sizes.pool):
-                    pooled += state[(row + i) * sizes.patches + column + j] / sizes.pool**2
+                    pooled += state[(row + i) * columns + column + j] / sizes.pool**2
             pooled /= np.sqrt((pooled**2).mean() + sizes.eps)
             pooled *= 1 + weights["multi_modal_projector.mm_soft_emb_norm.weight"]
             out.append(pooled @ weights["multi_modal_projector.mm_input_projection_weight"] / TEXT_FACTOR)
     return np.array(out)
 
 
-def test_features_are_those_of_the_definition() -> None:
-    tower, [image] = tiny_tower(), images(1, SIDE, SIDE)
+@pytest.mark.parametrize(("width", "height"), [(SIDE, SIDE), (SIDE // 2, SIDE), (SIDE // 2, SIDE // 2)])
+def test_features_are_those_of_the_definition(width: int, height: int) -> None:
+    """Those of smaller images too, which the probe shows."""
+    tower, [image] = tiny_tower(), images(1, width, height)
     wanted = reference_features(tower, image)
-    assert wanted.shape == (4, SIZES.output)
+    assert wanted.shape == (4 * width * height // SIDE**2, SIZES.output)
     assert features(tower, image[None])[0] == pytest.approx(wanted, abs=2e-5 * float(np.abs(wanted).max()))
 
 
@@ -241,6 +244,16 @@ def test_the_tokens_may_be_the_vocabularys_alone(tmp_path: Path) -> None:
     other, reason = load(path, config | {"boi_token_id": 20, "eoi_token_id": 21, "image_token_id": 22})
     assert other is not None, reason
     assert other.format.tokens(SIDE, SIDE) == [4, 20, 22, 22, 22, 22, 21, 4]
+
+
+def test_the_probe_shows_a_small_image(tmp_path: Path) -> None:
+    path = files(tmp_path, tiny_tower(), "", "", True)
+    vision, reason = load(path, CONFIG | {"mm_tokens_per_image": 36})
+    assert vision is not None, reason
+    assert vision.format == replace(form(), rows=6)
+    assert vision.small == replace(form(), rows=2, side=8)
+    [image] = images(1, 8, 8)
+    assert features(vision.tower, image[None]).shape == (1, vision.small.tokens(8, 8).count(12), SIZES.output)
 
 
 @pytest.mark.parametrize("missing", ["\n\n", "<start_of_image>", "<end_of_image>", "<image_soft_token>"])

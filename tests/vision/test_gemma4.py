@@ -286,7 +286,7 @@ def load(path: Path, config: dict[str, Any], **more: int) -> tuple[Vision | None
 def test_a_checkpoint_gives_its_tower(tmp_path: Path, sizes: Gemma4Sizes, prefix: str) -> None:
     vision, reason = load(files(tmp_path, tiny_tower(sizes), prefix), config_of(sizes))
     assert vision is not None, reason
-    assert vision.format == Gemma4Format(start=10, placeholder=12, end=11, side=12, most=3)
+    assert vision.format == vision.small == Gemma4Format(start=10, placeholder=12, end=11, side=12, most=3)
     assert (vision.axes, vision.num_deep) == (None, 0)
     assert vision.tower.nbytes == tiny_tower(sizes).nbytes
     pixels = images(2, 36, 12)

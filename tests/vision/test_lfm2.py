@@ -153,6 +153,7 @@ def test_a_checkpoint_gives_its_tower(tmp_path: Path, kind: str, library: str, s
     assert vision is not None, reason
     assert (vision.axes, vision.num_deep, vision.mutual) == (None, 0, "none")
     assert vision.format == FORM
+    assert vision.small == replace(FORM, least=1)
     assert isinstance(vision.tower, Lfm2Tower)
     assert np.array_equal(features(vision.tower, images(2, 24, 16)), features(tower, images(2, 24, 16)))
     assert vision.tower.nbytes == tower.nbytes
