@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mlxpaged.models.vision_family import Family, Settings, colours_of, number, resampling_of
+from mlxpaged.models.vision_family import MOST, Family, Settings, colours_of, number, resampling_of
 from mlxpaged.vision.lfm2 import MEAN, STD, Lfm2Sizes, Lfm2Tower
-from mlxpaged.vision.lfm2_format import Lfm2Format
+from mlxpaged.vision.lfm2_format import Lfm2Format, Tiles
 from mlxpaged.vision.tower import Vision
 
 PARTS = ("vision_tower.", "multi_modal_projector.")
@@ -55,16 +56,15 @@ def make(settings: Settings) -> tuple[Vision, Lfm2Tower]:
         mean=mean,
         std=std,
     )
-    tower = Lfm2Tower(sizes)
     form = format_of(settings, sizes.patch * sizes.merge)
+    tower = Lfm2Tower(sizes, form)
     return Vision(form, tower, small=replace(form, least=1)), tower
 
 
 def format_of(settings: Settings, side: int) -> Lfm2Format:
     """Raises ValueError if a token or a limit is missing, or is none."""
     config, prompts = settings.config, settings.prompts
-    limits: dict[str, Any] = {name: config[name] for name in ("min_image_tokens", "max_image_tokens") if name in config}
-    limits |= settings.images
+    limits = {**config, **settings.images}
     most = min(number(limits, "max_image_tokens", 256), max(1, settings.most_pixels // side**2))
     placeholder = config.get("image_token_id", config.get("image_token_index"))
     has_around = prompts.get("use_image_special_tokens", config.get("use_image_special_tokens", True))
@@ -74,7 +74,38 @@ def format_of(settings: Settings, side: int) -> Lfm2Format:
         side=side,
         least=min(number(limits, "min_image_tokens", 64), most),
         most=most,
+        tiles=tiles_of(settings, limits, side, bool(has_around)),
         resampling=resampling_of(settings.images, "BILINEAR"),
+    )
+
+
+def tiles_of(settings: Settings, limits: Mapping[str, Any], side: int, named: bool) -> Tiles | None:
+    """limits: of the images, from all files. side: of what becomes one row of features. named: whether tokens stand
+    before the tiles. Returns None if no image is split. Raises ValueError."""
+    least, most = max(2, number(limits, "min_tiles", 2)), number(limits, "max_tiles", 10)
+    of_tile = number(limits, "tile_size", 512)
+    most = min(most, math.ceil(settings.most_pixels / of_tile**2))
+    if not limits.get("do_image_splitting", True) or least > most:
+        return None
+    tolerance = limits.get("max_pixels_tolerance", 2.0)
+    if type(tolerance) not in (int, float) or not 1 <= tolerance <= MOST["max_tiles"]:
+        raise ValueError(f"its max_pixels_tolerance is {str(tolerance)[:100]}")
+    if of_tile % side:
+        raise ValueError(f"its tiles of {of_tile} pixels are not made of parts of {side}")
+    if resampling_of(settings.images, "BILINEAR") != "BILINEAR":
+        raise ValueError("its tiles are not made with the bilinear filter")
+    grids = [(row, column) for row in range(most) for column in range(most) if (row + 1) * (column + 1) <= most]
+    names = {(row, column): settings.token(f"<|img_row_{row + 1}_col_{column + 1}|>") for row, column in grids if named}
+    thumbnail = bool(limits.get("use_thumbnail", True))
+    return Tiles(
+        side=of_tile,
+        least=least,
+        most=most,
+        tolerance=float(tolerance),
+        pixels=settings.most_pixels,
+        thumbnail=thumbnail,
+        names=names,
+        thumbnail_name=settings.token("<|img_thumbnail|>") if named and thumbnail else None,
     )
 
 

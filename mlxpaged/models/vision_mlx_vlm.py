@@ -22,7 +22,7 @@ from mlxpaged.models.vision_family import Family, Settings, colours_of, number, 
 from mlxpaged.models.vision_gemma import joins_of
 from mlxpaged.vision.gemma_format import Gemma3Format
 from mlxpaged.vision.image import ImageFormat
-from mlxpaged.vision.interpolation import bilinear, interpolated
+from mlxpaged.vision.interpolation import resized_part
 from mlxpaged.vision.llama4_format import Llama4Format
 from mlxpaged.vision.patches import normalized
 from mlxpaged.vision.tower import Tower, Vision
@@ -174,9 +174,8 @@ def tiles_of(pixels: mx.array, form: Llama4Format) -> mx.array:
     filled = mx.pad(pixels, [(0, 0), (0, rows * side - height), (0, columns * side - width), (0, 0)])
     tiles = filled.reshape(n, rows, side, columns, side, colours).swapaxes(2, 3).reshape(n, -1, side, side, colours)
     if rows * columns > 1:
-        down, across = bilinear(side, height), bilinear(side, width)
-        whole = mx.stack([interpolated(image, down, across) for image in pixels])
-        tiles = mx.concatenate([tiles, mx.round(whole).astype(mx.uint8)[:, None]], axis=1)
+        whole = resized_part(pixels, side, side, slice(0, side), slice(0, side))
+        tiles = mx.concatenate([tiles, whole[:, None]], axis=1)
     return tiles.flatten(0, 1)
 
 

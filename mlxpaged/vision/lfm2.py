@@ -6,6 +6,7 @@ grid of a fixed side, interpolated to the image's. There is no rotation.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,7 +16,9 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import LayerNorm
 
-from mlxpaged.vision.interpolation import bilinear, interpolated
+from mlxpaged.vision.blocks import Parts
+from mlxpaged.vision.interpolation import bilinear, interpolated, resized_part
+from mlxpaged.vision.lfm2_format import Lfm2Format
 from mlxpaged.vision.patches import in_squares, patches_of
 from mlxpaged.vision.siglip import VisionTower
 from mlxpaged.vision.tower import Tower
@@ -72,11 +75,12 @@ class Projector(Module):
 
 
 class Lfm2Tower(Tower):
-    """The sides of its images are multiples of patch * merge."""
+    """The sides of its images are multiples of patch * merge. form: says which images are split, whose sides are any.
+    None if none is."""
 
-    def __init__(self, sizes: Lfm2Sizes) -> None:
+    def __init__(self, sizes: Lfm2Sizes, form: Lfm2Format | None = None) -> None:
         super().__init__()
-        self.sizes = sizes
+        self.sizes, self.form = sizes, form
         self.vision_tower = VisionTower(
             *(sizes.width, sizes.hidden, sizes.blocks, sizes.heads, sizes.patch, sizes.places**2, sizes.eps)
         )
@@ -91,6 +95,32 @@ class Lfm2Tower(Tower):
         return loaded
 
     def encode(self, pixels: mx.array) -> Iterator[mx.array]:
+        features = []
+        for view in self._views(pixels):
+            if view is not pixels:
+                yield view
+            features.append((yield from self._features(view)))
+            yield features[-1]
+        if len(features) > 1:
+            yield mx.concatenate(features, axis=1)
+
+    def _views(self, pixels: mx.array) -> Iterator[mx.array]:
+        """Yields what is encoded of images: their tiles, row by row, and the thumbnails, or the images themselves."""
+        height, width = pixels.shape[1:3]
+        form = self.form
+        split = None if form is None else form.split(width, height)
+        if form is None or form.tiles is None or split is None:
+            yield pixels
+            return
+        side = form.tiles.side
+        below, right = (side * count for count in split)
+        for top, left in itertools.product(range(0, below, side), range(0, right, side)):
+            yield resized_part(pixels, below, right, slice(top, top + side), slice(left, left + side))
+        if form.tiles.thumbnail:
+            right, below = form.whole_size(width, height)
+            yield resized_part(pixels, below, right, slice(0, below), slice(0, right))
+
+    def _features(self, pixels: mx.array) -> Parts:
         sizes, tower = self.sizes, self.vision_tower
         patches = patches_of(pixels, sizes.patch, sizes.mean, sizes.std)
         rows, columns = patches.shape[1:3]
@@ -98,4 +128,5 @@ class Lfm2Tower(Tower):
         places = interpolated(grid, bilinear(rows, sizes.places), bilinear(columns, sizes.places))
         state = yield from tower.encode(patches, places)
         squares = in_squares(state.reshape(len(state), rows, columns, -1), sizes.merge)
-        yield self.multi_modal_projector(squares.reshape(len(state), -1, sizes.merge**2 * sizes.width))
+        out: mx.array = self.multi_modal_projector(squares.reshape(len(state), -1, sizes.merge**2 * sizes.width))
+        return out

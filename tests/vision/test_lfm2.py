@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,22 @@ from mlx.utils import tree_flatten, tree_map
 from mlxpaged.models.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
 from mlxpaged.vision import blocks
+from mlxpaged.vision.interpolation import resized_part
 from mlxpaged.vision.lfm2 import Lfm2Sizes, Lfm2Tower
-from mlxpaged.vision.lfm2_format import Lfm2Format
+from mlxpaged.vision.lfm2_format import Lfm2Format, Tiles
 from mlxpaged.vision.tower import Vision
 from tests.vision.definitions import Array, exact_gelu, gelu_of_tanh, linear, mixed_heads, norm
 from tests.vision.tiny import images
-from tests.vision.tiny_lfm2 import IMAGES, NORMED, PLAIN, config_of, files, stored_weights, tiny_tower
+from tests.vision.tiny_lfm2 import IMAGES, NORMED, PLAIN, TILES, config_of, files, stored_weights, tiny_tower
 
 BOTH = pytest.mark.parametrize("sizes", [NORMED, PLAIN], ids=["normed", "plain"])
 FORM = Lfm2Format(placeholder=9, around=(11, 12), side=8, least=4, most=64)
-VOCABULARY = {"<image>": 10, "<|image_start|>": 11, "<|image_end|>": 12}
+VOCABULARY = {"<image>": 10, "<|image_start|>": 11, "<|image_end|>": 12, "<|img_thumbnail|>": 13}
+NAMES = {(row, column): 100 + 10 * row + column for row in range(10) for column in range(10)}
+VOCABULARY |= {f"<|img_row_{row + 1}_col_{column + 1}|>": token for (row, column), token in NAMES.items()}
+TILED = replace(
+    FORM, least=1, most=4, tiles=Tiles(side=16, least=2, most=6, tolerance=1.0, pixels=10**6, thumbnail=True)
+)
 
 
 def features(tower: Lfm2Tower, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
@@ -139,6 +146,42 @@ def test_half_precision_weights_give_near_features_of_their_type(dtype: mx.Dtype
     assert features(tower, pixels)[0] == pytest.approx(wanted, abs=0.1 * float(np.abs(wanted).max()))
 
 
+@pytest.mark.parametrize("thumbnail", [False, True])
+@pytest.mark.parametrize(("width", "height", "grid"), [(40, 24, (2, 3)), (100, 20, (1, 5)), (15, 21, (3, 2))])
+def test_an_image_is_split_into_tiles_before_its_thumbnail(
+    width: int, height: int, grid: tuple[int, int], thumbnail: bool
+) -> None:
+    """Each is encoded as an image of its own, of pixels that Pillow would make from the whole."""
+    assert TILED.tiles is not None
+    form = replace(TILED, tiles=replace(TILED.tiles, thumbnail=thumbnail))
+    tower, several = tiny_tower(NORMED), images(2, width, height)
+    split = Lfm2Tower(NORMED, form)
+    split.update(tower.parameters())
+    assert form.size(width, height) == (width, height)
+    assert form.split(width, height) == grid
+    below, right = 16 * grid[0], 16 * grid[1]
+    whole = np.array(resized_part(mx.array(several), below, right, slice(0, below), slice(0, right)))
+    wanted = [
+        features(tower, whole[:, top : top + 16, left : left + 16])
+        for top in range(0, below, 16)
+        for left in range(0, right, 16)
+    ]
+    if thumbnail:
+        right, below = form.whole_size(width, height)
+        small = resized_part(mx.array(several), below, right, slice(0, below), slice(0, right))
+        wanted.append(features(tower, np.array(small)))
+    joined = np.concatenate(wanted, axis=1)
+    found = features(split, several)
+    assert found.shape[1] == form.tokens(width, height).count(form.placeholder)
+    assert found == pytest.approx(joined, abs=1e-5 * float(np.abs(joined).max()))
+
+
+def test_a_part_of_a_split_image_is_a_part_of_a_tile() -> None:
+    tower = Lfm2Tower(NORMED, TILED)
+    num_parts = len(list(tower.encode(mx.array(images(1, 40, 24)))))
+    assert num_parts == (6 + 1) * (1 + 2 * NORMED.blocks + 1) + 1
+
+
 def load(path: Path, config: dict[str, Any], most_pixels: int = 10**6) -> tuple[Vision | None, str]:
     return load_vision(ModelFiles(path), config, lambda: VOCABULARY, lambda done, total: None, most_pixels=most_pixels)
 
@@ -233,7 +276,74 @@ def test_limits_may_be_in_the_models_configuration_or_nowhere(tmp_path: Path) ->
     for more, limits in (({}, (64, 256)), ({"min_image_tokens": 2, "max_image_tokens": 32}, (2, 32))):
         vision, reason = load(tmp_path, config_of(NORMED) | more)
         assert vision is not None, reason
-        assert vision.format == replace(FORM, least=limits[0], most=limits[1])
+        form: Any = vision.format
+        assert (form.least, form.most) == limits
+        assert (form.tiles.side, form.tiles.least, form.tiles.most, form.tiles.tolerance) == (512, 2, 4, 2.0)
+
+
+def with_images(path: Path, **more: Any) -> Path:
+    """The files of a model with these settings of images."""
+    files(path, stored_weights(tiny_tower(NORMED), "5"))
+    (path / "preprocessor_config.json").write_text(json.dumps(IMAGES | TILES | more))
+    return path
+
+
+def test_tiles_follow_the_files(tmp_path: Path) -> None:
+    vision, reason = load(with_images(tmp_path), config_of(NORMED) | {"max_tiles": 6, "max_pixels_tolerance": 1})
+    assert vision is not None, reason
+    names = {each: token for each, token in NAMES.items() if (each[0] + 1) * (each[1] + 1) <= 6}
+    assert TILED.tiles is not None
+    assert vision.format == replace(TILED, tiles=replace(TILED.tiles, names=names, thumbnail_name=13))
+    pixels = images(1, 40, 24)
+    assert np.array_equal(
+        features(vision.tower, pixels)[0].shape, (vision.format.tokens(40, 24).count(9), NORMED.output)
+    )
+
+
+def test_tiles_without_names_or_thumbnail(tmp_path: Path) -> None:
+    path = with_images(tmp_path, use_thumbnail=False)
+    vision, reason = load(path, config_of(NORMED) | {"use_image_special_tokens": False})
+    assert vision is not None, reason
+    assert vision.format.tokens(40, 24) == [9] * (4 * vision.format.grid(40, 24)[0] // 4)
+    assert 9 in vision.format.tokens(40, 24)
+
+
+def test_the_server_limits_the_tiles(tmp_path: Path) -> None:
+    """To those that cover the pixels of the largest image."""
+    with_images(tmp_path)
+    for most_pixels, most in ((1300, 6), (513, 3), (512, 2), (256, None)):
+        vision, reason = load(tmp_path, config_of(NORMED), most_pixels)
+        assert vision is not None, reason
+        tiles = vision.format.tiles  # type: ignore[attr-defined]
+        assert most == (None if tiles is None else tiles.most)
+        assert math.prod(vision.format.size(900, 700)) <= most_pixels
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tile_size": 20}, "its tiles of 20 pixels are not made of parts of 8"),
+        ({"tile_size": 2**13}, "its tile_size is 8192"),
+        ({"max_tiles": 0}, "its max_tiles is 0"),
+        ({"max_tiles": 1000}, "its max_tiles is 1000"),
+        ({"max_pixels_tolerance": 0.5}, "its max_pixels_tolerance is 0.5"),
+        ({"max_pixels_tolerance": "no"}, "its max_pixels_tolerance is no"),
+        ({"resample": 3}, "its tiles are not made with the bilinear filter"),
+    ],
+)
+def test_tiles_that_do_not_fit_are_told(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    vision, why = load(with_images(tmp_path, **change), config_of(NORMED))
+    assert vision is None
+    assert reason in why
+
+
+@pytest.mark.parametrize("missing", ["<|img_row_2_col_5|>", "<|img_thumbnail|>"])
+def test_a_vocabulary_without_the_tokens_of_tiles_is_told(tmp_path: Path, missing: str) -> None:
+    vocabulary = {text: token for text, token in VOCABULARY.items() if text != missing}
+    with_images(tmp_path)
+    vision, reason = load_vision(tmp_path, config_of(NORMED), lambda: vocabulary, lambda done, total: None)
+    assert vision is None
+    assert reason == f"its vision tower cannot be loaded: its tokenizer has no {missing}"
 
 
 def test_an_image_has_no_more_pixels_than_the_server_is_told(tmp_path: Path) -> None:

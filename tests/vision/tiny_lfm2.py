@@ -76,7 +76,11 @@ IMAGES = {
     "image_std": NORMED.std,
     "min_image_tokens": 4,
     "max_image_tokens": 64,
+    "do_image_splitting": False,
 }
+
+TILES = {"do_image_splitting": True, "tile_size": 16, "min_image_tokens": 1, "max_image_tokens": 4}
+"""Settings of images that are split."""
 
 
 def stored_weights(tower: Lfm2Tower, kind: str) -> dict[str, mx.array]:
