@@ -72,14 +72,18 @@ class ImageEncoder:
         seconds = min(MOST_SECONDS, self._allowed(started - self._ended)) if self._scheduler.running else MOST_SECONDS
         if not self.has_work:
             self._plain.append(started - self._ended)
-        last = self._ended = started
-        while self.has_work and self._next_part():
-            last, self._ended = self._ended, self._clock()
+        self._ended, took, is_first = started, 0.0, True
+        while self.has_work:
+            left = seconds - (self._ended - started)
+            fits = None if self._is_invariant else pace.fit(left)
+            if not is_first and not (took <= left if fits is None else fits):
+                break
+            if not self._next_part():
+                break
+            last, self._ended, is_first = self._ended, self._clock(), False
             took = self._ended - last
             if not self._is_invariant:
-                pace.adapt(took, seconds)
-            if self._ended + took - started > seconds:  # another one would take too long
-                break
+                pace.measure(took)
 
     def _allowed(self, step: float) -> float:
         """Seconds of work after a step that took so long."""
@@ -124,6 +128,8 @@ class ImageEncoder:
         most = 1 if self._alone else max(1, self._most_pixels // (first.shape[0] * first.shape[1]))
         self._numbers = together[:most]
         self._work = self._images.encode(self._numbers)
+        if not self._is_invariant:
+            pace.begin()
         return True
 
     def _missing(self, sequence: Sequence) -> list[int]:

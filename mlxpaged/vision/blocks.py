@@ -2,7 +2,7 @@
 
 A block of an image of 4,096 patches in Qwen3-VL's largest tower takes 0.2 TFLOP: that is 0.2 s on an M1 at 1 TFLOP/s,
 and a step that decodes takes 25 ms. So a block is computed for some of the patches at a time: first the queries, keys
-and values of all, then the rest. The largest parts have 21 GFLOP. They get smaller where they take longer than a step.
+and values of all, then the rest. The largest parts have 21 GFLOP. They are smaller if they would take too long.
 """
 
 from __future__ import annotations
@@ -17,42 +17,65 @@ from mlxpaged.vision.patches import Rotation
 
 Parts = Generator[mx.array, None, mx.array]
 
-MOST, LEAST = 512, 64
-"""Patches of a part, of all images together."""
+MOST, LEAST, UNIT = 512, 64, 32
+"""Patches of a part, of all images together: the most, the fewest, and what a size is a multiple of."""
 
 
 Phase = Literal["heads", "rest"]
 
+FOLLOWING: dict[Phase, Phase] = {"heads": "rest", "rest": "heads"}
+
 
 class Pace:
-    """The size of the parts. All encodings run on one thread. patches: of the next part, by its phase, because the rest
-    takes several times as long."""
+    """The size of the parts, by what the last ones took. All encodings run on one thread. patches: of the next part, by
+    its phase, because the rest takes several times as long."""
 
     def __init__(self) -> None:
         self.patches: dict[Phase, int] = {}
         self.reset()
-        self._phase: Phase = "heads"  # of the last part
 
     def reset(self) -> None:
         """Make the next parts as large as they get."""
         self.patches = {"heads": MOST, "rest": MOST}
+        self._seconds: dict[Phase, float] = {}  # of a patch
+        self._taken: tuple[Phase, int] | None = None  # the phase of the last part, and its patches
+        self._next: Phase | None = None  # None for a part that is none of a block's, or may be
 
-    def adapt(self, seconds: float, allowed: float) -> None:
-        """Follow what the last part took: the next ones are smaller if it took longer than is allowed, and larger if it
-        took less than a third of that."""
-        patches = self.patches[self._phase]
-        if seconds > allowed:
-            self.patches[self._phase] = max(LEAST, patches // 2)
-        elif 3 * seconds < allowed:
-            self.patches[self._phase] = min(MOST, patches * 2)
+    def begin(self) -> None:
+        """Another encoding begins, whose first parts are small: an image of other sides takes other times."""
+        self.reset()
+        self.patches = {"heads": LEAST, "rest": LEAST}
+
+    def fit(self, seconds: float) -> bool | None:
+        """Make the next part take no longer. Returns False if the smallest one does, or may: none of its phase has been
+        measured. Returns None if the next part is not one of a block."""
+        if self._next is None:
+            return None
+        known = self._seconds.get(self._next)
+        if known is None:
+            return False
+        fitting = MOST if known * MOST <= seconds else int(seconds / known) // UNIT * UNIT
+        self.patches[self._next] = max(LEAST, fitting)
+        return fitting >= LEAST
+
+    def measure(self, seconds: float) -> None:
+        """Note what the last part took."""
+        if self._taken is None:
+            self._next = None
+            return
+        phase, patches = self._taken
+        self._taken = None
+        found = seconds / patches
+        self._seconds[phase] = (found + self._seconds.get(phase, found)) / 2
 
     def slices(self, phase: Phase, length: int, unit: int) -> Iterator[slice]:
         """Yields consecutive slices of a length. unit: patches of an element."""
         start = 0
         while start < length:
-            self._phase = phase
-            end = start + max(1, self.patches[phase] // unit)
-            yield slice(start, min(length, end))
+            end = min(length, start + max(1, self.patches[phase] // unit))
+            self._taken = phase, (end - start) * unit
+            self._next = phase if end < length else FOLLOWING[phase]
+            yield slice(start, end)
             start = end
 
 

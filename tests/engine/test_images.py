@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlxpaged.engine.builder import build_engine
@@ -23,8 +25,9 @@ from mlxpaged.models.loader import ServedModel
 from mlxpaged.models.sharding import Share
 from mlxpaged.scheduler.sequence import FinishReason, SequenceStatus
 from mlxpaged.step import FIRST_CONTENT_ID
-from mlxpaged.vision.blocks import LEAST, MOST, pace
+from mlxpaged.vision.blocks import LEAST, MOST, Phase, pace
 from mlxpaged.vision.image import PromptImage
+from mlxpaged.vision.tower import Tower
 from tests.engine.helpers import make_core
 from tests.engine.seeing import PatchTower, expected_answer, image, load_seeing, shown
 from tests.models.architectures import make_architecture
@@ -368,8 +371,58 @@ def test_streams_go_on_while_an_image_is_encoded(
     assert len(busy) >= 40 // 4
 
 
+class SlowBlocks(Tower):
+    """Computes three blocks of 1,024 patches before the features of another tower. seconds: what they have taken, with
+    those of a patch in a block's two phases."""
+
+    def __init__(self, tower: PatchTower, of_heads: float, of_rest: float) -> None:
+        super().__init__()
+        self.tower, self.seconds = tower, 0.0
+        self.of_patch: dict[Phase, float] = {"heads": of_heads, "rest": of_rest}
+
+    def encode(self, pixels: mx.array) -> Iterator[mx.array]:
+        for _ in range(3):
+            for phase, seconds in self.of_patch.items():
+                for some in pace.slices(phase, 1024, 1):
+                    self.seconds += seconds * (some.stop - some.start)
+                    yield pixels
+        yield from self.tower.encode(pixels)
+
+
+@pytest.mark.parametrize(("of_heads", "of_rest"), [(5e-5, 1e-3), (1e-4, 3e-4)])
+def test_eight_streams_keep_their_pace_while_eight_images_are_encoded(
+    seeing: tuple[ServedModel, PatchTower], of_heads: float, of_rest: float
+) -> None:
+    """A step takes 0.1 s. The parts of a block's second phase take up to 20 times as long as those before them."""
+    served, tower = seeing
+    tower.parts = 1
+    slow = SlowBlocks(tower, of_heads, of_rest)
+    assert served.vision is not None
+    served = dataclasses.replace(served, vision=dataclasses.replace(served.vision, tower=slow))
+    now = 0.0
+    config = EngineConfig(max_step_ms=0, kv_cache_bytes=10**8, max_num_seqs=16)
+    core = build_engine(config, served, clock=lambda: now + slow.seconds)
+    for i in range(8):
+        core.add(request(f"stream {i}", PROMPTS[2], max_tokens=1000))
+    for _ in range(12):
+        core.step()
+        now += 0.1
+    parts = [image(10 + i, 80, 80) for i in range(8)]
+    core.add(request("images", shown(*parts, text(1, 3)), max_tokens=1))
+    gaps, last = [], core.clock()
+    while core.scheduler.held:
+        outputs = core.step()
+        now += 0.1
+        assert sum(bool(output.token_ids) for output in outputs) == 8
+        gaps.append(core.clock() - last)
+        last = core.clock()
+    assert max(gaps) <= 0.2
+    assert statistics.mean(gaps[:-1]) > 0.14, "the time that it has is used"
+    assert len(tower.calls) == 8 or tower.calls == [(8, 80, 80, 3)]
+
+
 @pytest.mark.parametrize(("options", "smaller"), [({}, True), ({"batch_invariant": True}, False)], ids=str)
-def test_parts_that_take_too_long_get_smaller(
+def test_parts_of_an_encoding_may_get_smaller(
     seeing: tuple[ServedModel, PatchTower], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], smaller: bool
 ) -> None:
     """Those of a batch-invariant engine have one size, whatever other engines of the process have made of it."""
