@@ -21,7 +21,7 @@ from mlxpaged.models.model_files import ModelFiles
 from mlxpaged.models.turns import Turns
 from mlxpaged.models.vision_family import Family, Settings
 from mlxpaged.models.vision_gemma import GEMMA_3, GEMMA_4, GEMMA_4_UNIFIED
-from mlxpaged.models.vision_kimi import KIMI
+from mlxpaged.models.vision_kimi import KIMI, KIMI_K2_5
 from mlxpaged.models.vision_lfm2 import LFM2
 from mlxpaged.models.vision_mlx_vlm import BORROWED
 from mlxpaged.models.vision_pixtral import PIXTRAL
@@ -35,6 +35,7 @@ from mlxpaged.vision.tower import Vision
 logger = logging.getLogger(__name__)
 
 FAMILIES: Mapping[str, Family] = {
+    "kimi_k25": KIMI_K2_5,
     "kimi_vl": KIMI,
     "lfm2-vl": LFM2,
     "lfm2_vl": LFM2,

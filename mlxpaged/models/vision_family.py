@@ -49,6 +49,8 @@ MOST = {
     "init_pos_emb_height": 2**10,
     "init_pos_emb_width": 2**10,
     "in_token_limit": 2**20,
+    "in_patch_limit": 2**20,
+    "patch_limit_on_one_side": 2**14,
 }
 """Far above those of any model. A tower of a damaged directory is not even begun."""
 

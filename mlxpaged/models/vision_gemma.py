@@ -21,7 +21,7 @@ from mlxpaged.vision.tower import Vision
 ACTIVATION = "gelu_pytorch_tanh"
 
 SMALL_ROWS, SMALL_PARTS = 2, 6
-"""Of the image of the probe: rows and columns of features, or rows of features at all."""
+"""Rows and columns of features of the probe's image in Gemma 3, and its rows of features in Gemma 4."""
 
 PARTS = ("vision_tower.embeddings.", "vision_tower.encoder.", "vision_tower.post_layernorm.", "multi_modal_projector.")
 """How the names of the weights of Gemma 3's tower begin, without the `vision_model.` that most files have after

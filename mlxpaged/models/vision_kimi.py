@@ -1,4 +1,4 @@
-"""Makes the tower of Kimi-VL by a model's configuration."""
+"""Makes the towers of Kimi-VL and Kimi K2.5 by a model's configuration."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpaged.models.vision_family import Family, Settings, colours_of, flatten_convolution, number
-from mlxpaged.vision.kimi import MEAN, STD, KimiSizes, KimiTower
-from mlxpaged.vision.kimi_format import KimiFormat
+from mlxpaged.vision.kimi import MEAN, NORM_EPS, STD, KimiSizes, KimiTower
+from mlxpaged.vision.kimi_format import PATCHES, KimiFormat
 from mlxpaged.vision.tower import Vision
 
 PARTS = ("vision_tower.", "multi_modal_projector.")
@@ -36,9 +36,17 @@ def prepare(stored: dict[str, mx.array]) -> None:
 def make(settings: Settings) -> tuple[Vision, KimiTower]:
     """What is left out has the value that the models' own code takes, but for the colours, which it takes from the
     files of all models. Raises ValueError, KeyError or TypeError."""
+    most = number(settings.images, "in_token_limit", 4096)
+    return made(settings, settings.config["vision_config"], settings.images, most, PATCHES)
+
+
+def made(
+    settings: Settings, seen: Mapping[str, Any], images: Mapping[str, Any], most: int, longest: int
+) -> tuple[Vision, KimiTower]:
+    """seen: the sizes of the tower. images: how its pixels become numbers. most, longest: patches of an image and of a
+    side."""
     config = settings.config
-    seen, text = config["vision_config"], config["text_config"]
-    mean, std = colours_of(settings.images, MEAN, STD)
+    mean, std = colours_of(images, MEAN, STD)
     sizes = KimiSizes(
         width=number(seen, "hidden_size", 1152),
         hidden=number(seen, "intermediate_size", 4304),
@@ -47,7 +55,7 @@ def make(settings: Settings) -> tuple[Vision, KimiTower]:
         patch=number(seen, "patch_size", 14),
         places=(number(seen, "init_pos_emb_height", 64), number(seen, "init_pos_emb_width", 64)),
         merge=merge_of(seen),
-        output=number(text, "hidden_size"),
+        output=number(config["text_config"], "hidden_size"),
         mean=mean,
         std=std,
     )
@@ -55,12 +63,12 @@ def make(settings: Settings) -> tuple[Vision, KimiTower]:
         raise ValueError(f"its {sizes.heads} heads of {sizes.width} elements cannot turn with rows and columns")
     tower = KimiTower(sizes)
     placeholder = config.get("media_placeholder_token_id", config.get("image_token_index"))
-    most = number(settings.images, "in_token_limit", 4096)
     image_format = KimiFormat(
         placeholder=settings.token("<|media_pad|>") if placeholder is None else int(placeholder),
         side=sizes.patch * sizes.merge,
         merge=sizes.merge,
         most=min(most, max(1, settings.most_pixels // sizes.patch**2)),
+        longest=longest,
     )
     return Vision(image_format, tower), tower
 
@@ -74,3 +82,50 @@ def merge_of(seen: Mapping[str, Any]) -> int:
 
 
 KIMI = Family({"moonvit", "kimi_vl"}, name_of, prepare, make)
+
+
+PROJECTOR = {
+    "mm_projector.pre_norm.": "multi_modal_projector.pre_norm.",
+    "mm_projector.proj.0.": "multi_modal_projector.linear_1.",
+    "mm_projector.proj.2.": "multi_modal_projector.linear_2.",
+}
+"""The checkpoints of Kimi K2.5 count the layers of the projector, the activation included."""
+
+EXPECTED = {
+    "activation_func": "gelu_pytorch_tanh",
+    "pos_emb_type": "divided_fixed",
+    "merge_type": "sd2_tpool",
+    "mm_projector_type": "patchmerger",
+    "projector_hidden_act": "gelu",
+    "projector_ln_eps": NORM_EPS,
+    "pos_emb_interpolation_mode": "bicubic",
+}
+"""With these, an image is a video of one frame: it has no embedding of time, and the mean over frames is itself. So the
+tower of Kimi K2.5 is Kimi-VL's."""
+
+
+def name_of_k2_5(name: str) -> str | None:
+    for theirs, ours in PROJECTOR.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name_of(name) if name.startswith("vision_tower.") else None
+
+
+def make_k2_5(settings: Settings) -> tuple[Vision, KimiTower]:
+    """The sizes of the tower have names that begin with `vt_`, and the settings of images are in an object of their
+    own. mlx-vlm writes both as for Kimi-VL."""
+    seen: dict[str, Any] = {}
+    for name, value in settings.config["vision_config"].items():
+        seen[name.removeprefix("vt_")] = value
+    for name, expected in EXPECTED.items():
+        if seen.get(name, expected) != expected:
+            raise ValueError(f"its {name} is {str(seen[name])[:100]}")
+    images = settings.images.get("media_proc_cfg") or settings.images
+    if images.get("fixed_output_tokens") is not None:
+        raise ValueError(f"its fixed_output_tokens are {str(images['fixed_output_tokens'])[:100]}")
+    most = number(images, "in_patch_limit", 16_384)
+    return made(settings, seen, images, most, number(images, "patch_limit_on_one_side", 512))
+
+
+KIMI_K2_5 = Family({"", "kimi_k25", "kimi_k25_vision", "moonvit"}, name_of_k2_5, prepare, make_k2_5)
+"""Kimi K2.6 and later ones of its type, too. The first is the model type that the checkpoints' vision_config has."""

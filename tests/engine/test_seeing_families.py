@@ -63,6 +63,7 @@ FAMILIES = {
     "pixtral": Family("pixtral"),
     "lfm2-vl": Family("lfm2-vl", hits="checkpoints"),
     "kimi_vl": Family("kimi_vl"),
+    "kimi_k25": Family("kimi_k25"),
     "llama4": Family("llama4", hits="nowhere"),
 }
 

@@ -175,7 +175,7 @@ def test_a_model_of_text_gives_no_reason(tmp_path: Path) -> None:
     ("kind", "vision_type"),
     [
         ("gemma3", "clip_vision_model"),
-        ("kimi_k25", "kimi_k25"),
+        ("kimi_k3", "kimi_k3"),
         ("llava", "clip_vision_model"),
         ("mistral3", None),
     ],

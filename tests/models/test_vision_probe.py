@@ -144,14 +144,19 @@ def test_lfm2_vl_sees(tmp_path: Path) -> None:
     assert served.vision.format.tokens(16, 8) == [9, 9]
 
 
-def test_kimi_vl_sees(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["kimi_vl", "kimi_k25"])
+def test_kimi_models_see(tmp_path: Path, kind: str) -> None:
     sizes = replace(tiny_kimi.SIZES, output=64)
-    path = make_architecture(tmp_path / "m", "kimi_vl")
-    weights = tiny_kimi.stored_weights(tiny_kimi.tiny_tower(sizes), of_mlx_vlm=False)
+    path = make_architecture(tmp_path / "m", kind)
+    tower = tiny_kimi.tiny_tower(sizes)
+    if kind == "kimi_vl":
+        weights, seen = tiny_kimi.stored_weights(tower, of_mlx_vlm=False), tiny_kimi.config_of(sizes)
+    else:
+        weights, seen = tiny_kimi.stored_weights_of_k2_5(tower, of_mlx_vlm=False), tiny_kimi.config_of_k2_5(sizes)
     tiny_kimi.files(path, weights, "model-tower.safetensors")
     config = json.loads((path / "config.json").read_text())
     more = {"text_config": config["text_config"]}
-    (path / "config.json").write_text(json.dumps(config | tiny_kimi.config_of(sizes) | more))
+    (path / "config.json").write_text(json.dumps(config | seen | more))
     served = load_model(str(path))
     assert served.vision is not None, served.no_vision_because
     assert served.vision.format.tokens(16, 8) == [9, 9]

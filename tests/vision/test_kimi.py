@@ -1,4 +1,4 @@
-"""The tower of Kimi-VL computes what its definition says, and its files are read in all layouts."""
+"""The tower of Kimi-VL and Kimi K2.5 computes what its definition says, and its files are read in all layouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,18 @@ from mlxpaged.vision.kimi_format import KimiFormat
 from mlxpaged.vision.tower import Vision
 from tests.vision.definitions import Array, exact_gelu, gelu_of_tanh, linear, mixed_heads, norm
 from tests.vision.tiny import images
-from tests.vision.tiny_kimi import CONVOLUTION, IMAGES, SIZES, config_of, files, stored_weights, tiny_tower
+from tests.vision.tiny_kimi import (
+    CONVOLUTION,
+    IMAGES,
+    MEDIA,
+    SIZES,
+    config_of,
+    config_of_k2_5,
+    files,
+    stored_weights,
+    stored_weights_of_k2_5,
+    tiny_tower,
+)
 
 
 def features(tower: KimiTower, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
@@ -165,6 +176,60 @@ def test_a_checkpoint_gives_its_tower(tmp_path: Path, of_mlx_vlm: bool) -> None:
     assert isinstance(vision.tower, KimiTower)
     assert np.array_equal(features(vision.tower, images(2, 24, 16)), features(tower, images(2, 24, 16)))
     assert vision.tower.nbytes == tower.nbytes
+
+
+@pytest.mark.parametrize("of_mlx_vlm", [False, True])
+def test_a_checkpoint_of_kimi_k2_5_gives_its_tower(tmp_path: Path, of_mlx_vlm: bool) -> None:
+    """That of one frame, which is Kimi-VL's: there is no embedding of time, and a mean over frames is the frame."""
+    tower = tiny_tower()
+    weights = stored_weights_of_k2_5(tower, of_mlx_vlm)
+    assert {name.split(".")[0] for name in weights} == {"vision_tower", "mm_projector"}
+    files(tmp_path, weights | {"language_model.model.norm.weight": mx.ones(16)})
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(MEDIA))
+    config = config_of_k2_5()
+    if of_mlx_vlm:
+        config["vision_config"] = config_of()["vision_config"]
+    vision, reason = load(tmp_path, config)
+    assert vision is not None, reason
+    assert (vision.axes, vision.num_deep, vision.mutual) == (None, 0, "none")
+    assert vision.format == KimiFormat(placeholder=9, side=8, merge=2, most=256, longest=100)
+    assert np.array_equal(features(vision.tower, images(2, 24, 16)), features(tower, images(2, 24, 16)))  # type: ignore[arg-type]
+    assert vision.tower.nbytes == tower.nbytes
+
+
+def test_kimi_k2_5_without_settings_of_images(tmp_path: Path) -> None:
+    files(tmp_path, stored_weights_of_k2_5(tiny_tower(), of_mlx_vlm=False))
+    (tmp_path / "preprocessor_config.json").unlink()
+    vision, reason = load(tmp_path, config_of_k2_5(), most_pixels=10**9)
+    assert vision is not None, reason
+    assert vision.format == KimiFormat(placeholder=9, side=8, merge=2, most=16_384, longest=512)
+
+
+@pytest.mark.parametrize(
+    ("seen", "media", "reason"),
+    [
+        ({"pos_emb_type": "learned"}, {}, "its pos_emb_type is learned"),
+        ({"mm_projector_type": "patchmergerv2"}, {}, "its mm_projector_type is patchmergerv2"),
+        ({"projector_ln_eps": 1e-6}, {}, "its projector_ln_eps is 1e-06"),
+        ({"activation_func": "silu"}, {}, "its activation_func is silu"),
+        ({"vt_num_hidden_layers": 3}, {}, "Missing"),
+        ({"vt_hidden_size": 0}, {}, "its hidden_size is 0"),
+        ({}, {"fixed_output_tokens": 64}, "its fixed_output_tokens are 64"),
+        ({}, {"in_patch_limit": "many"}, "its in_patch_limit is many"),
+        ({}, {"patch_limit_on_one_side": 0}, "its patch_limit_on_one_side is 0"),
+    ],
+)
+def test_a_kimi_k2_5_that_does_not_fit_is_told(
+    tmp_path: Path, seen: dict[str, Any], media: dict[str, Any], reason: str
+) -> None:
+    files(tmp_path, stored_weights_of_k2_5(tiny_tower(), of_mlx_vlm=False))
+    changed = {"media_proc_cfg": MEDIA["media_proc_cfg"] | media}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(changed))
+    config = config_of_k2_5()
+    config["vision_config"] |= seen
+    vision, why = load(tmp_path, config)
+    assert vision is None
+    assert reason in why
 
 
 @pytest.mark.parametrize(("bits", "mode"), [(4, "affine"), (8, "affine"), (4, "mxfp4")])

@@ -34,6 +34,22 @@ def test_sizes_are_those_of_the_models_own_code(size: tuple[int, int], taken: tu
     assert form().size(*size) == taken
 
 
+@pytest.mark.parametrize(
+    ("size", "taken"),
+    [
+        ((1920, 1080), (1932, 1092)),
+        ((3000, 2000), (2212, 1484)),
+        ((4032, 3024), (2072, 1568)),
+        ((16384, 100), (7168, 56)),
+        ((300, 9000), (252, 7168)),
+        ((12, 2000), (28, 2016)),
+    ],
+)
+def test_sizes_of_kimi_k2_5(size: tuple[int, int], taken: tuple[int, int]) -> None:
+    """The values are of `rescale` of KimiK25ImageProcessor in mlx-vlm."""
+    assert KimiFormat(placeholder=10, side=28, merge=2, most=16_384, longest=512).size(*size) == taken
+
+
 def test_a_side_has_at_most_511_patches() -> None:
     """The models' own code refuses longer ones."""
     assert form().size(16384, 82) == (7140, 56)
@@ -53,5 +69,6 @@ def test_the_placeholder_is_what_the_template_writes() -> None:
 
 def test_settings_differ_if_pixels_do() -> None:
     forms = [form(), form(most=16384), form(patch=16), form(merge=1)]
+    forms.append(KimiFormat(placeholder=10, side=28, merge=2, most=4096, longest=512))
     assert len({each.settings for each in forms}) == len(forms)
     assert form().settings == KimiFormat(placeholder=1, side=28, merge=2, most=4096).settings

@@ -1,4 +1,4 @@
-"""A tiny tower of Kimi-VL's kind with random weights, and its files."""
+"""A tiny tower of Kimi-VL's kind with random weights, and its files as those of Kimi-VL and of Kimi K2.5."""
 
 from __future__ import annotations
 
@@ -73,6 +73,59 @@ def stored_weights(tower: KimiTower, of_mlx_vlm: bool) -> dict[str, mx.array]:
         if of_mlx_vlm:
             name = name.replace("encoder.", "").replace(".wqkv", ".attn.wqkv").replace(".wo", ".attn.wo")
         stored[name] = mx.contiguous(weight)
+    return stored
+
+
+def config_of_k2_5(sizes: KimiSizes = SIZES) -> dict[str, Any]:
+    """With the names of the published configuration."""
+    return {
+        "model_type": "kimi_k25",
+        "media_placeholder_token_id": 9,
+        "vision_config": {
+            "model_type": "",
+            "init_pos_emb_height": sizes.places[0],
+            "init_pos_emb_time": 4,
+            "init_pos_emb_width": sizes.places[1],
+            "merge_kernel_size": [sizes.merge, sizes.merge],
+            "merge_type": "sd2_tpool",
+            "mm_hidden_size": sizes.width,
+            "mm_projector_type": "patchmerger",
+            "patch_size": sizes.patch,
+            "pos_emb_type": "divided_fixed",
+            "projector_hidden_act": "gelu",
+            "projector_ln_eps": 1e-05,
+            "text_hidden_size": sizes.output,
+            "video_attn_type": "spatial_temporal",
+            "vt_hidden_size": sizes.width,
+            "vt_intermediate_size": sizes.hidden,
+            "vt_num_attention_heads": sizes.heads,
+            "vt_num_hidden_layers": sizes.blocks,
+        },
+        "text_config": {"hidden_size": sizes.output},
+    }
+
+
+MEDIA = {
+    "media_proc_cfg": {
+        "in_patch_limit": 256,
+        "patch_size": SIZES.patch,
+        "image_mean": SIZES.mean,
+        "image_std": SIZES.std,
+        "merge_kernel_size": SIZES.merge,
+        "fixed_output_tokens": None,
+        "patch_limit_on_one_side": 100,
+    }
+}
+"""How a processor of Kimi K2.5 is set."""
+
+
+def stored_weights_of_k2_5(tower: KimiTower, of_mlx_vlm: bool) -> dict[str, mx.array]:
+    names = {"pre_norm": "pre_norm", "linear_1": "proj.0", "linear_2": "proj.2"}
+    stored = {}
+    for name, weight in stored_weights(tower, of_mlx_vlm).items():
+        for ours, theirs in names.items():
+            name = name.replace(f"multi_modal_projector.{ours}", f"mm_projector.{theirs}")
+        stored[name] = weight
     return stored
 
 
