@@ -60,15 +60,16 @@ test-encoders: $(STAMP)
 	else $(BIN)/python $(PIP_INSTALL) --upgrade --target $(VENV)/torch $(TORCH); fi
 	PYTHONPATH=$(VENV)/torch $(BIN)/python -m pytest -m encoders -W default tests/models/test_encoders_by_transformers.py $(ARGS)
 
-# Model types that mlx-lm lacks and mlx-vlm has, as tiny random models: their tokens, or why they are refused. mlx-vlm comes
-# into a folder of its own, without the packages that it asks for.
+# Model types that mlx-lm lacks and mlx-vlm has, as tiny random models: their tokens, or why they are refused. And the towers
+# of images beside mlx-vlm's, and their pixels beside those of transformers: ARGS='-k towers -s' prints the differences.
+# mlx-vlm comes into a folder of its own, without the packages that it asks for.
 MLX_VLM ?= mlx-vlm==0.7.10
 
 test-mlx-vlm: $(STAMP)
 	@packages="$(MLX_VLM) requests urllib3 idna certifi charset-normalizer"; \
 	if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)/mlx-vlm $$packages; \
 	else $(BIN)/python $(PIP_INSTALL) --upgrade --no-deps --target $(VENV)/mlx-vlm $$packages; fi
-	PYTHONPATH=$(VENV)/mlx-vlm $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup -m mlxvlm -W default tests/models/test_architectures.py $(ARGS)
+	PYTHONPATH=$(VENV)/mlx-vlm $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup -m mlxvlm -W default tests/models/test_architectures.py tests/models/test_towers_by_mlx_vlm.py $(ARGS)
 
 # Several ranks of a model over loopback. They spin while they wait for each other, so one test runs at a time. FAULTS:
 # how often each rank of two is killed, stopped and slowed. ARGS=-rP prints how soon that was noticed, and counts of bytes.
