@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ import pytest
 
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.constraint import Constraint
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.ranks import Ranks
 from mlxpaged.engine.request import Request, RequestOutput
@@ -23,7 +25,7 @@ from mlxpaged.engine.status import ImageStats
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.models.sharding import Share
-from mlxpaged.scheduler.sequence import FinishReason, SequenceStatus
+from mlxpaged.scheduler.sequence import FinishReason, Priority, SequenceStatus
 from mlxpaged.step import FIRST_CONTENT_ID
 from mlxpaged.vision.blocks import LEAST, MOST, Phase, pace
 from mlxpaged.vision.image import PromptImage
@@ -330,6 +332,44 @@ def test_penalties_and_log_probabilities(seeing: tuple[ServedModel, PatchTower])
     for output in answers(core, PROMPTS, **params):
         assert len(output) == 16
         assert max(output) < FIRST_CONTENT_ID
+
+
+def test_a_grammar_beside_images(seeing: tuple[ServedModel, PatchTower], expected: list[list[int]]) -> None:
+    """Each prompt with and without a grammar, in one batch. An answer within the grammar depends on its image."""
+    core = make_core(seeing[0], blocks=200, max_num_seqs=16)
+    letters = Constraint("regex", "[a-z]{12}")
+    changed = shown(text(1, 5), image(9, 64, 32), text(2, 6))
+    for i, prompt in enumerate([*PROMPTS, changed]):
+        core.add(request(f"free {i}", prompt))
+        core.add(request(f"held {i}", prompt, constraint=letters, max_tokens=20, ignore_eos=False))
+    texts: dict[str, str] = {}
+    tokens: dict[str, list[int]] = {}
+    while core.has_work():
+        for output in core.step():
+            assert output.error is None
+            texts[output.request_id] = texts.get(output.request_id, "") + output.text
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    held = [texts[f"held {i}"] for i in range(len(PROMPTS) + 1)]
+    assert all(re.fullmatch(letters.text, each) for each in held)
+    assert held[0] != held[-1]
+    assert [tokens[f"free {i}"] for i in range(len(PROMPTS))] == expected
+
+
+def test_priorities_of_requests_with_images(seeing: tuple[ServedModel, PatchTower], expected: list[list[int]]) -> None:
+    """The image of the urgent one is encoded first, and all answers are the same as without priorities."""
+    served, tower = seeing
+    core = make_core(served, blocks=14, prefix_caching=False, max_num_seqs=2)
+    order = [Priority.LOW, Priority.NORMAL, Priority.LOW, Priority.NORMAL, Priority.HIGH]
+    core.submit(
+        [
+            dataclasses.replace(request(f"{i}", prompt), priority=priority)
+            for i, (prompt, priority) in enumerate(zip(PROMPTS[:5], order, strict=True))
+        ]
+    )
+    last = finish(core)
+    assert [list(last[f"{i}"].token_ids) for i in range(5)] == expected[:5]
+    assert tower.calls[0][1:] == LARGE.pixels.shape
+    assert next(iter(last)) == "4"
 
 
 def test_a_model_without_a_tower_refuses_images(path: Path) -> None:
