@@ -20,10 +20,10 @@ DECAY = 0.95
 IDLE_DECAY = 0.995
 """What they count for each token without drafts after them."""
 
-PRIOR_WEIGHT = 2.0
+PRIOR_WEIGHT = 4.0
 """The rate of a draft that follows others begins at the rate of the one before it, which counts as so many drafts."""
 
-LEAST_CHANCE = 0.02
+LEAST_CHANCE = 0.002
 """Drafts that are less likely are not considered."""
 
 MATCHES = (3, 8)
@@ -36,7 +36,7 @@ PRIORS = (0.4, 0.5, 0.75, 0.7)
 """Chance of the first draft of a row before any was verified: after matches of two tokens, from three and from eight
 on, and by a head."""
 
-SHARED_DECAY = 0.98
+SHARED_DECAY = 0.95
 """As DECAY, for the chance of the first draft of a sequence that has none yet, which is that of all others."""
 
 WORTH_SEARCHING, SEARCH_EVERY = 0.25, 4
@@ -109,9 +109,11 @@ class Acceptance:
         return chances
 
     def end_search(self, accepted: int) -> None:
-        """The text was searched, and so many of the drafts were accepted. If some were, it is searched again."""
+        """The text was searched, and so many of the drafts were accepted. If some were, it is searched again. If none,
+        it is in the same step as others, because few drafts of several may be worth a step that one's are not."""
         self._brought += (accepted - self._brought) / SEARCHES
-        self._searched_at = self._steps.count - (SEARCH_EVERY if accepted else 0)
+        count = self._steps.count
+        self._searched_at = count - (SEARCH_EVERY if accepted else count % SEARCH_EVERY)
 
     def observe(self, match: int, drafted: int, accepted: int) -> None:
         """Count a row's drafts. The one after the accepted ones was rejected; nothing is known of the others."""

