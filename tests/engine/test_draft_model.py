@@ -69,7 +69,7 @@ def test_drafts_are_the_small_models_tokens_and_answers_those_without(
     assert tokens_of(answers(core, requests())) == tokens_of(expected)
     model: Any = load_plain_model(paths[1])[0]
     greedy = [each for each in drafts if each[0] in ("r0", "r4")]
-    assert sum(len(found) == 4 for _, _, found in greedy) > 12, "fewer only at the end of an answer"
+    assert sum(len(found) == 4 for _, _, found in greedy) > 8, "fewer at the end of an answer, and where few are right"
     for _, tokens, found in greedy[::5]:
         assert continuation(model, tokens, len(found)) == found
 
