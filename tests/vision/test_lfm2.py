@@ -341,7 +341,7 @@ def test_tiles_that_do_not_fit_are_told(tmp_path: Path, change: dict[str, Any], 
 def test_a_vocabulary_without_the_tokens_of_tiles_is_told(tmp_path: Path, missing: str) -> None:
     vocabulary = {text: token for text, token in VOCABULARY.items() if text != missing}
     with_images(tmp_path)
-    vision, reason = load_vision(tmp_path, config_of(NORMED), lambda: vocabulary, lambda done, total: None)
+    vision, reason = load_vision(ModelFiles(tmp_path), config_of(NORMED), lambda: vocabulary, lambda done, total: None)
     assert vision is None
     assert reason == f"its vision tower cannot be loaded: its tokenizer has no {missing}"
 
