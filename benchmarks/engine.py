@@ -44,7 +44,7 @@ from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models.layers import KV, LayerSpec, bytes_per_token
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.models.sources import resolve_model
+from mlxpaged.models.sources.resolve import resolve
 
 # isort: split
 import mlx.core as mx
@@ -249,7 +249,7 @@ class Measurement:
         path = str(MADE[name](CACHE) if name in MADE else name)
         self._sizes, self._largest = sizes, max(sizes.batch)
         self.served = load_model(path)
-        self._plain: Any = load_weights(resolve_model(path))[0]
+        self._plain: Any = load_weights(resolve(path).directory)[0]
         useful = self._largest * (sizes.context + sizes.steps + 64) + max(sizes.prefill) + 64
         self.config = EngineConfig(
             speculative="off",

@@ -30,7 +30,7 @@ from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.formats import FORMATS, Format
 from mlxpaged.models.loader import load_model
-from mlxpaged.models.short_names import DEMO_MODEL
+from mlxpaged.models.sources.short_names import DEMO_MODEL
 
 # isort: split
 import mlx.core as mx

@@ -14,7 +14,7 @@ from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.loader import load_model
-from mlxpaged.models.short_names import DEMO_MODEL
+from mlxpaged.models.sources.short_names import DEMO_MODEL
 
 QUESTIONS = ("Repeat: blue river stone", "What is 17 + 25?", "Reverse: a b c")
 

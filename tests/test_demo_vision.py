@@ -19,11 +19,11 @@ from demo_model.vision.data import any_size, drawn, reduced
 from demo_model.vision.pictures import BUILT_IN, any_number, picture
 from demo_model.vision.reader import Reader
 from mlxpaged.engine.config import EngineConfig
-from mlxpaged.models.sources import resolve_model
+from mlxpaged.models.sources.resolve import resolve
 from tests.support import RunningServer, running_server
 
 NAME = "demo-vision"
-PATH = resolve_model(NAME)
+PATH = resolve(NAME).directory
 QUESTION = "What number is in the picture?"
 
 

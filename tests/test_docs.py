@@ -13,7 +13,7 @@ import pytest
 from mlxpaged.cli import main
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models.architectures import known_source
-from mlxpaged.models.short_names import short_names
+from mlxpaged.models.sources.short_names import short_names
 from tests.api.helpers import raw
 from tests.support import RunningServer, running_server
 

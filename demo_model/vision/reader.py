@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from demo_model.vision import tasks
 from demo_model.vision.model import CONFIG
-from mlxpaged.models.model_files import ModelFiles
+from mlxpaged.models.sources.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
 
 MOST_TOKENS = 100

@@ -14,7 +14,7 @@ from mlxpaged.api.errors import ApiError
 from mlxpaged.api.server import server_of
 from mlxpaged.models.architectures import known_source
 from mlxpaged.models.device_memory import free_device_memory, loaded_memory
-from mlxpaged.models.short_names import short_names
+from mlxpaged.models.sources.short_names import short_names
 
 
 async def list_downloads(request: Request) -> Response:

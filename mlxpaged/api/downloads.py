@@ -12,10 +12,10 @@ from pathlib import Path
 
 from mlxpaged.api.errors import RETRY, ApiError
 from mlxpaged.daemon_thread import in_daemon_thread
-from mlxpaged.models import sources
 from mlxpaged.models.device_memory import loaded_memory
 from mlxpaged.models.disk import check_disk
-from mlxpaged.models.preflight import weight_files
+from mlxpaged.models.sources import hub
+from mlxpaged.models.sources.preflight import weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +60,17 @@ class Download:
 
     def _fetch(self) -> Path:
         # Models that are loaded now can be unloaded for this one.
-        found = sources.download_small_files(self.name, reclaimable_bytes=loaded_memory())
+        found = hub.download_small_files(self.name, reclaimable_bytes=loaded_memory())
         weights: tuple[str, ...] = ()
         if found is not None:
             directory, sizes = found
             check_disk(directory, sizes)
             weights = tuple(weight_files(sizes))
-            wanted = [*sources.SMALL_FILES, *weights]
+            wanted = [*hub.SMALL_FILES, *weights]
             named = (file for file in sizes if any(fnmatch(file, pattern) for pattern in wanted))
             self.total = sum(sizes[file] or 0 for file in named)
             self._directory = directory
-        return sources.download_weights(self.name, weights)
+        return hub.download_weights(self.name, weights)
 
     def _log(self, ended: asyncio.Future[Path]) -> None:
         if (error := ended.exception()) is None:

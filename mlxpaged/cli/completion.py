@@ -13,7 +13,7 @@ from typing import Any
 
 from mlxpaged.cli.flags import one_of
 from mlxpaged.cli.parser import Parser
-from mlxpaged.models.short_names import BUNDLED, short_names
+from mlxpaged.models.sources.short_names import BUNDLED, short_names
 
 BASH = """\
 _mlxpaged() {

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from mlxpaged.cli.banner import megabytes
 from mlxpaged.cli.parser import heavy_imports
 from mlxpaged.cli.table import print_table
-from mlxpaged.models.short_names import short_name
+from mlxpaged.models.sources.short_names import short_name
 
 if TYPE_CHECKING:
-    from mlxpaged.models.downloads import Download
+    from mlxpaged.models.sources.downloads import Download
 
 COLUMNS = ("name", "size", "kind", "source", "quantization", "context", "served")
 
@@ -31,8 +31,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with heavy_imports():
-        from mlxpaged.models.downloads import downloads
-        from mlxpaged.models.other_apps import app_models
+        from mlxpaged.models.sources.downloads import downloads
+        from mlxpaged.models.sources.other_apps import app_models
     rows = [described(download) for download in [*downloads(), *app_models()]]
     if args.json:
         print(json.dumps(rows, indent=1))
@@ -55,13 +55,13 @@ def described(download: Download) -> dict[str, Any]:
     """A row: what --json prints."""
     from mlxpaged.models.architectures import source_at
     from mlxpaged.models.device_memory import free_device_memory
-    from mlxpaged.models.downloads import quantization
     from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
     from mlxpaged.models.json_files import model_config
     from mlxpaged.models.kinds import kind_of
     from mlxpaged.models.loader import context_length
-    from mlxpaged.models.preflight import check_directory, local_file_sizes
-    from mlxpaged.models.sources import local_path
+    from mlxpaged.models.sources.downloads import quantization
+    from mlxpaged.models.sources.local import local_path
+    from mlxpaged.models.sources.preflight import check_directory, local_file_sizes
 
     config: dict[str, Any] = {}
     path = download.path

@@ -15,8 +15,8 @@ from mlxpaged.cli.banner import megabytes
 from mlxpaged.cli.parser import heavy_imports
 from mlxpaged.models.disk import check_disk
 from mlxpaged.models.errors import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
-from mlxpaged.models.gguf.choice import split_name
-from mlxpaged.models.short_names import (
+from mlxpaged.models.sources.gguf.choice import split_name
+from mlxpaged.models.sources.short_names import (
     BUNDLED,
     full_name,
     largest_within,
@@ -27,7 +27,7 @@ from mlxpaged.models.short_names import (
 )
 
 if TYPE_CHECKING:
-    from mlxpaged.models.preflight import FileSizes
+    from mlxpaged.models.sources.preflight import FileSizes
 
 ROOM = 0.7
 """Share of the free memory for the weights of a model that is suggested instead; the rest is for its KV cache."""
@@ -58,13 +58,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.name} is on this machine: mlxpaged serve {args.name}")
         return 0
     with heavy_imports():
-        from mlxpaged.models import sources
         from mlxpaged.models.architectures import Source
-        from mlxpaged.models.preflight import NOTHING, is_gguf, local_file_sizes, weight_files
+        from mlxpaged.models.sources import hub
+        from mlxpaged.models.sources.preflight import NOTHING, is_gguf, local_file_sizes, weight_files
     try:
         if split_name(name)[0].count("/") != 1:
             raise ModelNotFoundError(f"there is no model named {args.name!r}")
-        found = sources.download_small_files(name)
+        found = hub.download_small_files(name)
         if found is not None:
             directory, sizes = found
             check_disk(directory, sizes)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             else:
                 print("\n".join(description(name, directory, sizes)), flush=True)
         with ended_by_signal():
-            path = sources.download(name, NOTHING)
+            path = hub.download(name, NOTHING)
         if found is not None and is_gguf(sizes):
             print("\n".join(description(name, path, local_file_sizes(path))), flush=True)
     except ModelNotFoundError as error:
@@ -97,14 +97,14 @@ def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:
     from mlxpaged.engine.memory import least_step
     from mlxpaged.models.architectures import GGUF_BYTES, source_of
     from mlxpaged.models.device_memory import default_device_memory
-    from mlxpaged.models.downloads import quantization
     from mlxpaged.models.fit import fit, layers_of
     from mlxpaged.models.json_files import model_config
     from mlxpaged.models.kinds import is_encoder, kind_of
     from mlxpaged.models.layers import quantized
     from mlxpaged.models.loader import context_length
-    from mlxpaged.models.preflight import weight_files
     from mlxpaged.models.quantized_kv import cannot_quantize
+    from mlxpaged.models.sources.downloads import quantization
+    from mlxpaged.models.sources.preflight import weight_files
 
     config = model_config(directory)
     weights = config.get(GGUF_BYTES) or sum(size or 0 for size in weight_files(sizes).values())

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlxpaged.cli.banner import megabytes
 from mlxpaged.cli.guesses import meant_name
-from mlxpaged.models.short_names import full_name
+from mlxpaged.models.sources.short_names import full_name
 
 
 def add_parser(commands: Any) -> None:
@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status: 0, or 1 if nothing was deleted."""
-    from mlxpaged.models.downloads import downloads, remove
+    from mlxpaged.models.sources.downloads import downloads, remove
 
     name = full_name(args.name)
     found = {download.name: download for download in downloads()}

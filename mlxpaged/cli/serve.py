@@ -28,7 +28,7 @@ from mlxpaged.engine.config import KV_CACHE_DTYPES
 from mlxpaged.formats import FORMATS
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.generation_config import LIMITS
-from mlxpaged.models.short_names import without_address
+from mlxpaged.models.sources.short_names import without_address
 
 if TYPE_CHECKING:
     from mlxpaged.engine.config import EngineConfig

@@ -9,8 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpaged.engine.info import Link
-from mlxpaged.models.json_files import model_config
-from mlxpaged.models.sources import resolve_model
+from mlxpaged.models.sources.resolve import resolve
 
 TIMES = 7
 """Messages of each size; the median of their times counts."""
@@ -43,7 +42,7 @@ def seconds(group: mx.distributed.Group, shape: tuple[int, int]) -> float:
 
 def hidden_size(model: str) -> int:
     """The hidden size in a model's config.json, or in the text part of a multimodal one."""
-    config = model_config(resolve_model(model))
+    config = resolve(model).config
     text: Any = config.get("text_config") or {}
     found = text.get("hidden_size") if isinstance(text, dict) and "hidden_size" in text else config.get("hidden_size")
     return found if isinstance(found, int) and found > 0 else DEFAULT_HIDDEN_SIZE

@@ -62,7 +62,7 @@ from mlxpaged.models.loader import (
     load_model,
     own_embedding_model,
 )
-from mlxpaged.models.preflight import Reserved
+from mlxpaged.models.sources.preflight import Reserved
 from mlxpaged.models.turns import Turns
 from mlxpaged.scheduler.scheduler import Scheduler
 

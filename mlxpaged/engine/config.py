@@ -13,7 +13,7 @@ from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.formats import FORMATS
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.generation_config import LIMITS
-from mlxpaged.models.short_names import DEMO_MODEL
+from mlxpaged.models.sources.short_names import DEMO_MODEL
 from mlxpaged.scheduler.config import SchedulerConfig
 from mlxpaged.scheduler.sequence import Priority
 from mlxpaged.vision import MOST_PIXELS

@@ -13,7 +13,7 @@ from mlxpaged.models.draft_head import load_mtp
 from mlxpaged.models.draft_model import draft_model
 from mlxpaged.models.errors import AssistantError, UnsupportedModelError
 from mlxpaged.models.loader import NO_HEADS_TO_READ, ServedModel, load_model, resolve_mtp
-from mlxpaged.models.preflight import Reserved
+from mlxpaged.models.sources.preflight import Reserved
 from mlxpaged.models.turns import Turns
 from mlxpaged.models.weights import read_weights
 

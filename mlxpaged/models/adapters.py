@@ -22,8 +22,8 @@ from mlxpaged.models.layers import LayerSpec
 from mlxpaged.models.probe import probe
 from mlxpaged.models.probe_steps import ROUNDING_TOKENS
 from mlxpaged.models.reference import Reference, forward, measure_rounding
+from mlxpaged.models.sources.weight_headers import read_shapes
 from mlxpaged.models.turns import Turns
-from mlxpaged.models.weight_headers import read_shapes
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ class DiskFullError(UnsupportedModelError):
 
 def check_disk(directory: Path, sizes: Mapping[str, int | None]) -> None:
     """directory: of the files that are there. sizes: of all files of the repository. Raises DiskFullError."""
-    from mlxpaged.models.preflight import weight_files
+    from mlxpaged.models.sources.preflight import weight_files
 
     missing = sum(size or 0 for file, size in weight_files(sizes).items() if not (directory / file).exists())
     if missing > (free := free_disk(directory)):

@@ -25,8 +25,8 @@ from mlxpaged.models.embedding import weight_bytes
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.json_files import model_config
 from mlxpaged.models.layers import LayerSpec
-from mlxpaged.models.model_files import ModelFiles
-from mlxpaged.models.preflight import ASSISTANTS
+from mlxpaged.models.sources.model_files import ModelFiles
+from mlxpaged.models.sources.preflight import ASSISTANTS
 from mlxpaged.models.weights import quantization
 
 

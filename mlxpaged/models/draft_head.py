@@ -25,7 +25,7 @@ from mlxpaged.models.draft_assistant import Assistant, is_assistant, load_assist
 from mlxpaged.models.embedding import weight_bytes
 from mlxpaged.models.errors import UnsupportedModelError, in_one_line
 from mlxpaged.models.layers import KV, LayerSpec
-from mlxpaged.models.model_files import ModelFiles
+from mlxpaged.models.sources.model_files import ModelFiles
 from mlxpaged.models.weights import quantization
 
 

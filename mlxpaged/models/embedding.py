@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.json_files import model_config, read, read_object
+from mlxpaged.models.sources.weight_headers import read_shapes
 from mlxpaged.models.tokenizer import Tokenizer
-from mlxpaged.models.weight_headers import read_shapes
 from mlxpaged.models.weight_names import known_classes
 
 Vector = NDArray[np.float32]

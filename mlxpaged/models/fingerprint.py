@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from mlxpaged.models.preflight import weight_paths
+from mlxpaged.models.sources.preflight import weight_paths
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 

@@ -55,16 +55,17 @@ from mlxpaged.models.json_files import CONFIG, model_config
 from mlxpaged.models.kinds import is_encoder, judges_pairs
 from mlxpaged.models.layer_finder import Way, layer_specs
 from mlxpaged.models.layers import KV, LayerSpec, kv_layers, mutual
-from mlxpaged.models.model_files import ModelFiles
 from mlxpaged.models.panics import guarded
-from mlxpaged.models.preflight import NOTHING, Reserved
 from mlxpaged.models.probe import probe, selects_rows
 from mlxpaged.models.quantized_kv import choose_quantization
 from mlxpaged.models.reference import Reference, make_reference
 from mlxpaged.models.reranker import Reranker, make_reranker
 from mlxpaged.models.sharding import least, shard
-from mlxpaged.models.short_names import BUNDLED, DEMO_MODEL
-from mlxpaged.models.sources import download_weights, resolve_model
+from mlxpaged.models.sources.hub import download_weights
+from mlxpaged.models.sources.model_files import ModelFiles
+from mlxpaged.models.sources.preflight import NOTHING, Reserved
+from mlxpaged.models.sources.resolve import MODELS, resolve
+from mlxpaged.models.sources.short_names import BUNDLED, DEMO_MODEL
 from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.models.tokenizer_limits import check_tokenizer_file
 from mlxpaged.models.turns import Turns
@@ -75,7 +76,7 @@ from mlxpaged.vision.tower import Vision
 
 logger = logging.getLogger(__name__)
 
-DEMO_PATH = Path(__file__).parent / BUNDLED[DEMO_MODEL]
+DEMO_PATH = MODELS / BUNDLED[DEMO_MODEL]
 DEFAULT_CONTEXT_LENGTH = 4096
 """Assumed if a model's config states none."""
 
@@ -163,8 +164,8 @@ def load_model(
     prepare_first_load()
     reserved = reserved._replace(adapters=check_files(adapters))
     num_ranks = 1 if group is None else group.size()
-    path = turns.during(lambda: resolve_model(name, reserved, num_ranks))
-    files = ModelFiles(path)
+    files = turns.during(lambda: resolve(name, reserved, num_ranks))
+    path = files.directory
     own_config, recommended = turns.during(lambda: (files.config, read_generation_config(path)))
     if is_encoder(own_config):
         raise EncoderError(f"{name} is an encoder, which generates no text")
@@ -309,7 +310,7 @@ def tokenizer_in(path: Path, tool_parser: str | None, end_tokens: Sequence[int])
 
 def read_tokenizer(name: str, tool_parser: str | None = None) -> Tokenizer:
     """The tokenizer of a model that another process loads. Raises ModelNotFoundError or UnsupportedModelError."""
-    path = resolve_model(name)
+    path = resolve(name).directory
     try:
         return tokenizer_in(path, tool_parser, read_generation_config(path).end_tokens)
     except Exception as error:  # as in `load_model`
@@ -336,10 +337,9 @@ def load_embedding_model(
     """
     turns = turns or Turns()
     prepare_first_load()
-    path = turns.during(lambda: resolve_model(name, reserved))
-    use = "for embeddings"
+    files = turns.during(lambda: resolve(name, reserved))
+    path, use = files.directory, "for embeddings"
     try:
-        files = ModelFiles(path)
         own_config = files.config
         if judges_pairs(own_config):
             use, spec = "as a reranker", pair_spec(path, own_config)

@@ -17,7 +17,7 @@ from mlxpaged.models.errors import in_one_line
 from mlxpaged.models.fused_attention import unfuse_for_images
 from mlxpaged.models.json_files import read_object
 from mlxpaged.models.layers import LayerSpec
-from mlxpaged.models.model_files import ModelFiles
+from mlxpaged.models.sources.model_files import ModelFiles
 from mlxpaged.models.turns import Turns
 from mlxpaged.models.vision_family import Family, Settings
 from mlxpaged.models.vision_gemma import GEMMA_3, GEMMA_4, GEMMA_4_UNIFIED

@@ -10,14 +10,14 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from mlxpaged.models.architectures import Source, source_at
 from mlxpaged.models.device_memory import free_device_memory
-from mlxpaged.models.downloads import repositories
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
-from mlxpaged.models.gguf.choice import begins_model, choose, gguf_sizes, split_name
-from mlxpaged.models.gguf.file import split_paths
 from mlxpaged.models.kinds import Kind, kind_of
-from mlxpaged.models.other_apps import OLLAMA, app_models, app_path
-from mlxpaged.models.preflight import GGUF, local_file_sizes, weight_files, weight_paths
-from mlxpaged.models.short_names import full_name
+from mlxpaged.models.sources.downloads import repositories
+from mlxpaged.models.sources.gguf.choice import begins_model, choose, gguf_sizes, split_name
+from mlxpaged.models.sources.gguf.file import split_paths
+from mlxpaged.models.sources.other_apps import OLLAMA, app_models, app_path
+from mlxpaged.models.sources.preflight import GGUF, local_file_sizes, weight_files, weight_paths
+from mlxpaged.models.sources.short_names import full_name
 
 
 @dataclass(frozen=True)

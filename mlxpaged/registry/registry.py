@@ -23,8 +23,8 @@ from mlxpaged.engine.stall import Stall
 from mlxpaged.engine.watchdog import StallLimits, Watchdog
 from mlxpaged.models.errors import ModelNotFoundError
 from mlxpaged.models.kinds import Kind
-from mlxpaged.models.other_apps import app_path
-from mlxpaged.models.short_names import LATEST, full_name, without_address
+from mlxpaged.models.sources.other_apps import app_path
+from mlxpaged.models.sources.short_names import LATEST, full_name, without_address
 from mlxpaged.registry.catalog import Catalog, Found
 from mlxpaged.registry.errors import LoadFailedError, ModelBusyError, ModelUnknownError, NoRoomError
 from mlxpaged.registry.model import Model

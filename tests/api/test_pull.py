@@ -20,9 +20,9 @@ from mlxpaged.api.downloads import MAX_DOWNLOADS
 from mlxpaged.api.ollama import pull
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models import device_memory, disk
-from mlxpaged.models.downloads import downloads
 from mlxpaged.models.loader import DEMO_PATH
-from mlxpaged.models.short_names import short_names
+from mlxpaged.models.sources.downloads import downloads
+from mlxpaged.models.sources.short_names import short_names
 from tests.api.helpers import DEADLINE, bearer, raw, write_keys
 from tests.cli.helpers import hub
 from tests.models.test_preflight import point_to, requested_weights, sizes_of
@@ -121,8 +121,10 @@ def test_only_so_many_repositories_are_downloaded_at_once(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = threading.Event()
-    monkeypatch.setattr("mlxpaged.models.sources.download_small_files", lambda name, **_: ended.wait(DEADLINE) and None)
-    monkeypatch.setattr("mlxpaged.models.sources.download_weights", lambda name, files: Path(name))
+    monkeypatch.setattr(
+        "mlxpaged.models.sources.hub.download_small_files", lambda name, **_: ended.wait(DEADLINE) and None
+    )
+    monkeypatch.setattr("mlxpaged.models.sources.hub.download_weights", lambda name, files: Path(name))
     with contextlib.ExitStack() as stack:
         stack.callback(ended.set)
         client = stack.enter_context(raw(server))

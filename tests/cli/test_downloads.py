@@ -16,12 +16,13 @@ from huggingface_hub import constants
 from mlxpaged.cli.serve import name_and_path
 from mlxpaged.models import device_memory, disk, loader
 from mlxpaged.models.architectures import has_module, modules_of
-from mlxpaged.models.downloads import downloads
 from mlxpaged.models.fit import fit, layers_of
 from mlxpaged.models.kinds import ENCODERS, Kind
 from mlxpaged.models.layers import KV, PerSequence
 from mlxpaged.models.loader import DEMO_PATH, load_embedding_model
-from mlxpaged.models.short_names import (
+from mlxpaged.models.sources.downloads import downloads
+from mlxpaged.models.sources.resolve import resolve
+from mlxpaged.models.sources.short_names import (
     default_name,
     full_name,
     largest_within,
@@ -30,7 +31,6 @@ from mlxpaged.models.short_names import (
     short_names,
     without_address,
 )
-from mlxpaged.models.sources import resolve_model
 from mlxpaged.models.vision import FAMILIES
 from mlxpaged.registry.catalog import Catalog
 from tests.cli.helpers import DEADLINE, Result, hub, mlxpaged
@@ -106,7 +106,7 @@ def test_a_model_is_pulled_by_its_short_name_listed_found_by_serve_and_removed(
     assert "serve it: mlxpaged serve qwen3:4b" in pulled.stdout
     [download] = downloads()
     assert download.path.is_relative_to(cache)
-    assert resolve_model("qwen3:4b") == download.path
+    assert resolve("qwen3:4b").directory == download.path
     found = Catalog().find("qwen3:4b")  # as a request names it
     assert found is not None
     assert (found.name, found.path) == (NAME, download.path)
@@ -225,7 +225,7 @@ def test_what_an_address_names_is_pulled_found_and_removed(run: Run, online: lis
     address = f"https://huggingface.co/{NAME}/tree/main"
     assert run("pull", address).status == 0
     [download] = downloads()
-    assert resolve_model(address) == download.path
+    assert resolve(address).directory == download.path
     found = Catalog().find(address)
     assert found is not None
     assert found.name == NAME
@@ -414,7 +414,7 @@ def test_a_short_name_stands_for_its_repository() -> None:
     assert "llama3.2:1b" in near_names("llama3.2:2b")
     assert near_names("gema4:26b")[0] == "gemma4:26b"
     with pytest.raises(loader.ModelNotFoundError, match=r"did you mean llama3\.2:1b, llama3\.2:3b\?"):
-        resolve_model("llama3.2:2b")
+        resolve("llama3.2:2b")
 
 
 def test_the_model_that_is_suggested_is_the_largest_that_fits() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mlxpaged.engine.config import EngineConfig
-from mlxpaged.models.sources import resolve_model
+from mlxpaged.models.sources.resolve import resolve
 from tests.cli.helpers import mlxpaged
 from tests.cluster.servers import LOCAL, PROMPTS, START_SECONDS, Cluster, Load, Storm, cluster_of, processes_of
 from tests.support import wait_until
@@ -94,7 +94,7 @@ def test_the_banner_says_what_the_link_takes_of_each_token(restarting: Cluster) 
     )
     found = re.search(line, restarting.command.stdout)
     assert found is not None, restarting.command.stdout
-    config = json.loads((Path(resolve_model("demo")) / "config.json").read_text())
+    config = resolve("demo").config
     token_bytes, sums = 4 * config["hidden_size"], 2 * config["num_hidden_layers"]
     assert (found[1], found[3]) == ("0.5 KB", "1.0 MB")
     assert (token_bytes, token_bytes * EngineConfig.max_num_batched_tokens) == (512, 2**20)

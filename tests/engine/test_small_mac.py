@@ -12,7 +12,7 @@ from mlxpaged.cache.groups import CacheGroups
 from mlxpaged.engine.memory import LEAST_STEP, START_TOKENS, kv_blocks
 from mlxpaged.models.device_memory import DESKTOP_LEAST, default_device_memory
 from mlxpaged.models.layers import KV, LayerSpec, bytes_per_token
-from mlxpaged.models.short_names import full_name
+from mlxpaged.models.sources.short_names import full_name
 
 GIB = 2**30
 ROOT = Path(__file__).parents[2]

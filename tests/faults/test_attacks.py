@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.models.sources import resolve_model
+from mlxpaged.models.sources.resolve import resolve
 from mlxpaged.models.tokenizer_limits import MAX_REPLACED
 from tests.faults import costs, wire
 from tests.faults.fault import Context, must
@@ -52,7 +52,7 @@ FLOOR_SECONDS = 0.05
 RATIO = 3.0
 END_SECONDS = 5.0
 
-BUNDLED_VISION = resolve_model("demo-vision")
+BUNDLED_VISION = resolve("demo-vision").directory
 
 Play = Callable[[Context], Awaitable[None]]
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from mlxpaged.models.gguf.directory import gguf_directory
-from mlxpaged.models.gguf.file import read_gguf
-from mlxpaged.models.gguf.tokenizer import SPLITS
+from mlxpaged.models.sources.gguf.directory import gguf_directory
+from mlxpaged.models.sources.gguf.file import read_gguf
+from mlxpaged.models.sources.gguf.tokenizer import SPLITS
 from tests.models.architectures import make_architecture
 from tests.models.gguf_blocks import VALUES, values
 from tests.models.gguf_files import TYPES, Stored

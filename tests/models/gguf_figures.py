@@ -21,9 +21,9 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
-from mlxpaged.models.gguf.directory import gguf_directory
-from mlxpaged.models.model_files import ModelFiles
-from mlxpaged.models.sources import resolve_model
+from mlxpaged.models.sources.gguf.directory import gguf_directory
+from mlxpaged.models.sources.model_files import ModelFiles
+from mlxpaged.models.sources.resolve import resolve
 from tests.models.gguf_blocks import VALUES, random_tensor
 from tests.models.gguf_damage import damaged, enlarge
 from tests.models.gguf_files import Stored, plain
@@ -73,7 +73,7 @@ FILES: dict[str, tuple[str, IsLarger]] = {
 
 def refuse(path: Path) -> None:
     try:
-        resolve_model(str(path))
+        resolve(str(path))
     except (ModelNotFoundError, UnsupportedModelError):
         return
     raise SystemExit(f"a damaged file was not refused: {path}")

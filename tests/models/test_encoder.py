@@ -19,8 +19,8 @@ from mlxpaged.models.encoder_files import load_encoder
 from mlxpaged.models.encoder_model import EncoderModel, pool
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import load_embedding_model
-from mlxpaged.models.model_files import ModelFiles
 from mlxpaged.models.ragged_attention import plan_attention
+from mlxpaged.models.sources.model_files import ModelFiles
 from tests.models.encoders import CONFIGS, LONGEST, PAIRS, VOCABULARY, WIDTH, Reference, make_dense, make_encoder
 
 LENGTHS = [1, 2, 3, 40, 17, 1, 90, 31, 32, 33, 100, 64, 5, 40]

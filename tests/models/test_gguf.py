@@ -12,9 +12,9 @@ import pytest
 
 from mlxpaged.models.embedding import weight_bytes
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.gguf.blocks import AGAIN
-from mlxpaged.models.gguf.directory import gguf_directory
-from mlxpaged.models.model_files import ModelFiles
+from mlxpaged.models.sources.gguf.blocks import AGAIN
+from mlxpaged.models.sources.gguf.directory import gguf_directory
+from mlxpaged.models.sources.model_files import ModelFiles
 from tests.models.architectures import ARCHITECTURES, FULL, LLAMA3, SLIDING, make_architecture
 from tests.models.gguf_blocks import VALUES, random_tensor, values
 from tests.models.gguf_files import Stored, plain

@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.models.gguf.blocks import EXACT, Errors, arrays, bits_of, memory_bytes
-from mlxpaged.models.gguf.file import read_gguf
+from mlxpaged.models.sources.gguf.blocks import EXACT, Errors, arrays, bits_of, memory_bytes
+from mlxpaged.models.sources.gguf.file import read_gguf
 from tests.models.gguf_blocks import VALUES, random_tensor, values
 from tests.models.gguf_files import Stored, plain, write_gguf
 
@@ -86,7 +86,7 @@ def test_numbers_that_are_not_quantized_stay_what_they_are(kind: str, tmp_path: 
 def test_a_large_tensor_is_unpacked_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = random_tensor("Q4_K", (7, 256))
     whole = read(tmp_path, stored)[0]
-    monkeypatch.setattr("mlxpaged.models.gguf.blocks.CHUNK_BYTES", 300)
+    monkeypatch.setattr("mlxpaged.models.sources.gguf.blocks.CHUNK_BYTES", 300)
     parts = read(tmp_path, stored)[0]
     assert {name: array.tolist() for name, array in parts.items()} == {
         name: array.tolist() for name, array in whole.items()

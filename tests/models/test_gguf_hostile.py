@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.gguf import file as gguf_file
-from mlxpaged.models.gguf.config import config_of
-from mlxpaged.models.gguf.directory import directory_files
-from mlxpaged.models.gguf.file import read_gguf
+from mlxpaged.models.sources.gguf import file as gguf_file
+from mlxpaged.models.sources.gguf.config import config_of
+from mlxpaged.models.sources.gguf.directory import directory_files
+from mlxpaged.models.sources.gguf.file import read_gguf
 from tests.models.gguf_damage import damaged, enlarge
 from tests.models.gguf_files import Stored, plain, text, value, write_gguf
 from tests.models.gguf_models import as_gguf

@@ -11,12 +11,12 @@ import mlx.core as mx
 import pytest
 from huggingface_hub import constants
 
-from mlxpaged.models import sources
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.fingerprint import fingerprint
-from mlxpaged.models.gguf.choice import choose, models_with
 from mlxpaged.models.loader import load_model, read_tokenizer
-from mlxpaged.models.sources import resolve_model
+from mlxpaged.models.sources import local
+from mlxpaged.models.sources.gguf.choice import choose, models_with
+from mlxpaged.models.sources.resolve import resolve
 from tests.cli.helpers import hub
 from tests.models.gguf_blocks import random_tensor
 from tests.models.gguf_files import Stored, plain
@@ -44,21 +44,21 @@ def test_a_gguf_file_is_served_like_the_directory_with_the_same_weights(mlx: Pat
 
 
 def test_weights_are_linked_and_never_copied(gguf: Path) -> None:
-    directory = resolve_model(str(gguf))
+    directory = resolve(str(gguf)).directory
     assert (directory / "model.gguf").readlink() == gguf
     assert sum(path.lstat().st_size for path in directory.iterdir()) < gguf.stat().st_size
 
 
 def test_a_file_that_changes_gets_new_small_files(gguf: Path, mlx: Path, tmp_path: Path) -> None:
     path = Path(shutil.copy(gguf, tmp_path / "a.gguf"))
-    first = resolve_model(str(path))
-    assert resolve_model(str(path)) == first
+    first = resolve(str(path)).directory
+    assert resolve(str(path)).directory == first
     as_gguf(mlx, path, change=lambda metadata, tensors: metadata.update({"llama.context_length": 77}))
-    second = resolve_model(str(path))
+    second = resolve(str(path)).directory
     assert json.loads((second / "config.json").read_text())["max_position_embeddings"] == 77
     assert not first.exists()
     path.unlink()
-    assert resolve_model(str(gguf)).exists()
+    assert resolve(str(gguf)).directory.exists()
     assert not second.exists()
 
 
@@ -67,7 +67,7 @@ def test_the_fingerprint_is_that_of_the_weights(gguf: Path, mlx: Path, tmp_path:
     other = as_gguf(
         mlx, tmp_path / "b.gguf", change=lambda _, tensors: tensors.update({"output_norm.weight": plain([1.5] * 64)})
     )
-    digests = [fingerprint(resolve_model(str(path))) for path in (gguf, copy, other)]
+    digests = [fingerprint(resolve(str(path)).directory) for path in (gguf, copy, other)]
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -86,7 +86,7 @@ def test_a_model_in_parts_is_loaded_whole(mlx: Path, tmp_path: Path) -> None:
         as_gguf(mlx, tmp_path / name, change=keep)  # type: ignore[arg-type]
     own = load_model(str(tmp_path / names[0]))
     assert mx.allclose(own.model(PROMPT), load_model(str(mlx)).model(PROMPT), rtol=1e-5, atol=1e-5)
-    assert resolve_model(str(tmp_path)) == own.path
+    assert resolve(str(tmp_path)).directory == own.path
     (tmp_path / names[1]).unlink()
     with pytest.raises(UnsupportedModelError, match=r"tiny-00002-of-00003\.gguf is missing"):
         load_model(str(tmp_path / names[0]))
@@ -100,14 +100,14 @@ def test_a_directory_with_several_quantizations_has_the_largest_that_fits(
         (tmp_path / name).write_bytes(gguf.read_bytes() + bytes(more))
 
     def link(name: str) -> str:
-        return (resolve_model(name) / "model.gguf").readlink().name
+        return (resolve(name).directory / "model.gguf").readlink().name
 
     assert link(str(tmp_path)) == "m-F32.gguf"
     assert link(f"{tmp_path}:q4_k_m") == "m-Q4_K_M.gguf"
-    monkeypatch.setattr(sources, "free_device_memory", lambda: 2 * size)
+    monkeypatch.setattr(local, "free_device_memory", lambda: 2 * size)
     assert link(str(tmp_path)) == "m-Q8_0.gguf"
     with pytest.raises(UnsupportedModelError, match=r"it has no GGUF file Q5_0, but m-F32\.gguf, m-Q4_K_M\.gguf"):
-        resolve_model(f"{tmp_path}:Q5_0")
+        resolve(f"{tmp_path}:Q5_0")
 
 
 def test_of_a_hub_repository_only_the_chosen_file_is_downloaded(
@@ -126,7 +126,7 @@ def test_of_a_hub_repository_only_the_chosen_file_is_downloaded(
         template = address + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         chosen = {
-            name: (resolve_model(name) / "model.gguf").readlink().name
+            name: (resolve(name).directory / "model.gguf").readlink().name
             for name in ("someone/model", "someone/model:Q4_K_M", "someone/model/m-Q4_K_M.gguf")
         }
         assert chosen == {
@@ -136,20 +136,22 @@ def test_of_a_hub_repository_only_the_chosen_file_is_downloaded(
         }
         assert not any("BF16" in request for request in requests)
         with pytest.raises(UnsupportedModelError, match=r"someone/model:BF16 cannot be loaded: its weights take .* GB"):
-            resolve_model("someone/model:BF16")
+            resolve("someone/model:BF16")
         assert not any("BF16" in request for request in requests)
-        monkeypatch.setattr(sources, "free_device_memory", lambda: 10**20)
-        assert resolve_model("someone/model").name == resolve_model("someone/model:Q8_0").name  # as it is downloaded
+        monkeypatch.setattr(local, "free_device_memory", lambda: 10**20)
+        assert (
+            resolve("someone/model").directory.name == resolve("someone/model:Q8_0").directory.name
+        )  # as it is downloaded
         assert not any("BF16" in request for request in requests)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert resolve_model("someone/model:Q8_0").name == resolve_model("someone/model").name
+    assert resolve("someone/model:Q8_0").directory.name == resolve("someone/model").directory.name
 
 
 def test_a_quantization_is_taken_although_there_are_safetensors(mlx: Path, gguf: Path, tmp_path: Path) -> None:
     both = Path(shutil.copytree(mlx, tmp_path / "both"))
     shutil.copy(gguf, both / "m-Q4_K_M.gguf")
-    assert resolve_model(str(both)) == both
-    assert (resolve_model(f"{both}:Q4_K_M") / "model.gguf").readlink() == both / "m-Q4_K_M.gguf"
+    assert resolve(str(both)).directory == both
+    assert (resolve(f"{both}:Q4_K_M").directory / "model.gguf").readlink() == both / "m-Q4_K_M.gguf"
 
 
 @pytest.mark.parametrize(
@@ -195,10 +197,10 @@ def test_the_memory_is_checked_with_the_size_that_the_weights_will_have(
         tmp_path / "m.gguf",
         lambda _, array: random_tensor("Q4_0", array.shape) if array.ndim > 1 else plain(array),
     )
-    config = json.loads((resolve_model(str(path)) / "config.json").read_text())
+    config = json.loads((resolve(str(path)).directory / "config.json").read_text())
     served = load_model(str(path))
     assert served.weight_bytes <= config["gguf_bytes"] <= 1.12 * path.stat().st_size
-    monkeypatch.setattr(sources, "free_device_memory", lambda: config["gguf_bytes"] - 1)
+    monkeypatch.setattr(local, "free_device_memory", lambda: config["gguf_bytes"] - 1)
     with pytest.raises(UnsupportedModelError, match=r"its weights take 0\.0 GB, but only 0\.0 GB"):
         load_model(str(path))
 

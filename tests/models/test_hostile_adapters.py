@@ -14,11 +14,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.models import sources
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.adapters import MAX_HEADER_BYTES, MAX_KEYS
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import load_model
+from mlxpaged.models.sources import local
 from tests.models.test_hostile import SECONDS, change_header, fifo, link, sparse, write, write_bytes
 from tests.support import make_adapter, make_tiny_model
 
@@ -223,7 +223,7 @@ def test_adapters_that_do_not_fit_beside_the_weights_are_refused(
 ) -> None:
     weights, own = (path.stat().st_size for path in (model / "model.safetensors", adapter / WEIGHTS))
     for free, fits in ((weights + own, True), (weights + own - 1, False)):
-        monkeypatch.setattr(sources, "free_device_memory", lambda free=free: free)
+        monkeypatch.setattr(local, "free_device_memory", lambda free=free: free)
         if fits:
             load(model, adapter)
         else:

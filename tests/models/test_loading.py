@@ -22,8 +22,8 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models import loader
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.loader import DEMO_PATH, ServedModel, context_length, load_model
-from mlxpaged.models.short_names import DEMO_MODEL
-from mlxpaged.models.sources import resolve_model
+from mlxpaged.models.sources.resolve import resolve
+from mlxpaged.models.sources.short_names import DEMO_MODEL
 from mlxpaged.models.turns import Turns
 from mlxpaged.step import Step
 from tests.support import SMALL, demo_vocab_size, make_tiny_model, run_requests
@@ -106,7 +106,7 @@ def test_a_directory_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 
 def test_a_bare_name_is_not_looked_up_on_the_hub() -> None:
     with pytest.raises(ModelNotFoundError, match="no such directory: nonsense"):
-        resolve_model("nonsense")
+        resolve("nonsense")
 
 
 def test_a_file_is_not_a_model_directory(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_demo_model_loads_by_its_name() -> None:
-    assert resolve_model(DEMO_MODEL) == DEMO_PATH
+    assert resolve(DEMO_MODEL).directory == DEMO_PATH
     served = load_model(DEMO_MODEL)
     assert (served.name, served.vocab_size, served.context_length) == ("demo", demo_vocab_size(), 4096)
     assert load_model(DEMO_MODEL, "other").name == "other"

@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.gguf.directory import gguf_directory
-from mlxpaged.models.model_files import ModelFiles
+from mlxpaged.models.sources.gguf.directory import gguf_directory
+from mlxpaged.models.sources.model_files import ModelFiles
 from tests.models.gguf_models import as_gguf
 from tests.support import make_tiny_model
 

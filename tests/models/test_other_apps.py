@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mlxpaged.models.errors import ModelNotFoundError
-from mlxpaged.models.other_apps import app_models
-from mlxpaged.models.sources import resolve_model
+from mlxpaged.models.sources.other_apps import app_models
+from mlxpaged.models.sources.resolve import resolve
 
 DIGEST = "0a" * 32
 
@@ -49,7 +49,7 @@ def pull(root: Path, place: str, gguf: Path, digest: str = DIGEST) -> Path:
 )
 def test_a_model_of_ollama_is_used_where_it_is(place: str, name: str, listed: str, home: Path, gguf: Path) -> None:
     blob = pull(home / ".ollama" / "models", place, gguf)
-    assert (resolve_model(name) / "model.gguf").readlink() == blob
+    assert (resolve(name).directory / "model.gguf").readlink() == blob
     assert [(each.name, each.path, each.bytes) for each in app_models()] == [(listed, blob, gguf.stat().st_size)]
 
 
@@ -68,9 +68,9 @@ def test_models_of_lm_studio_are_used_where_they_are(folder: str, home: Path, gg
         shutil.copy(gguf, files / name)
     names = [f"lmstudio:someone/tiny-GGUF/tiny-{kind}.gguf" for kind in ("Q4_K_M", "Q8_0")]
     assert [each.name for each in app_models()] == [*names, "lmstudio:someone/tiny-mlx"]
-    assert resolve_model("lmstudio:someone/tiny-mlx") == models / "someone" / "tiny-mlx"
+    assert resolve("lmstudio:someone/tiny-mlx").directory == models / "someone" / "tiny-mlx"
     for name in (names[0], "lmstudio:someone/tiny-GGUF:Q4_K_M"):
-        assert (resolve_model(name) / "model.gguf").readlink() == files / "tiny-Q4_K_M.gguf"
+        assert (resolve(name).directory / "model.gguf").readlink() == files / "tiny-Q4_K_M.gguf"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_models_of_lm_studio_are_used_where_they_are(folder: str, home: Path, gg
 )
 def test_a_model_that_is_not_there_is_named(name: str, home: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"has no model .*`mlxpaged ls` lists them"):
-        resolve_model(name)
+        resolve(name)
 
 
 DAMAGED = [
@@ -102,4 +102,4 @@ def test_a_damaged_manifest_is_no_model(content: str, home: Path, gguf: Path) ->
     (home / ".ollama/models/manifests/registry.ollama.ai/library/tiny/latest").write_text(content)
     assert app_models() == []
     with pytest.raises(ModelNotFoundError):
-        resolve_model("ollama:tiny")
+        resolve("ollama:tiny")

@@ -13,11 +13,11 @@ import mlx_lm
 import pytest
 from huggingface_hub import HfApi, constants
 
-from mlxpaged.models import sources
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import DEMO_PATH, load_model
-from mlxpaged.models.preflight import Reserved, check_model
-from mlxpaged.models.sources import resolve_model
+from mlxpaged.models.sources import local
+from mlxpaged.models.sources.preflight import Reserved, check_model
+from mlxpaged.models.sources.resolve import resolve
 from tests.cli.helpers import hub
 from tests.support import make_tiny_model
 
@@ -159,7 +159,7 @@ def test_a_directory_whose_weights_do_not_fit_is_refused_before_they_are_read(
     path = make_tiny_model(tmp_path / "m", "llama")
     size = (path / "model.safetensors").stat().st_size
     (path / "model.safetensors").write_bytes(bytes(size))  # not readable as weights
-    monkeypatch.setattr(sources, "free_device_memory", lambda: size - 1)
+    monkeypatch.setattr(local, "free_device_memory", lambda: size - 1)
     with pytest.raises(UnsupportedModelError, match=rf"{path} cannot be loaded: its weights take"):
         load_model(str(path))
 
@@ -170,7 +170,7 @@ def test_weights_that_do_not_fit_beside_the_kv_cache_and_a_step_are_refused_with
     path = make_tiny_model(tmp_path / "m", "llama")
     weights = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(bytes(len(weights)))  # not readable as weights
-    monkeypatch.setattr(sources, "free_device_memory", lambda: 5_700_000_000)
+    monkeypatch.setattr(local, "free_device_memory", lambda: 5_700_000_000)
     numbers = r"its weights take 0\.0 GB and --kv-cache-memory 4\.8 GB and a step 1\.0 GB, but only 5\.7 GB of memory"
     with pytest.raises(UnsupportedModelError, match=numbers):
         load_model(str(path), reserved=Reserved(4_800_000_000, 1_000_000_000))
@@ -212,11 +212,11 @@ def point_to(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def resolved(
     directory: Path, monkeypatch: pytest.MonkeyPatch, sizes: Mapping[str, int] | None
 ) -> tuple[Path | None, str, list[str]]:
-    """What `resolve_model` returns and says, and the paths that were requested of the hub."""
+    """The directory that `resolve` finds, what it says, and the paths that were requested of the hub."""
     with hub("someone/model", directory, sizes) as (address, requests):
         point_to(address, monkeypatch)
         try:
-            return resolve_model("someone/model"), "", requests
+            return resolve("someone/model").directory, "", requests
         except UnsupportedModelError as error:
             return None, str(error), requests
 
@@ -267,7 +267,7 @@ def test_a_hub_repository_that_fits_is_downloaded(
 def test_without_sizes_from_the_hub_the_memory_is_checked_after_the_download(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "free_device_memory", lambda: 1_000_000)
+    monkeypatch.setattr(local, "free_device_memory", lambda: 1_000_000)
     _, message, requests = resolved(repository, monkeypatch, None)
     assert "its weights take 0.0 GB" in message
     assert requested_weights(requests)
@@ -286,10 +286,10 @@ def test_a_hub_that_refuses_to_tell_sizes_does_not_prevent_the_download(
     monkeypatch.setattr(HfApi, "model_info", without_sizes)
     with hub("someone/model", repository) as (address, _):
         point_to(address, monkeypatch)
-        assert (resolve_model("someone/model") / "model.safetensors").is_file()
+        assert (resolve("someone/model").directory / "model.safetensors").is_file()
 
 
 def test_a_downloaded_model_is_found_without_the_hub(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _, _ = resolved(repository, monkeypatch, sizes_of(repository))
     point_to("http://127.0.0.1:9", monkeypatch)  # nothing listens there
-    assert resolve_model("someone/model") == path
+    assert resolve("someone/model").directory == path

@@ -12,9 +12,9 @@ import pytest
 from mlxpaged.models.architectures import Source, source_at, source_of
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.fit import layers_of
-from mlxpaged.models.gguf.directory import gguf_directory
 from mlxpaged.models.layers import KV, Recurrent, is_per_sequence
 from mlxpaged.models.loader import load_model
+from mlxpaged.models.sources.gguf.directory import gguf_directory
 from tests.models.encoders import make_encoder
 from tests.models.gguf_models import as_gguf
 from tests.models.stand_in_mlx_vlm import config_of, install, make_model, uninstall

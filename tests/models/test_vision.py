@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxpaged.models.model_files import ModelFiles
+from mlxpaged.models.sources.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
 from mlxpaged.models.vision_family import colours_of
 from mlxpaged.vision.pixtral import MEAN, PixtralSizes, PixtralTower

@@ -17,7 +17,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.models.model_files import ModelFiles
+from mlxpaged.models.sources.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
 from mlxpaged.vision.tower import Vision
 from tests.models.architectures import make_architecture

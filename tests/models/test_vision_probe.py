@@ -15,7 +15,7 @@ from mlx_lm.utils import load_tokenizer
 
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.models.model_files import ModelFiles
+from mlxpaged.models.sources.model_files import ModelFiles
 from mlxpaged.models.turns import Turns
 from mlxpaged.models.vision import load_vision
 from mlxpaged.models.vision_probe import check_vision

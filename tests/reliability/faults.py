@@ -65,7 +65,7 @@ FAULTS: dict[str, Fault] = {
         "scheduler/admission.py", "        if needed > room:\n", "        if needed > room + 1000:\n"
     ),
     "test_weights_that_do_not_fit_beside_the_kv_cache_and_a_step_are_refused_with_all_numbers": Fault(
-        "models/preflight.py", "needed > free_bytes:\n", "sum(known) > free_bytes:\n"
+        "models/sources/preflight.py", "needed > free_bytes:\n", "sum(known) > free_bytes:\n"
     ),
     "test_vllm_mlx_384_prompts_that_part_inside_a_block_do_not_get_each_others_answers": Fault(
         "cache/prefix_cache.py",

@@ -16,7 +16,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.models.model_files import ModelFiles
+from mlxpaged.models.sources.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
 from mlxpaged.vision import blocks
 from mlxpaged.vision.embedding import embedding_of

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxpaged.models.model_files import ModelFiles
+from mlxpaged.models.sources.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
 from mlxpaged.vision.gemma4_unified import Gemma4UnifiedSizes, Gemma4UnifiedTower
 from mlxpaged.vision.gemma_format import Gemma4Format

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
-from mlxpaged.models.model_files import ModelFiles
+from mlxpaged.models.sources.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
 from mlxpaged.vision import blocks
 from mlxpaged.vision.interpolation import resized_part

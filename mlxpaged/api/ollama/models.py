@@ -17,7 +17,7 @@ from mlxpaged.api.ollama.schema import OllamaShowRequest
 from mlxpaged.api.server import server_of
 from mlxpaged.api.web import files as web
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
-from mlxpaged.models.short_names import LATEST
+from mlxpaged.models.sources.short_names import LATEST
 from mlxpaged.registry.model import Model
 
 VERSION = "0.13.5"

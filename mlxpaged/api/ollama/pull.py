@@ -20,7 +20,7 @@ from mlxpaged.api.server import server_of
 from mlxpaged.api.streaming import LINES, EventStream, error_event, line
 from mlxpaged.models.disk import DiskFullError
 from mlxpaged.models.errors import HubError, InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
-from mlxpaged.models.short_names import BUNDLED, LATEST, full_name, near_names
+from mlxpaged.models.sources.short_names import BUNDLED, LATEST, full_name, near_names
 
 PROGRESS_SECONDS = 0.5
 """Seconds between two lines of a stream."""

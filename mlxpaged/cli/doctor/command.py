@@ -30,8 +30,8 @@ from mlxpaged.engine.wired_memory import wire_memory
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.layers import unfused
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.models.short_names import BUNDLED
-from mlxpaged.models.sources import resolve_model
+from mlxpaged.models.sources.resolve import resolve
+from mlxpaged.models.sources.short_names import BUNDLED
 from mlxpaged.scheduler.acceptance import MOST_DRAFTS
 from mlxpaged.scheduler.draft_budget import draft_lengths
 
@@ -78,7 +78,7 @@ class Doctor:
 
         Raises ModelNotFoundError or UnsupportedModelError."""
         yield "machine", dict(machine())
-        path = resolve_model(self._model)
+        path = resolve(self._model).directory
         theirs = measured(lambda: mlx_lm_rates(path, SIZES))
         free_memory()
         served = load_model(self._model)

@@ -16,11 +16,11 @@ from mlx.nn.layers.base import Module
 from mlx_lm.utils import load_model as load_weights
 
 from mlxpaged.attention.self_check import ReportAmount
-from mlxpaged.models.gguf.file import GgufFile, read_gguf
-from mlxpaged.models.gguf.weights import load_gguf
 from mlxpaged.models.json_files import model_config
-from mlxpaged.models.preflight import GGUF, weight_paths
-from mlxpaged.models.weight_headers import check_sizes, read_shapes
+from mlxpaged.models.sources.gguf.file import GgufFile, read_gguf
+from mlxpaged.models.sources.gguf.weights import load_gguf
+from mlxpaged.models.sources.preflight import GGUF, weight_paths
+from mlxpaged.models.sources.weight_headers import check_sizes, read_shapes
 from mlxpaged.models.weight_names import classes_of
 
 
@@ -32,7 +32,7 @@ class StoredTensors(NamedTuple):
 
 
 class ModelFiles:
-    """Those of a directory that `resolve_model` has returned, or one file of weights. All but the constructor raise
+    """Those of a directory, or one file of weights. All but the constructor raise
     UnsupportedModelError if a file is damaged."""
 
     def __init__(self, path: Path) -> None:

@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from mlxpaged.models.downloads import Download
 from mlxpaged.models.errors import ModelNotFoundError
-from mlxpaged.models.gguf.choice import begins_model, split_name
+from mlxpaged.models.sources.downloads import Download
+from mlxpaged.models.sources.gguf.choice import begins_model, split_name
 
 OLLAMA, LM_STUDIO = "ollama:", "lmstudio:"
 """What the names of their models begin with here."""

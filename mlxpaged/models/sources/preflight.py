@@ -15,8 +15,8 @@ from huggingface_hub import HfApi, constants
 from mlxpaged.models.architectures import GGUF_BYTES, source_of
 from mlxpaged.models.errors import AssistantError, InsufficientMemoryError, UnsupportedModelError
 from mlxpaged.models.files import check_files
-from mlxpaged.models.gguf.choice import GROWTH
 from mlxpaged.models.json_files import CONFIG, model_config, read_object
+from mlxpaged.models.sources.gguf.choice import GROWTH
 
 WEIGHTS = "model*.safetensors"
 """The files that mlx-lm loads. Some repositories hold the same weights under other names too."""
@@ -86,7 +86,7 @@ def weight_files(sizes: FileSizes) -> FileSizes:
 
 
 def weight_paths(directory: Path) -> list[Path]:
-    """The weights of a directory that `resolve_model` has returned."""
+    """The weights of a model."""
     return sorted(directory.glob(WEIGHTS)) or sorted(directory.glob(f"model*{GGUF}"))
 
 

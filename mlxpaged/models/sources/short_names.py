@@ -13,7 +13,7 @@ from mlxpaged.models.kinds import Kind
 DEMO_MODEL = "demo"
 
 BUNDLED = {DEMO_MODEL: "demo", "demo-vision": "demo_vision"}
-"""The models that come with the package, and their directories beside this file."""
+"""The models that come with the package, and their directories in mlxpaged/models/."""
 
 TABLE = Path(__file__).with_suffix(".toml")
 """Its first lines say where its figures come from."""

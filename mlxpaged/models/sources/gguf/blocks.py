@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlxpaged.models.gguf.file import Tensor
+from mlxpaged.models.sources.gguf.file import Tensor
 
 GROUP = 32
 CHUNK_BYTES = 2**21

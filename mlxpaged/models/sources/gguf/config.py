@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.gguf.file import GgufFile
-from mlxpaged.models.weight_headers import MAX_LAYERS
+from mlxpaged.models.sources.gguf.file import GgufFile
+from mlxpaged.models.sources.weight_headers import MAX_LAYERS
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 DEFAULT_ROPE_BASE = 10_000.0

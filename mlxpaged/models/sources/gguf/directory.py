@@ -16,12 +16,12 @@ from typing import Any
 
 from mlxpaged.models.architectures import GGUF_BYTES
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.gguf.blocks import memory_bytes
-from mlxpaged.models.gguf.config import config_of
-from mlxpaged.models.gguf.file import GgufFile, read_gguf, split_paths
-from mlxpaged.models.gguf.names import NAMES, weight_name
-from mlxpaged.models.gguf.tokenizer import tokenizer_files
-from mlxpaged.models.gguf.weights import dtype_name
+from mlxpaged.models.sources.gguf.blocks import memory_bytes
+from mlxpaged.models.sources.gguf.config import config_of
+from mlxpaged.models.sources.gguf.file import GgufFile, read_gguf, split_paths
+from mlxpaged.models.sources.gguf.names import NAMES, weight_name
+from mlxpaged.models.sources.gguf.tokenizer import tokenizer_files
+from mlxpaged.models.sources.gguf.weights import dtype_name
 
 FORMAT = 1
 """Version of the files that are made. A change makes them again."""

@@ -12,9 +12,9 @@ from mlx.nn.layers.base import Module
 from mlx_lm.utils import load_model
 
 from mlxpaged.attention.self_check import ReportAmount
-from mlxpaged.models.gguf.blocks import GROUP, Errors, arrays, bits_of
-from mlxpaged.models.gguf.file import GgufFile, Tensor
-from mlxpaged.models.gguf.names import NAMES, weight_name
+from mlxpaged.models.sources.gguf.blocks import GROUP, Errors, arrays, bits_of
+from mlxpaged.models.sources.gguf.file import GgufFile, Tensor
+from mlxpaged.models.sources.gguf.names import NAMES, weight_name
 from mlxpaged.models.weight_names import classes_of
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,91 @@
+"""Downloads the files of a model from the hub."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from huggingface_hub import errors as hub_errors
+from huggingface_hub import snapshot_download
+
+from mlxpaged.models.errors import HubError, ModelNotFoundError
+from mlxpaged.models.sources.gguf.choice import gguf_sizes, models_with, split_name
+from mlxpaged.models.sources.local import check_before_loading, chosen, directory_of
+from mlxpaged.models.sources.preflight import (
+    GGUF,
+    NOTHING,
+    WEIGHTS,
+    FileSizes,
+    Reserved,
+    hub_file_sizes,
+    is_gguf,
+    weight_files,
+    weight_paths,
+)
+
+SMALL_FILES = [
+    *("*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken", "*.txt"),
+    "*_Dense/model.safetensors",  # of sentence-transformers, after the pooling
+]
+"""What is downloaded beside the weights."""
+
+
+def download(name: str, reserved: Reserved, num_ranks: int = 1) -> Path:
+    """The directory of a hub repository in the local cache. Raises ModelNotFoundError or UnsupportedModelError."""
+    found = download_small_files(name, reserved, num_ranks)
+    return download_weights(name, () if found is None else tuple(weight_files(found[1])))
+
+
+def download_weights(name: str, files: Sequence[str] = ()) -> Path:
+    """The directory of a hub repository with its weights. files: of weights; empty if they are not known. Raises
+    ModelNotFoundError or UnsupportedModelError."""
+    repository, quantization = split_name(name)
+    with hub_errors_explained(name):
+        directory = Path(snapshot_download(repository, allow_patterns=[*SMALL_FILES, *(files or [WEIGHTS])]))
+    if is_gguf(dict.fromkeys(files)):
+        return directory_of(name, directory, files)
+    # It was downloaded before, and the hub is not there.
+    if (quantization or not weight_paths(directory)) and (found := gguf_sizes(directory)):
+        return directory_of(name, directory, chosen(name, found, quantization))
+    return directory
+
+
+def download_small_files(
+    name: str, reserved: Reserved = NOTHING, num_ranks: int = 1, reclaimable_bytes: int = 0
+) -> tuple[Path, FileSizes] | None:
+    """The directory of a hub repository with all but its weights, and the sizes of all files, of GGUF files only the
+    chosen ones; None if the hub does not tell them. A GGUF file that is downloaded already comes before others.
+    reclaimable_bytes: memory that is not free yet, and can be until the model is loaded. Raises ModelNotFoundError, or
+    UnsupportedModelError if the model cannot be loaded."""
+    repository, quantization = split_name(name)
+    with hub_errors_explained(name):
+        sizes = hub_file_sizes(repository)
+        if sizes is None:
+            return None
+        directory = Path(snapshot_download(repository, allow_patterns=SMALL_FILES))
+        if quantization or is_gguf(sizes):
+            there = models_with(sizes, [file for file in sizes if (directory / file).exists()])
+            files = chosen(name, there if there and not quantization else sizes, quantization)
+            sizes = {file: size for file, size in sizes.items() if file in files or not is_weights(file)}
+    check_before_loading(name, directory, sizes, reserved, num_ranks, reclaimable_bytes)
+    return directory, sizes
+
+
+def is_weights(file: str) -> bool:
+    """Whether a file has weights, by its name."""
+    return file.lower().endswith((GGUF, ".safetensors"))
+
+
+@contextlib.contextmanager
+def hub_errors_explained(name: str) -> Iterator[None]:
+    """Turns the errors of the hub's library into ModelNotFoundError or HubError."""
+    try:
+        yield
+    except hub_errors.GatedRepoError:
+        message = f"{name} is gated: accept its terms on the hub and log in with `hf auth login`"
+        raise ModelNotFoundError(message) from None
+    except hub_errors.RepositoryNotFoundError:
+        raise ModelNotFoundError(f"{name} is neither a local directory nor a repository on the hub") from None
+    except (hub_errors.HFValidationError, hub_errors.HfHubHTTPError, OSError) as error:
+        raise HubError(f"{name} could not be fetched from the hub: {error}") from error
