@@ -36,7 +36,7 @@ from mlxpaged.engine.request import Request
 from mlxpaged.engine.row_times import time_rows
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.scheduler.acceptance import MOST_DRAFTS, PRIORS, Acceptance, Steps
+from mlxpaged.scheduler.acceptance import MOST_DRAFTS, PRIORS, Acceptance, StepCounts
 from mlxpaged.scheduler.draft_budget import draft_lengths
 
 COST = 0.17
@@ -116,7 +116,7 @@ def replay(
     grammar of an answer."""
     tokens, passes, drafted, accepted, cost = 0, 0, 0, 0, 0.0
     for prompt, answer in samples:
-        index, steps, text, done = NgramIndex(), Steps(), list(prompt), 0
+        index, steps, text, done = NgramIndex(), StepCounts(), list(prompt), 0
         acceptance = Acceptance(list(PRIORS), steps)
         matcher = start()
         while done < len(answer):

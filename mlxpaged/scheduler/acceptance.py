@@ -52,7 +52,7 @@ number doubles after each probe that fails."""
 
 
 @dataclass
-class Steps:
+class StepCounts:
     """What an engine has counted, which its sequences look back to. So a step without drafts costs nothing for each.
 
     count: steps so far. lost: how much longer they were for drafts, in steps without, less the MOST_LOSS of each.
@@ -68,7 +68,7 @@ class Acceptance:
     shared: the chances of first drafts, in the order of PRIORS, which all sequences of an engine keep up together.
     """
 
-    def __init__(self, shared: list[float], steps: Steps) -> None:
+    def __init__(self, shared: list[float], steps: StepCounts) -> None:
         self._shared = shared
         self._steps = steps
         self._tried = [[0.0] * MOST_DRAFTS for _ in PRIORS]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
 
-from mlxpaged.scheduler.acceptance import MOST_DRAFTS, MOST_LOSS, PRIORS, Acceptance, Steps
+from mlxpaged.scheduler.acceptance import MOST_DRAFTS, MOST_LOSS, PRIORS, Acceptance, StepCounts
 from mlxpaged.scheduler.row_table import SHORTEST
 
 MOST_DRAFT_ROWS = 64
@@ -128,7 +128,7 @@ class DraftBudget:
         self.lengths: Lengths | None = None
         self.exposed = 0.0  # seconds in which the device waits before a step with drafts, though steps could overlap
         self._acceptance: dict[int, Acceptance] = {}
-        self._shared, self._steps = list(PRIORS), Steps()
+        self._shared, self._steps = list(PRIORS), StepCounts()
         self._searched: ListOf[int] = ()  # for drafts of the next step
         self._could_pay, self._last_batch, self._steps_left = False, -1, 0
         self._num_with_drafts = 0  # steps in a row
@@ -196,28 +196,28 @@ class DraftBudget:
                 lengths = of_few(lengths, chances, self._most_states)
             if self.lengths is None and self._is_plain_due(lengths, contexts, chances):
                 lengths = [0] * len(ids)
-        self._searched = searched
-        if not any(lengths):
-            self._end_search({})
+        if any(lengths):
+            self._searched = searched
+        else:
+            self.choose_none(searched)
         return lengths
 
     def choose_none(self, searched: ListOf[int]) -> None:
-        """Nothing was found for the next step."""
-        self._searched = searched
-        self._end_search({})
+        """The next step has no drafts, although these texts were searched."""
+        self._end_search(searched, {})
 
     def count_step(self, accepted: Mapping[int, int]) -> None:
         """A step has ended. accepted: drafts of those that had some."""
         self._steps.count += 1
         self._steps.lost -= MOST_LOSS
         if accepted:
-            self._end_search(accepted)
+            self._end_search(self._searched, accepted)
+            self._searched = ()
 
-    def _end_search(self, accepted: Mapping[int, int]) -> None:
-        for each in self._searched:
+    def _end_search(self, searched: ListOf[int], accepted: Mapping[int, int]) -> None:
+        for each in searched:
             if (acceptance := self._acceptance.get(each)) is not None:
                 acceptance.end_search(accepted.get(each, 0))
-        self._searched = ()
 
     def note_step(self, rows: int, keys: int, has_drafts: bool, seconds: float) -> None:
         """A step that only decodes has taken so long. It would have had so many rows and keys without drafts."""

@@ -17,7 +17,7 @@ from mlxpaged.scheduler.acceptance import (
     PRIORS,
     PROBE_TOKENS,
     Acceptance,
-    Steps,
+    StepCounts,
 )
 from mlxpaged.scheduler.draft_budget import LENGTHS, DraftBudget, Seconds, draft_lengths
 from mlxpaged.scheduler.row_tiles import ANY_ROWS, RowTiles
@@ -248,7 +248,7 @@ def test_nothing_is_verified_before_a_step_was_timed() -> None:
 
 
 def test_chances_follow_what_was_accepted() -> None:
-    acceptance = Acceptance(list(PRIORS), Steps())
+    acceptance = Acceptance(list(PRIORS), StepCounts())
     assert acceptance.chances(4, 2) == [0.5, 0.25]
     assert acceptance.chances(max(MATCHES), 2) == [0.75, 0.5625]
     for _ in range(10):
@@ -266,7 +266,7 @@ def test_chances_follow_what_was_accepted() -> None:
 
 
 def test_probes_become_rarer_while_they_fail() -> None:
-    steps = Steps()
+    steps = StepCounts()
     acceptance = Acceptance(list(PRIORS), steps)
     due = []
     for token in range(400):
