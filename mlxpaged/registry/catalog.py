@@ -16,7 +16,7 @@ from mlxpaged.models.sources.downloads import repositories
 from mlxpaged.models.sources.gguf.choice import begins_model, choose, gguf_sizes, split_name
 from mlxpaged.models.sources.gguf.file import split_paths
 from mlxpaged.models.sources.other_apps import OLLAMA, app_models, app_path
-from mlxpaged.models.sources.preflight import GGUF, local_file_sizes, weight_files, weight_paths
+from mlxpaged.models.sources.preflight import GGUF, has_safetensors, local_file_sizes, weight_files
 from mlxpaged.models.sources.short_names import full_name
 
 
@@ -102,7 +102,7 @@ def described(name: str, path: Path, wanted: str = "") -> Found | None:
     try:
         if path.is_file():
             return Found(name, path, gguf_bytes(path)) if path.suffix.lower() == GGUF else None
-        if weight_paths(path):
+        if has_safetensors(path):
             sizes = weight_files(local_file_sizes(path)) if (path / "config.json").is_file() else {}
             return Found(name, path, sum(size or 0 for size in sizes.values())) if sizes else None
         found = gguf_sizes(path) if path.is_dir() else {}

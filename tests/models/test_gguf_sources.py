@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import mlx.core as mx
 import pytest
 from huggingface_hub import constants
 
-from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.fingerprint import fingerprint
 from mlxpaged.models.loader import load_model, read_tokenizer
 from mlxpaged.models.sources import local
+from mlxpaged.models.sources.gguf import directory
 from mlxpaged.models.sources.gguf.choice import choose, models_with
 from mlxpaged.models.sources.resolve import resolve
+from mlxpaged.registry.catalog import Catalog, Found
 from tests.cli.helpers import hub
 from tests.models.gguf_blocks import random_tensor
 from tests.models.gguf_files import Stored, plain
@@ -92,22 +95,50 @@ def test_a_model_in_parts_is_loaded_whole(mlx: Path, tmp_path: Path) -> None:
         load_model(str(tmp_path / names[0]))
 
 
+@pytest.mark.parametrize("stem", ["m", "model"])
 def test_a_directory_with_several_quantizations_has_the_largest_that_fits(
-    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stem: str, gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = gguf.stat().st_size
-    for name, more in (("m-Q4_K_M.gguf", 0), ("m-Q8_0.gguf", 1000), ("m-F32.gguf", size), ("mmproj-F32.gguf", 10)):
-        (tmp_path / name).write_bytes(gguf.read_bytes() + bytes(more))
+    more = {"Q4_K_M": 0, "Q8_0": 1000, "F32": size, "mmproj-F32": 10, "mmproj-Q5_0": 10}
+    for kind, added in more.items():
+        (tmp_path / f"{stem}-{kind}.gguf").write_bytes(gguf.read_bytes() + bytes(added))
 
     def link(name: str) -> str:
         return (resolve(name).directory / "model.gguf").readlink().name
 
-    assert link(str(tmp_path)) == "m-F32.gguf"
-    assert link(f"{tmp_path}:q4_k_m") == "m-Q4_K_M.gguf"
+    assert link(str(tmp_path)) == f"{stem}-F32.gguf"
+    assert Catalog((tmp_path.parent,)).find(tmp_path.name) == Found(
+        tmp_path.name, tmp_path / f"{stem}-F32.gguf", 2 * size
+    )
+    assert link(f"{tmp_path}:q4_k_m") == f"{stem}-Q4_K_M.gguf"
     monkeypatch.setattr(local, "free_device_memory", lambda: 2 * size)
-    assert link(str(tmp_path)) == "m-Q8_0.gguf"
-    with pytest.raises(UnsupportedModelError, match=r"it has no GGUF file Q5_0, but m-F32\.gguf, m-Q4_K_M\.gguf"):
+    assert link(str(tmp_path)) == f"{stem}-Q8_0.gguf"
+    with pytest.raises(UnsupportedModelError, match=rf"no GGUF file Q5_0, but {stem}-F32\.gguf, {stem}-Q4_K_M\.gguf"):
         resolve(f"{tmp_path}:Q5_0")
+
+
+def test_a_file_may_have_any_name(gguf: Path, tmp_path: Path) -> None:
+    for name in (b"we ird 'n\xc3\xa4me'\n$(x).gguf", b"\xff.gguf"):
+        path = shutil.copy(gguf, tmp_path / os.fsdecode(name))
+        assert (resolve(str(path)).directory / "model.gguf").samefile(path)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + "/y", "/" + "x" * 300, "lmstudio:a/" + "x" * 300])
+def test_a_name_that_is_too_long_for_a_file_is_no_model(name: str, tmp_path: Path) -> None:
+    (tmp_path / "home" / ".lmstudio" / "models" / "a").mkdir(parents=True)
+    with pytest.raises(ModelNotFoundError):
+        resolve(name)
+    assert Catalog((tmp_path,)).find(name) is None
+
+
+def test_a_cache_that_cannot_be_written_is_named(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(directory, "cache_directory", lambda: tmp_path / "file" / "gguf")
+    with pytest.raises(
+        UnsupportedModelError, match=r"tiny-F32\.gguf cannot be loaded: .*cannot be written to .*/file/"
+    ):
+        resolve(str(gguf))
 
 
 def test_of_a_hub_repository_only_the_chosen_file_is_downloaded(
@@ -160,6 +191,7 @@ def test_a_quantization_is_taken_although_there_are_safetensors(mlx: Path, gguf:
         ("", ["big/m-Q8_0-00001-of-00002.gguf", "big/m-Q8_0-00002-of-00002.gguf"]),
         ("Q4_K_M", ["m-Q4_K_M.gguf"]),
         ("q4_k", []),
+        ("IQ3_XXS", ["m-UD-IQ3_XXS.gguf"]),
         ("UD-Q4_K_XL", ["m-UD-Q4_K_XL.gguf"]),
         ("big/m-Q8_0-00002-of-00002.gguf", ["big/m-Q8_0-00001-of-00002.gguf", "big/m-Q8_0-00002-of-00002.gguf"]),
     ],
@@ -171,6 +203,8 @@ def test_what_is_chosen(wanted: str, expected: list[str]) -> None:
         "m-UD-Q4_K_XL.gguf": 5 * GB,
         **dict.fromkeys(parts, 4 * GB),
         "imatrix.gguf": 20 * GB,
+        "m-UD-IQ3_XXS.gguf": 9 * GB,  # code books
+        "m-TQ2_0.gguf": 9 * GB,
     }
     if expected:
         assert choose(sizes, wanted, 20 * GB) == expected

@@ -44,6 +44,11 @@ def pull(root: Path, place: str, gguf: Path, digest: str = DIGEST) -> Path:
         ("registry.ollama.ai/library/tiny/1b", "ollama:tiny:1b", "ollama:tiny:1b"),
         ("registry.ollama.ai/library/tiny/latest", "ollama:tiny", "ollama:tiny:latest"),
         ("registry.ollama.ai/someone/tiny/1b", "ollama:someone/tiny:1b", "ollama:someone/tiny:1b"),
+        (
+            "localhost:5000/someone/tiny/1b",
+            "ollama:localhost:5000/someone/tiny:1b",
+            "ollama:localhost:5000/someone/tiny:1b",
+        ),
         ("hf.co/someone/tiny/Q4_K_M", "ollama:hf.co/someone/tiny:Q4_K_M", "ollama:hf.co/someone/tiny:Q4_K_M"),
     ],
 )
@@ -94,6 +99,13 @@ DAMAGED = [
     "[" * 100_000,
     " " * (2**20 + 1),
 ]
+
+
+def test_weights_that_are_gone_are_no_model(home: Path, gguf: Path) -> None:
+    pull(home / ".ollama" / "models", "registry.ollama.ai/library/tiny/latest", gguf).unlink()
+    assert app_models() == []
+    with pytest.raises(ModelNotFoundError, match="Ollama has no model tiny"):
+        resolve("ollama:tiny")
 
 
 @pytest.mark.parametrize("content", DAMAGED)

@@ -18,10 +18,10 @@ from mlxpaged.models.sources.preflight import (
     WEIGHTS,
     FileSizes,
     Reserved,
+    has_safetensors,
     hub_file_sizes,
     is_gguf,
     weight_files,
-    weight_paths,
 )
 
 SMALL_FILES = [
@@ -46,7 +46,7 @@ def download_weights(name: str, files: Sequence[str] = ()) -> Path:
     if is_gguf(dict.fromkeys(files)):
         return directory_of(name, directory, files)
     # It was downloaded before, and the hub is not there.
-    if (quantization or not weight_paths(directory)) and (found := gguf_sizes(directory)):
+    if (quantization or not has_safetensors(directory)) and (found := gguf_sizes(directory)):
         return directory_of(name, directory, chosen(name, found, quantization))
     return directory
 

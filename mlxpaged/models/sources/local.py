@@ -11,13 +11,21 @@ from mlxpaged.models.sources.gguf.choice import choose, gguf_sizes, split_name
 from mlxpaged.models.sources.gguf.directory import gguf_directory
 from mlxpaged.models.sources.gguf.file import MAGIC
 from mlxpaged.models.sources.other_apps import app_path
-from mlxpaged.models.sources.preflight import FileSizes, Reserved, check_directory, weight_paths
+from mlxpaged.models.sources.preflight import FileSizes, Reserved, check_directory, has_safetensors
 from mlxpaged.models.sources.short_names import near_names
 
 
 def local_path(name: str) -> Path | None:
     """The directory of a model that a path names, or that another app has; None for a hub repository. Raises
     ModelNotFoundError or UnsupportedModelError."""
+    try:
+        return found_path(name)
+    except OSError as error:  # for example if the name is too long, or the file is another user's
+        raise ModelNotFoundError(f"{name} cannot be read: {error.strerror or error}") from None
+
+
+def found_path(name: str) -> Path | None:
+    """Does what `local_path` does. Raises OSError too."""
     path = Path(app_path(name) or name).expanduser()
     if path.is_file():
         with path.open("rb") as file:
@@ -27,7 +35,7 @@ def local_path(name: str) -> Path | None:
     plain, quantization = split_name(str(path))
     for each, wanted in ((path, ""), (Path(plain), quantization)):
         if each.is_dir():
-            if not (found := {} if weight_paths(each) and not wanted else gguf_sizes(each)):
+            if not (found := {} if has_safetensors(each) and not wanted else gguf_sizes(each)):
                 return each
             return directory_of(name, each, chosen(name, found, wanted))
     if name.startswith((".", "/", "~")) or split_name(name)[0].count("/") != 1:

@@ -56,7 +56,10 @@ def is_inside(name: str) -> bool:
 def lm_studio_path(name: str) -> Path:
     """The path of OWNER/NAME or of a file in it, with the quantization if one is named. Raises ModelNotFoundError."""
     path = lm_studio_directory() / name
-    is_there = is_inside(name) and "/" in name and (path.exists() or Path(split_name(str(path))[0]).exists())
+    try:
+        is_there = is_inside(name) and "/" in name and (path.exists() or Path(split_name(str(path))[0]).exists())
+    except OSError:  # for example if the name is too long
+        is_there = False
     if not is_there:
         raise ModelNotFoundError(f"LM Studio has no model {name}: `mlxpaged ls` lists them")
     return path
@@ -64,7 +67,9 @@ def lm_studio_path(name: str) -> Path:
 
 def ollama_path(name: str) -> Path:
     """The GGUF file of a name such as qwen3:8b. Raises ModelNotFoundError."""
-    model, _, tag = name.partition(":")
+    before, _, last = name.rpartition("/")  # a registry can have a port
+    model, _, tag = last.partition(":")
+    model = f"{before}/{model}" if before else model
     place = model if model.count("/") >= 2 else DEFAULT_PLACE.split("/")[0] + "/" + model
     place = place if "/" in model else DEFAULT_PLACE + model
     manifest = ollama_directory() / "manifests" / place / (tag or "latest")

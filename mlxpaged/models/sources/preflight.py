@@ -85,8 +85,13 @@ def weight_files(sizes: FileSizes) -> FileSizes:
     return found or {name: size for name, size in sizes.items() if name.lower().endswith(GGUF)}
 
 
+def has_safetensors(directory: Path) -> bool:
+    """Whether a directory of the user has weights in MLX's format, and so its GGUF files are others."""
+    return any(directory.glob(WEIGHTS))
+
+
 def weight_paths(directory: Path) -> list[Path]:
-    """The weights of a model."""
+    """The weights of a model in MLX's format, or the links to those of a GGUF file."""
     return sorted(directory.glob(WEIGHTS)) or sorted(directory.glob(f"model*{GGUF}"))
 
 

@@ -17,8 +17,10 @@ ROOM = 0.7
 """Share of the free memory for the weights; the rest is for the KV cache."""
 
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
-OTHERS = re.compile(r"(^|/)mmproj|imatrix", re.IGNORECASE)
+OTHERS = re.compile(r"(^|[-._/])mmproj|imatrix", re.IGNORECASE)
 """Towers for images, and statistics of a quantization."""
+REFUSED = re.compile(r"(^|[-._/])(IQ[123]|TQ[12])_", re.IGNORECASE)
+"""Quantizations that are not loaded."""
 QUANTIZATION = re.compile(r"(.*/.*):([A-Za-z0-9_.-]+)", re.DOTALL)
 FILE = re.compile(r"([^/.~][^/]*/[^/]+)/(.+\.gguf)", re.IGNORECASE | re.DOTALL)
 
@@ -61,7 +63,8 @@ def is_gguf_model(name: str) -> bool:
 
 def choose(sizes: Mapping[str, int | None], wanted: str, free_bytes: int) -> list[str]:
     """The files of the model to load, in order. wanted: the quantization or the file that the user has named; the
-    largest that fits if it is empty. Raises UnsupportedModelError, with what there is, if there is no such file."""
+    largest that fits if it is empty, of those that can be loaded. Raises UnsupportedModelError, with what there is, if
+    there is no such file."""
     models: dict[str, list[str]] = {}
     for name in sorted(sizes):
         if is_gguf_model(name):
@@ -74,6 +77,8 @@ def choose(sizes: Mapping[str, int | None], wanted: str, free_bytes: int) -> lis
         if not found:
             raise UnsupportedModelError(f"it has no GGUF file {wanted}, but {', '.join(models)}")
         models = found
+    else:
+        models = {name: files for name, files in models.items() if not REFUSED.search(name)} or models
     by_size = sorted(models.values(), key=lambda files: total(sizes, files))
     fitting = [files for files in by_size if GROWTH * total(sizes, files) <= ROOM * free_bytes]
     return (fitting or by_size[:1])[-1]

@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,21 @@ def gguf_directory(path: Path) -> Path:
     if directory.is_dir():
         return directory
     files = directory_files(read_gguf(path))
+    try:
+        make_directory(directory, files, parts)
+    except OSError as error:
+        raise UnsupportedModelError(
+            f"the files made of its metadata cannot be written to {directory.parent}: {error.strerror or error}"
+        ) from error
+    return directory
+
+
+def make_directory(directory: Path, files: Mapping[str, Any], parts: Sequence[Path]) -> None:
+    """Write the files and the links to the parts. Directories of the same file before it changed, and of files that are
+    deleted, are removed. Raises OSError."""
+    place = directory.name.partition("-")[0]
     directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for old in directory.parent.iterdir():  # of this file before it changed, and of files that are deleted
+    for old in directory.parent.iterdir():
         if old.name.startswith(f"{place}-") or not all(link.exists() for link in old.glob("model*.gguf")):
             shutil.rmtree(old, ignore_errors=True)
     made = Path(tempfile.mkdtemp(dir=directory.parent))
@@ -65,11 +79,10 @@ def gguf_directory(path: Path) -> Path:
         shutil.rmtree(made, ignore_errors=True)
         if not directory.is_dir():  # another process has made it
             raise
-    return directory
 
 
 def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode(text)).hexdigest()[:16]
 
 
 def link_names(count: int) -> list[str]:
