@@ -168,13 +168,18 @@ def embedding_spec(path: Path) -> EmbeddingSpec:
     pooling = read_object(path / stated[1][1] / POOLING)
     prompts = read_object(path / PROMPTS, missing_is_empty=True)
     transformer = read_object(path / TRANSFORMER, missing_is_empty=True)
-    named = {str(name): str(text) for name, text in (prompts.get("prompts") or {}).items()}
+    stated_prompts = prompts.get("prompts") or {}
+    if not isinstance(stated_prompts, dict):
+        raise UnsupportedModelError(f"the prompts in its {PROMPTS} are no object")
+    named = {str(name): str(text) for name, text in stated_prompts.items()}
     prompt = named.get(str(prompts.get("default_prompt_name")), "")
     if pooling.get("include_prompt") is False:
         if prompt:
             raise UnsupportedModelError("its pooling leaves out the tokens of its prompt, which is not supported")
         named = {}
-    sizes = config.get("matryoshka_dimensions")
+    sizes = config.get("matryoshka_dimensions") or []
+    if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
+        raise UnsupportedModelError(f"its config.json has matryoshka_dimensions {sizes!r:.60}, which are no sizes")
     limit = transformer.get("max_seq_length")
     return EmbeddingSpec(
         pooling=stated_pooling(pooling),
@@ -182,7 +187,7 @@ def embedding_spec(path: Path) -> EmbeddingSpec:
         prompt=prompt,
         prompts=named,
         max_tokens=limit if isinstance(limit, int) and limit > 0 else None,
-        matryoshka=frozenset(map(int, sizes)) if sizes else bool(config.get("is_matryoshka")),
+        matryoshka=frozenset(sizes) if sizes else bool(config.get("is_matryoshka")),
         lower_case=bool(transformer.get("do_lower_case")),
         dense=tuple(read_dense(path / place) for kind, place in stated if kind == "Dense"),
     )
@@ -193,7 +198,7 @@ def stated_pooling(config: Mapping[str, Any]) -> Pooling:
     modes = config.get("pooling_mode")
     if modes is None:
         modes = [key.removeprefix("pooling_mode_") for key, on in config.items() if on is True]
-    names = [modes] if isinstance(modes, str) else list(modes)
+    names = modes if isinstance(modes, list) else [modes]
     names = [str(name).removesuffix("_tokens").removesuffix("_token") for name in names if name != "include_prompt"]
     try:
         (name,) = names

@@ -83,9 +83,9 @@ class Fields:
 
     def activation(self, *names: str, default: str) -> str:
         value = next((self.config[name] for name in names if self.config.get(name) is not None), default)
-        if value not in ACTIVATIONS:
+        if not isinstance(value, str) or value not in ACTIVATIONS:
             raise UnsupportedModelError(f"its activation is {value!r}; only {', '.join(ACTIVATIONS)} are supported")
-        return str(value)
+        return value
 
     def require(self, name: str, *allowed: object) -> None:
         """Raises UnsupportedModelError if the field is there with a value that is not computed here."""
@@ -119,12 +119,15 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
     )
     if found.width % found.num_heads:
         raise UnsupportedModelError(f"its {found.num_heads} heads cannot divide states of {found.width} elements")
+    if found.max_tokens < 1:
+        raise UnsupportedModelError("its config.json has no positions for tokens")
     return found
 
 
 def squashes(config: Mapping[str, Any]) -> bool:
     """Whether sentence-transformers' CrossEncoder applies a sigmoid. Raises UnsupportedModelError."""
-    stated = (config.get("sentence_transformers") or {}).get("activation_fn")
+    own = config.get("sentence_transformers")
+    stated = own.get("activation_fn") if isinstance(own, dict) else None
     stated = stated or config.get("sbert_ce_default_activation_function") or "Sigmoid"
     name = str(stated).rpartition(".")[2]
     if name not in ("Sigmoid", "Identity"):
@@ -138,7 +141,9 @@ ALL_BIASED = frozenset({"qkv", "out", "up", "down", "norm"})
 def of_bert(fields: Fields, num_layers: int) -> dict[str, Any]:
     fields.require("position_embedding_type", "absolute")
     kind, config = fields.config.get("model_type"), fields.config
-    first = 0 if kind in BERT else 2 if kind in MPNET else int(config.get("pad_token_id", 1) or 0) + 1
+    first = 0 if kind in BERT else 2
+    if kind in ROBERTA and config.get("pad_token_id", 1) != 1:
+        first = fields.size("pad_token_id", default=0) + 1
     # RoBERTa counts positions from the row after that of the padding token (fairseq, make_positions).
     return {
         "max_tokens": fields.size("max_position_embeddings") - first,
@@ -197,12 +202,15 @@ def of_gte(fields: Fields, num_layers: int) -> dict[str, Any]:
     }
 
 
+LAYER_TYPES = ("sliding_attention", "full_attention")
+
+
 def of_modernbert(fields: Fields, num_layers: int) -> dict[str, Any]:
     config, every = fields.config, fields.size("global_attn_every_n_layers", default=3)
     kinds = config.get("layer_types") or [
         "sliding_attention" if index % every else "full_attention" for index in range(num_layers)
     ]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or {*kinds} - {"sliding_attention", "full_attention"}:
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in LAYER_TYPES for kind in kinds):
         raise UnsupportedModelError(
             f"its config.json does not have one of two layer_types for each of {num_layers} layers"
         )
@@ -232,7 +240,8 @@ def rope_of(fields: Fields, names: Iterable[str], default: float, layer_type: st
     """names: of the field with the base. transformers writes `rope_parameters` since version 5, by layer type if the
     layers differ."""
     parameters = fields.config.get("rope_parameters") or {}
-    parameters = parameters.get(layer_type) or {} if layer_type is not None else parameters
+    if layer_type is not None and isinstance(parameters, dict):
+        parameters = parameters.get(layer_type) or {}
     scaling = fields.config.get("rope_scaling") or parameters
     if not isinstance(parameters, dict) or not isinstance(scaling, dict):
         raise UnsupportedModelError("the rotary positions in its config.json are no object")

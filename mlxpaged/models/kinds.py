@@ -41,7 +41,8 @@ class Kind(str, Enum):
 
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
-    return config.get("model_type") in ENCODERS
+    model_type = config.get("model_type")
+    return isinstance(model_type, str) and model_type in ENCODERS
 
 
 def judges_pairs(config: Mapping[str, Any]) -> bool:

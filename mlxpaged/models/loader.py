@@ -435,7 +435,8 @@ def context_length(config: dict[str, Any]) -> int:
     if is_encoder(config):
         with contextlib.suppress(UnsupportedModelError):
             return read_config(config).max_tokens
-    for part in (config, config.get("text_config") or config.get("llm_config") or {}):
+    text = config.get("text_config") or config.get("llm_config")
+    for part in (config, text if isinstance(text, dict) else {}):
         for key in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length"):
             if isinstance(part.get(key), int) and part[key] > 0:
                 return int(part[key])

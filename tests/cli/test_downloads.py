@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -359,6 +360,25 @@ def test_ls_says_why_a_model_is_not_served(run: Run, online: list[str], free: Ca
     [row] = json.loads(run("ls", "--json").stdout)
     assert (row["served"], row["quantization"]) == (False, "4-bit")
     assert "encoder" in row["reason"]
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"model_type": []},
+    {"max_position_embeddings": None, "text_config": "x"},
+    {"model_type": "xlm-roberta", "pad_token_id": "x"},
+    {"model_type": "bert", "hidden_act": []},
+    {"model_type": "modernbert", "rope_parameters": "x"},
+    {"model_type": "bert", "architectures": ["BertForSequenceClassification"], "sentence_transformers": "x"},
+]
+
+
+@pytest.mark.parametrize("fields", HOSTILE, ids=str)
+def test_ls_shows_a_config_without_sense(run: Run, home: Path, offline: None, fields: dict[str, Any]) -> None:
+    path = Path(shutil.copytree(DEMO_PATH, home / ".lmstudio" / "models" / "someone" / "odd"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | fields))
+    listed = run("ls", "--json")
+    assert [row["name"] for row in json.loads(listed.stdout)] == ["lmstudio:someone/odd"]
 
 
 def test_rm_asks_and_deletes_only_downloads(

@@ -161,6 +161,10 @@ def test_directories_and_downloaded_repositories_are_served_by_name(
         assert states(server) == before  # no directory is served twice
 
 
+LONG = "lmstudio:someone/" + 300 * "x"
+"""A name that no file can have."""
+
+
 def test_models_of_ollama_and_lm_studio_are_served_by_name(
     paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -169,6 +173,8 @@ def test_models_of_ollama_and_lm_studio_are_served_by_name(
     pull(tmp_path / ".ollama" / "models", "registry.ollama.ai/library/tiny/latest", file)
     folder = tmp_path / ".lmstudio" / "models" / "someone"
     shutil.copytree(paths["small"], folder / "mlx")
+    shutil.copytree(paths["small"], folder / "odd")
+    (folder / "odd" / "config.json").write_text('{"model_type": []}')
     (folder / "gguf").mkdir()
     shutil.copy(file, folder / "gguf")
     names = ["ollama:tiny:latest", "lmstudio:someone/gguf/tiny-F32.gguf", "lmstudio:someone/mlx"]
@@ -180,8 +186,10 @@ def test_models_of_ollama_and_lm_studio_are_served_by_name(
         assert all(facts[name]["size_bytes"] > 0 for name in names)
         asked = [run_on("x", 8, model=name) for name in ("ollama:tiny", *names[1:])]
         assert len({post(server, each)["choices"][0]["text"] for each in asked}) == 1
+        odd = refusal(server, "/v1/completions", run_on("x", 1, model="lmstudio:someone/odd"))
+        assert "its config.json has no model_type" in odd[1]["message"]
         assert "ollama:tiny" not in states(server)  # it is served by its whole name
-        for name in ("ollama:absent", "ollama:../x", "lmstudio:/etc", "lmstudio:a/b", f"lmstudio:{folder}/mlx"):
+        for name in ("ollama:absent", "ollama:../x", "lmstudio:/etc", "lmstudio:a/b", f"lmstudio:{folder}/mlx", LONG):
             assert refusal(server, "/v1/completions", run_on("x", 1, model=name))[0] == 404
     named = EngineConfig("ollama:tiny", kv_cache_bytes=POOL)
     with running_server(registry_of([Model("ollama:tiny", named)], named)) as server:
