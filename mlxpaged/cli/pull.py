@@ -54,9 +54,13 @@ def run(args: argparse.Namespace) -> int:
     name = full_name(args.name)
     if (said := taken(args.name)) is not None:
         print(said, flush=True)
-    if name in BUNDLED or Path(name).expanduser().is_dir():
-        print(f"{args.name} is on this machine: mlxpaged serve {args.name}")
-        return 0
+    try:
+        if is_here(name):
+            print(f"{args.name} is on this machine: mlxpaged serve {args.name}")
+            return 0
+    except ModelNotFoundError as error:
+        print(f"mlxpaged: {error}", file=sys.stderr)
+        return 1
     with heavy_imports():
         from mlxpaged.models.architectures import Source
         from mlxpaged.models.sources import hub
@@ -89,6 +93,17 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print(f"downloaded to {path}\nserve it: mlxpaged serve {short_name(name) or name}")
     return 0
+
+
+def is_here(name: str) -> bool:
+    """Whether a name is that of a bundled model, a directory, a file, or a model of another app. Raises
+    ModelNotFoundError if that app does not have it."""
+    from mlxpaged.models.sources.other_apps import app_path
+
+    try:
+        return name in BUNDLED or app_path(name) is not None or Path(name).expanduser().exists()
+    except (OSError, RuntimeError):  # the name is too long, or there is no such user
+        return False
 
 
 def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:

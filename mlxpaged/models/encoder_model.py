@@ -17,11 +17,14 @@ from mlxpaged.models.embedding import (
     EmbeddingSpec,
     Pooling,
     check_dense,
+    embedding_spec,
     weight_bytes,
 )
 from mlxpaged.models.encoder import Encoder
+from mlxpaged.models.encoder_files import read_config
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.json_files import read_object
+from mlxpaged.models.kinds import judges_pairs
 from mlxpaged.models.tokenizer import Tokenizer
 
 POOLED = 64
@@ -93,6 +96,14 @@ def encoder_model(
         is_reranker=is_reranker,
         encoder=encoder,
     )
+
+
+def check_encoder(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModelError if the small files of a directory ask for something that is not computed here, or do
+    not state how an embedding is made."""
+    read_config(config)
+    if not judges_pairs(config):
+        embedding_spec(path)
 
 
 def pair_spec(path: Path, config: Mapping[str, Any]) -> EmbeddingSpec:

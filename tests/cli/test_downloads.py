@@ -381,6 +381,36 @@ def test_ls_shows_a_config_without_sense(run: Run, home: Path, offline: None, fi
     assert [row["name"] for row in json.loads(listed.stdout)] == ["lmstudio:someone/odd"]
 
 
+def test_an_encoder_that_does_not_state_its_pooling_is_refused_before_its_weights_come(
+    run: Run, cache: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_encoder(tmp_path / "encoder", "bert")
+    (path / "modules.json").unlink()
+    shutil.rmtree(path / "1_Pooling")
+    with hub("someone/tiny-encoder", path, sizes_of(path)) as (address, requests):
+        point_to(address, monkeypatch)
+        refused = run("pull", "someone/tiny-encoder")
+        assert (refused.status, "has no modules.json" in refused.stderr) == (1, True)
+        assert not requested_weights(requests)
+    shutil.copytree(path, home / ".lmstudio" / "models" / "someone" / "encoder")
+    rows = {row["name"]: row for row in json.loads(run("ls", "--json").stdout)}
+    assert "has no modules.json" in rows["lmstudio:someone/encoder"]["reason"]
+
+
+def test_files_and_models_of_other_apps_are_not_pulled(
+    run: Run, home: Path, offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf = as_gguf(make_tiny_model(tmp_path / "m", "llama"), tmp_path / "tiny.gguf")
+    (folder := home / ".lmstudio" / "models" / "someone" / "tiny").mkdir(parents=True)
+    shutil.copy(gguf, folder / "tiny-Q8_0.gguf")
+    monkeypatch.chdir(tmp_path)
+    for name in (str(gguf), "./tiny.gguf", "tiny.gguf", "m", "lmstudio:someone/tiny:Q8_0"):
+        pulled = run("pull", name)
+        assert (pulled.status, pulled.stdout) == (0, f"{name} is on this machine: mlxpaged serve {name}\n")
+    for name in ("ollama:absent", "lmstudio:someone/absent"):
+        assert f"has no model {name.partition(':')[2]}: " in run("pull", name).stderr
+
+
 def test_rm_asks_and_deletes_only_downloads(
     run: Run, online: list[str], monkeypatch: pytest.MonkeyPatch, repository: Path
 ) -> None:

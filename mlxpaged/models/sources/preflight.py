@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 from huggingface_hub import HfApi, constants
 
 from mlxpaged.models.architectures import GGUF_BYTES, source_of
+from mlxpaged.models.encoder_model import check_encoder
 from mlxpaged.models.errors import AssistantError, InsufficientMemoryError, UnsupportedModelError
 from mlxpaged.models.files import check_files
 from mlxpaged.models.json_files import CONFIG, model_config, read_object
+from mlxpaged.models.kinds import is_encoder
 from mlxpaged.models.sources.gguf.choice import GROWTH
 
 WEIGHTS = "model*.safetensors"
@@ -106,6 +108,8 @@ def check_directory(directory: Path, sizes: FileSizes, free_bytes: int, reserved
     config = model_config(directory) if (directory / CONFIG).is_file() else None
     tokenizer_config = read_object(directory / "tokenizer_config.json", missing_is_empty=True)
     check_model(config, tokenizer_config, sizes, free_bytes, reserved)
+    if config is not None and is_encoder(config):
+        check_encoder(directory, config)
 
 
 def check_model(
