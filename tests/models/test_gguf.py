@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,9 @@ def put_values(directory: Path, own_values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", [*VALUES, "F16", "BF16"])
-def test_each_type_gives_the_tokens_of_the_mlx_directory_with_the_same_values(kind: str, tmp_path: Path) -> None:
+def test_each_type_gives_the_tokens_of_the_mlx_directory_with_the_same_values(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
     directory = make_architecture(tmp_path / "mlx", "qwen3", tie_word_embeddings=True, **sizes)
     own_values: dict[str, Any] = {}
@@ -232,7 +235,11 @@ def test_each_type_gives_the_tokens_of_the_mlx_directory_with_the_same_values(ki
     put_values(directory, own_values)
     config = json.loads((gguf_directory(path) / "config.json").read_text())
     assert config["dtype"] == ("float16" if kind == "F16" else "bfloat16")
-    own, theirs = in_float32(path), loaded(directory)
+    with caplog.at_level("INFO", logger="mlxpaged"):
+        own = in_float32(path)
+    said = re.findall(r"tensors of the type (\w+) are stored in (\d) bits: relative error 0\.[01]", caplog.text)
+    assert said == ([(kind, str(AGAIN[kind][0]))] if kind in AGAIN else [])
+    theirs = loaded(directory)
     assert mx.allclose(own(mx.array([PROMPT])), theirs(mx.array([PROMPT])), rtol=1e-3, atol=1e-3)
     assert greedy(own) == greedy(theirs)
 
