@@ -45,11 +45,13 @@ test-models: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m "models or not models" tests/models $(addprefix tests/engine/test_,$(addsuffix .py,$(MODELS_OF_ENGINE)))
 
 # GGUF files of each architecture, type and kind of tokenizer, which llama.cpp's own code has quantized and written: the
-# tokens of an MLX directory with its values, and its probabilities. Its bindings (34 MB) come into a folder of their own.
+# tokens of an MLX directory with its values, and its probabilities. Its bindings (34 MB) come into a folder of their own,
+# and the package with the tables of IQ1 to IQ3 too.
 test-gguf: $(STAMP)
 	$(BIN)/python -m venv --clear $(VENV)/llamacpp
 	$(VENV)/llamacpp/bin/python -m pip install --quiet --disable-pip-version-check xllamacpp==2026.10.11549
-	MLXPAGED_LLAMACPP=$(VENV)/llamacpp/bin/python $(BIN)/python -m pytest -m llamacpp tests/llama_cpp $(ARGS)
+	$(BIN)/python $(PIP_INSTALL) --upgrade --no-deps --target $(VENV)/gguf gguf==0.19.0
+	PYTHONPATH=$(VENV)/gguf MLXPAGED_LLAMACPP=$(VENV)/llamacpp/bin/python $(BIN)/python -m pytest -m llamacpp tests/llama_cpp $(ARGS)
 
 # Encoders beside those of transformers. torch is installed in a folder of its own (0.7 GB). From PyPI it brings CUDA on
 # Linux: TORCH='torch --index-url https://download.pytorch.org/whl/cpu' does not. ARGS=-s prints the cosine similarities.

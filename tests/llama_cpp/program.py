@@ -1,7 +1,7 @@
 """Runs a GGUF file in llama.cpp, in an interpreter of its own: `make test-gguf` installs its bindings there.
 
-Reads JSON from standard input: `file`, `prompt` (token ids), `num_tokens` and `texts`. Writes JSON: `first`, the
-logarithms of the most probable next tokens' probabilities; `tokens`, the greedy ones; `encoded`, the tokens of texts.
+Reads JSON from standard input: `file`, `prompt` (token ids), `num_tokens` and `texts`. Writes JSON: `steps`, the token
+of each, and the logarithms of the most probable tokens' probabilities before it; `encoded`, the tokens of texts.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def main() -> None:
         settings = {"temperature": 0, "n_probs": MOST_PROBABLE, "cache_prompt": False, "ignore_eos": True}
         body = {"prompt": asked["prompt"], "n_predict": asked["num_tokens"], **settings}
         steps = ask(address, "/completion", body)["completion_probabilities"]
-        found["first"] = {each["id"]: each["logprob"] for each in steps[0]["top_logprobs"]}
-        found["tokens"] = [each["id"] for each in steps]
+        found["steps"] = [
+            (step["id"], {each["id"]: each["logprob"] for each in step["top_logprobs"]}) for step in steps
+        ]
     print("\n" + json.dumps(found))
 
 

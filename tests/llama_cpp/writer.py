@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from ctypes import POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from typing import Any
 
 from xllamacpp import xllamacpp  # type: ignore[import-not-found]
@@ -20,6 +20,7 @@ VALUES = ".values"
 """What the name of the file with the values ends with."""
 FLOAT32 = 0
 DEQUANTIZE = {"F16": "ggml_fp16_to_fp32_row", "BF16": "ggml_bf16_to_fp32_row"}
+LONGEST_ROW = 2**14
 MEMORY_BYTES = 2**26
 """Most bytes of the tensors of a file that get another type."""
 
@@ -74,6 +75,7 @@ def made_of(own: Any, memory: Any, name: bytes, kind: int, like: tuple[Any, int]
 
 def main() -> None:
     asked, own = json.load(sys.stdin), functions()
+    equal = (c_float * LONGEST_ROW)(*[1.0] * LONGEST_ROW)  # importance of the columns, which some types ask for
     tensors = c_void_p()
     read = own.gguf_init_from_file(asked["file"].encode(), Reading(False, ctypes.pointer(tensors)))
     for path, kinds in asked["made"].items():
@@ -90,7 +92,7 @@ def main() -> None:
                 again = made_of(own, memory, name, FLOAT32, like)
                 count, rows = own.ggml_nelements(given), own.ggml_nrows(given)
                 values, data = own.ggml_get_data(given), own.ggml_get_data(written)
-                own.ggml_quantize_chunk(asked["numbers"][kind], values, data, 0, rows, count // rows, None)
+                own.ggml_quantize_chunk(asked["numbers"][kind], values, data, 0, rows, count // rows, equal)
                 function = getattr(own, DEQUANTIZE[kind] if kind in DEQUANTIZE else f"dequantize_row_{lower(kind)}")
                 function.argtypes = c_void_p, c_void_p, c_int64
                 function(data, own.ggml_get_data(again), count)

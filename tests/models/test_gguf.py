@@ -13,8 +13,9 @@ import pytest
 
 from mlxpaged.models.embedding import weight_bytes
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.sources.gguf.blocks import AGAIN
+from mlxpaged.models.sources.gguf.blocks import AGAIN, Errors, arrays
 from mlxpaged.models.sources.gguf.directory import gguf_directory
+from mlxpaged.models.sources.gguf.file import Tensor, read_gguf
 from mlxpaged.models.sources.model_files import ModelFiles
 from tests.models.architectures import ARCHITECTURES, FULL, LLAMA3, SLIDING, make_architecture
 from tests.models.gguf_blocks import VALUES, random_tensor, values
@@ -199,13 +200,13 @@ def test_quantized_weights_of_every_architecture_are_put_in_order_without_unpack
     assert weight_bytes(own) < 0.5 * weight_bytes(theirs)
 
 
-def in_memory(kind: str, found: Any) -> mx.array:
-    """What the values of a tensor of this type become: those of some types are quantized again."""
-    array = mx.array(found).astype(DTYPES.get(kind, mx.float32))
+def in_memory(tensor: Tensor, found: Any) -> mx.array:
+    """What the values of a tensor become: those of some types are quantized again, which test_gguf_blocks.py tests."""
+    kind = tensor.type.name
     if kind not in AGAIN:
-        return array
-    bits = AGAIN[kind][0]
-    return mx.dequantize(*mx.quantize(array, 32, bits), 32, bits)
+        return mx.array(found).astype(DTYPES.get(kind, mx.float32))
+    parts = arrays(tensor, mx.float32, Errors())
+    return mx.dequantize(parts["weight"], parts["scales"], parts["biases"], 32, AGAIN[kind][0])
 
 
 def put_values(directory: Path, own_values: dict[str, Any]) -> None:
@@ -228,11 +229,12 @@ def test_each_type_gives_the_tokens_of_the_mlx_directory_with_the_same_values(
         if name not in ("token_embd.weight", "blk.0.attn_q.weight", "blk.0.ffn_down.weight"):
             return plain(array)
         stored = random_tensor(kind, array.shape, len(name)) if kind in VALUES else plain(array, kind)
-        own_values[name] = in_memory(kind, values(stored) if kind in VALUES else array)
+        own_values[name] = values(stored) if kind in VALUES else array
         return stored
 
     path = as_gguf(directory, tmp_path / "model.gguf", store)
-    put_values(directory, own_values)
+    tensors = read_gguf(path).tensors
+    put_values(directory, {name: in_memory(tensors[name], found) for name, found in own_values.items()})
     config = json.loads((gguf_directory(path) / "config.json").read_text())
     assert config["dtype"] == ("float16" if kind == "F16" else "bfloat16")
     with caplog.at_level("INFO", logger="mlxpaged"):

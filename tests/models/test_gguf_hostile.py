@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import struct
 import tracemalloc
 from pathlib import Path
@@ -72,7 +73,6 @@ BROKEN: list[tuple[str, list[tuple[str, list[int], int, int]]]] = [
     ("shape", [("a", [64, 0], 0, 0)]),
     ("shape", [("a", [33], 8, 0)]),
     ("type 77", [("a", [64], 77, 0)]),
-    ("IQ2_XXS", [("a", [256], 16, 0)]),
 ]
 
 
@@ -82,6 +82,12 @@ def test_a_tensor_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         read_gguf(with_tensors(tmp_path / "m.gguf", *infos))
+
+
+def test_code_books_need_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedModelError, match=r"a has the type IQ2_XXS, .* install mlxpaged\[gguf\], or take"):
+        read_gguf(with_tensors(tmp_path / "m.gguf", ("a", [256], 16, 0)))
 
 
 @pytest.mark.parametrize("alignment", [0, 3, 48, 2**31, 2**20, "32", -32, 32.0])

@@ -17,7 +17,7 @@ from mlxpaged.models.fingerprint import fingerprint
 from mlxpaged.models.loader import load_model, read_tokenizer
 from mlxpaged.models.sources import local
 from mlxpaged.models.sources.gguf import directory
-from mlxpaged.models.sources.gguf.choice import choose, models_with
+from mlxpaged.models.sources.gguf.choice import choose, memory_of, models_with
 from mlxpaged.models.sources.resolve import resolve
 from mlxpaged.registry.catalog import Catalog, Found
 from tests.cli.helpers import hub
@@ -196,7 +196,8 @@ def test_a_quantization_is_taken_although_there_are_safetensors(mlx: Path, gguf:
         ("big/m-Q8_0-00002-of-00002.gguf", ["big/m-Q8_0-00001-of-00002.gguf", "big/m-Q8_0-00002-of-00002.gguf"]),
     ],
 )
-def test_what_is_chosen(wanted: str, expected: list[str]) -> None:
+def test_what_is_chosen(wanted: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxpaged.models.sources.gguf.choice.has_code_books", lambda: False)
     parts = [f"big/m-Q8_0-0000{number}-of-00002.gguf" for number in (2, 1)]
     sizes = {
         "m-Q4_K_M.gguf": 4 * GB,
@@ -211,6 +212,16 @@ def test_what_is_chosen(wanted: str, expected: list[str]) -> None:
     else:
         with pytest.raises(UnsupportedModelError, match="no GGUF file q4_k"):
             choose(sizes, wanted, 20 * GB)
+
+
+def test_files_with_few_bits_grow_and_code_books_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = dict.fromkeys(["m-TQ1_0.gguf", "m-IQ2_M.gguf", "m-Q2_K.gguf", "m-Q8_0.gguf"], 0)
+    sizes = {name: (2 + index) * GB for index, name in enumerate(sizes)}
+    assert memory_of(sizes) == pytest.approx((2 * 1.12 + 3 * 2 + 4 * 1.65 + 5 * 1.12) * GB)
+    place = "mlxpaged.models.sources.gguf.choice.has_code_books"
+    for has_books, memory, expected in ((True, 6.5, "IQ2_M"), (False, 6.5, "Q2_K"), (True, 7, "Q2_K")):
+        monkeypatch.setattr(place, lambda has_books=has_books: has_books)
+        assert choose(sizes | {"m-Q8_0.gguf": 9 * GB}, "", int(memory * GB / 0.7)) == [f"m-{expected}.gguf"]
 
 
 def quantized(name: str, array: Any) -> Stored:

@@ -18,7 +18,7 @@ from mlxpaged.models.errors import AssistantError, InsufficientMemoryError, Unsu
 from mlxpaged.models.files import check_files
 from mlxpaged.models.json_files import CONFIG, model_config, read_object
 from mlxpaged.models.kinds import is_encoder
-from mlxpaged.models.sources.gguf.choice import GROWTH
+from mlxpaged.models.sources.gguf.choice import memory_of
 
 WEIGHTS = "model*.safetensors"
 """The files that mlx-lm loads. Some repositories hold the same weights under other names too."""
@@ -138,7 +138,7 @@ def check_model(
         check_architecture(config)
         check_tokenizer(tokenizer_config, sizes)
     known = [size for size in weights.values() if size is not None]
-    taken = int((config or {}).get(GGUF_BYTES, GROWTH * sum(known))) if gguf else sum(known)
+    taken = int((config or {}).get(GGUF_BYTES, memory_of(weights))) if gguf else sum(known)
     needed = taken + sum(reserved)
     if len(known) == len(weights) and needed > free_bytes:
         parts = [f"its weights take {taken / 1e9:.1f} GB"]

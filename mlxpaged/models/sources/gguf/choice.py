@@ -1,8 +1,9 @@
 """Chooses one of the GGUF files of a directory or repository, which often has the same model in twenty quantizations.
-Nothing here imports mlx."""
+Nothing here imports mlx or numpy."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import re
 from collections.abc import Mapping
@@ -11,16 +12,17 @@ from pathlib import Path
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.files import MAX_FILES
 
+GROWTHS = {r"IQ[12]_": 2.0, r"(IQ3|Q[23])_": 1.65, r"IQ4_": 1.45}
 GROWTH = 1.12
-"""Memory of the weights, divided by the size of a file with 4 or more bits: 4.5 bits become 5."""
+"""At most the memory of the weights, divided by the size of the file, by what its name has; that of other files."""
 ROOM = 0.7
 """Share of the free memory for the weights; the rest is for the KV cache."""
 
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 OTHERS = re.compile(r"(^|[-._/])mmproj|imatrix", re.IGNORECASE)
 """Towers for images, and statistics of a quantization."""
-REFUSED = re.compile(r"(^|[-._/])(IQ[123]|TQ[12])_", re.IGNORECASE)
-"""Quantizations that are not loaded."""
+TERNARY, CODE_BOOKS = (re.compile(rf"(^|[-._/]){kinds}_", re.IGNORECASE) for kinds in ("TQ[12]", "IQ[123]"))
+"""Quantizations that are not loaded, and those that need a package."""
 QUANTIZATION = re.compile(r"(.*/.*):([A-Za-z0-9_.-]+)", re.DOTALL)
 FILE = re.compile(r"([^/.~][^/]*/[^/]+)/(.+\.gguf)", re.IGNORECASE | re.DOTALL)
 
@@ -78,12 +80,26 @@ def choose(sizes: Mapping[str, int | None], wanted: str, free_bytes: int) -> lis
             raise UnsupportedModelError(f"it has no GGUF file {wanted}, but {', '.join(models)}")
         models = found
     else:
-        models = {name: files for name, files in models.items() if not REFUSED.search(name)} or models
-    by_size = sorted(models.values(), key=lambda files: total(sizes, files))
-    fitting = [files for files in by_size if GROWTH * total(sizes, files) <= ROOM * free_bytes]
+        models = {name: files for name, files in models.items() if can_be_loaded(name)} or models
+    by_size = sorted(models.values(), key=lambda files: sum(sizes[name] or 0 for name in files))
+    fitting = [files for files in by_size if memory_of({name: sizes[name] for name in files}) <= ROOM * free_bytes]
     return (fitting or by_size[:1])[-1]
 
 
-def total(sizes: Mapping[str, int | None], files: list[str]) -> int:
-    """Bytes of some files."""
-    return sum(sizes[name] or 0 for name in files)
+def has_code_books() -> bool:
+    """Whether the package `gguf` is installed. It is not loaded."""
+    return importlib.util.find_spec("gguf") is not None
+
+
+def can_be_loaded(name: str) -> bool:
+    """Whether a file has a quantization that is loaded here, by its name."""
+    return not TERNARY.search(name) and (has_code_books() or not CODE_BOOKS.search(name))
+
+
+def memory_of(sizes: Mapping[str, int | None]) -> int:
+    """Bytes that the weights of some files take in memory, at most, by their names and sizes."""
+    return int(sum((size or 0) * growth_of(name) for name, size in sizes.items()))
+
+
+def growth_of(name: str) -> float:
+    return next((growth for kind, growth in GROWTHS.items() if re.search(kind, name, re.IGNORECASE)), GROWTH)

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.sources.gguf.choice import has_code_books
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -64,15 +65,22 @@ TYPES = {
     12: BlockType("Q4_K", 256, 144),
     13: BlockType("Q5_K", 256, 176),
     14: BlockType("Q6_K", 256, 210),
+    16: BlockType("IQ2_XXS", 256, 66),
+    17: BlockType("IQ2_XS", 256, 74),
+    18: BlockType("IQ3_XXS", 256, 98),
+    19: BlockType("IQ1_S", 256, 50),
     20: BlockType("IQ4_NL", 32, 18),
+    21: BlockType("IQ3_S", 256, 110),
+    22: BlockType("IQ2_S", 256, 82),
     23: BlockType("IQ4_XS", 256, 136),
+    29: BlockType("IQ1_M", 256, 56),
     30: BlockType("BF16", 1, 2),
     39: BlockType("MXFP4", 32, 17),
 }
 """Types by their numbers in the file (ggml.h, enum ggml_type; sizes of ggml-common.h)."""
 
-OTHER_TYPES = {16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M"}
-"""Types with code books, which are refused by name."""
+CODE_BOOKS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+"""Types whose numbers are indices of large tables, which the package `gguf` has."""
 
 
 @dataclass(frozen=True)
@@ -261,8 +269,12 @@ def read_info(header: Header) -> tuple[str, BlockType, tuple[int, ...], int]:
     shape = tuple(header.number("Q") for _ in range(num_dimensions))[::-1]
     kind, offset = header.number("I"), header.number("Q")
     if kind not in TYPES:
-        known = OTHER_TYPES.get(kind, f"type {kind}")
-        raise ValueError(f"{name} has the type {known}, which is not supported; take another quantization, as Q4_K_M")
+        raise ValueError(f"{name} has the type {kind}, which is not supported; take another quantization, as Q4_K_M")
+    if TYPES[kind].name in CODE_BOOKS and not has_code_books():
+        raise ValueError(
+            f"{name} has the type {TYPES[kind].name}, whose tables are in the package gguf: install mlxpaged[gguf], or "
+            "take another quantization, as Q4_K_M"
+        )
     if not all(shape) or shape[-1] % TYPES[kind].items:
         raise ValueError(f"{name} has the shape {shape}, which is none of {TYPES[kind].name}")
     return name, TYPES[kind], shape, offset
