@@ -1,4 +1,5 @@
-"""Tensor parallel: each rank keeps its share of a model's weights, as mlx-lm's `model.shard(group)` cuts them.
+"""Tensor parallel: each rank keeps its share of a model's weights, as mlx-lm's `model.shard(group)` cuts them, or
+own_shares.py.
 
 mlx-lm divides the numbers of heads without asking whether they can be divided, and a wrong share gives wrong logits on
 all ranks alike. So the sizes are checked here, before a weight is read.
@@ -7,6 +8,7 @@ all ranks alike. So the sizes are checked here, before a weight is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_map
 
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.own_shares import CUTS
 
 MOST_RANKS = 8
 """The largest number of ranks that an error message proposes."""
@@ -65,9 +68,9 @@ def shard(model: Any, config: Mapping[str, Any], group: mx.distributed.Group, lo
     architecture cannot be cut, or not among so many ranks.
     """
     part = sharded_part(model)
-    if not hasattr(part, "shard"):
+    if cutter_of(part) is None:
         raise UnsupportedModelError(
-            f"mlx-lm cannot cut it into shares for several ranks; it can cut {', '.join(architectures())}"
+            f"it cannot be cut into shares for several ranks, which works for {', '.join(architectures())}"
         )
     problem = cut(part, group)
     if problem is not None:
@@ -87,11 +90,21 @@ def sharded_part(model: Any) -> Any:
     return model if hasattr(model, "shard") else getattr(model, "language_model", model)
 
 
+def cutter_of(model: Any) -> Callable[[Any], None] | None:
+    """What cuts a model for a group, None if nothing can."""
+    if hasattr(model, "shard"):
+        shard: Callable[[Any], None] = model.shard
+        return shard
+    own = CUTS.get(getattr(model, "model_type", ""))
+    return None if own is None else partial(own, model)
+
+
 def cut(model: Any, group: Any) -> str | None:
     """Cut a model. Returns what cannot be divided, None if all can."""
-    before = dict(numbers(model))
+    before, cutter = dict(numbers(model)), cutter_of(model)
+    assert cutter is not None
     try:
-        model.shard(group)
+        cutter(group)
     except (AssertionError, ValueError, ZeroDivisionError) as error:
         return " ".join(str(error).split())
     after = dict(numbers(model))
@@ -126,7 +139,8 @@ def sizes(config: Mapping[str, Any]) -> str:
 
 
 def architectures() -> list[str]:
-    """Those of the installed mlx-lm that can be cut, by their source: an import of all of them takes seconds, and some
-    end the process if a package is missing."""
+    """Those that can be cut. mlx-lm's are known by their source: an import of all of them takes seconds, and some end
+    the process if a package is missing."""
     files = [path for folder in mlx_lm.models.__path__ for path in Path(folder).glob("*.py")]
-    return sorted(path.stem for path in files if "    def shard(self" in path.read_text(encoding="utf-8"))
+    found = {path.stem for path in files if "    def shard(self" in path.read_text(encoding="utf-8")}
+    return sorted(CUTS.keys() | found)

@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": HEADS,
     "llama": HEADS,
     "qwen3_5": nested(model_type="qwen3_5_text", **QWEN3_5 | linear_attention(heads=4) | {"num_hidden_layers": 2}),
+    "qwen3_next": linear_attention(heads=4),
     "deepseek_v3": {},
     "gpt_oss": HEADS,
 }

@@ -26,7 +26,7 @@ def load(path: Path, count: int) -> None:
 @since_mlx_lm_0_32
 def test_a_model_that_cannot_be_cut_is_refused_with_those_that_can(tmp_path: Path) -> None:
     path = make_architecture(tmp_path / "m", "cohere2")
-    with pytest.raises(UnsupportedModelError, match=r"cannot cut it .* llama, .*qwen3_moe") as refusal:
+    with pytest.raises(UnsupportedModelError, match=r"cannot be cut .* llama, .*qwen3_next") as refusal:
         load(path, 2)
     assert "cohere2" not in str(refusal.value).replace(str(path), "")
 
@@ -41,6 +41,7 @@ def test_a_model_that_cannot_be_cut_is_refused_with_those_that_can(tmp_path: Pat
             *("qwen3_5", {}, None, 3, "group size 3 must divide vocab_size 256 .*; possible are 2$"),
             marks=since_mlx_lm_0_32,
         ),
+        ("qwen3_next", linear_attention(heads=4), None, 3, "3 splits .*linear_num_key_heads 4.*; possible are 2, 4$"),
         ("deepseek_v3", {}, None, 8, "num_heads is 4 .*; possible are 2, 4$"),
     ],
 )
@@ -54,10 +55,12 @@ def test_sizes_that_cannot_be_divided_are_named_with_the_numbers_of_ranks_that_c
         load(path, count)
 
 
-def test_heads_of_keys_that_several_ranks_have_are_no_reason_to_refuse(tmp_path: Path) -> None:
-    """Qwen3.5 has few: each rank has one of them."""
-    config = nested(model_type="qwen3_5_text", **QWEN3_5 | linear_attention(heads=4))
-    path = make_architecture(tmp_path / "m", "qwen3_5", **config)
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+def test_heads_of_keys_that_several_ranks_have_are_no_reason_to_refuse(kind: str, tmp_path: Path) -> None:
+    """Qwen3.5 and Qwen3-Next have few: each rank has one of them."""
+    sizes = linear_attention(heads=4)
+    config = nested(model_type="qwen3_5_text", **QWEN3_5 | sizes) if kind == "qwen3_5" else sizes
+    path = make_architecture(tmp_path / "m", kind, **config)
     model, config = load_weights(path, lazy=True)
     group: Any = Share(3, 4)
     shard(model, config, group, lambda: model)
