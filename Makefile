@@ -74,11 +74,13 @@ test-mlx-vlm: $(STAMP)
 	PYTHONPATH=$(VENV)/mlx-vlm $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup -m mlxvlm -W default tests/models/test_architectures.py tests/models/test_towers_by_mlx_vlm.py $(ARGS)
 
 # Several ranks of a model over loopback. They spin while they wait for each other, so one test runs at a time. FAULTS:
-# how often each rank of two is killed, stopped and slowed. ARGS=-rP prints how soon that was noticed, and counts of bytes.
+# how often each of RANKS ranks is killed, stopped and slowed: that alone is ARGS='-k test_processes'. ARGS=-rP prints how
+# soon it was noticed, and counts of bytes.
 FAULTS ?= 20
+RANKS ?= 2
 
 test-cluster: $(STAMP)
-	OPENBLAS_NUM_THREADS=1 MLXPAGED_FAULTS=$(FAULTS) $(BIN)/python -m pytest -m "cluster or not cluster" tests/cluster $(ARGS)
+	OPENBLAS_NUM_THREADS=1 MLXPAGED_FAULTS=$(FAULTS) MLXPAGED_RANKS=$(RANKS) $(BIN)/python -m pytest -m "cluster or not cluster" tests/cluster $(ARGS)
 
 test-scheduler: $(STAMP)
 	MLXPAGED_LONG=1 $(BIN)/python -m pytest -m "slow or not slow" tests/scheduler/test_properties.py tests/scheduler/test_draft_budget.py

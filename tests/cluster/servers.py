@@ -175,6 +175,7 @@ class Storm:
 def cluster_of(
     directory: Path,
     *flags: str,
+    model: str = "demo",
     hosts: list[dict[str, Any]] | None = None,
     env: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Cluster]:
@@ -182,7 +183,7 @@ def cluster_of(
     directory.mkdir(parents=True, exist_ok=True)
     hostfile = directory / "hosts.json"
     hostfile.write_text(json.dumps(hosts or [LOCAL] * 2))
-    arguments = ["serve", "demo", "--port", "0", "--kv-cache-memory", "16MB", "--hosts", str(hostfile), *flags]
+    arguments = ["serve", model, "--port", "0", "--kv-cache-memory", "16MB", "--hosts", str(hostfile), *flags]
     with mlxpaged(directory, *arguments, env={"OPENBLAS_NUM_THREADS": "1", **env}, fork=False) as command:
         wait_until(lambda: "http://" in command.stdout or command.process.poll() is not None, START_SECONDS)
         assert command.process.poll() is None, command.stderr

@@ -17,23 +17,35 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models.sources.resolve import resolve
 from tests.cli.helpers import mlxpaged
 from tests.cluster.servers import LOCAL, PROMPTS, START_SECONDS, Cluster, Load, Storm, cluster_of, processes_of
-from tests.support import wait_until
+from tests.support import make_tiny_model, wait_until
 
 pytestmark = pytest.mark.cluster
 
 TIMES = int(os.environ.get("MLXPAGED_FAULTS", "2"))
 """For each fault and rank. `make test-cluster` sets 20."""
-NUM_RANKS = 2
+NUM_RANKS = int(os.environ.get("MLXPAGED_RANKS", "2"))
+"""`make test-cluster RANKS=4` sets 4."""
 NOTICED_SECONDS = 60.0
+
+HOSTS = [LOCAL] * NUM_RANKS
 
 each_rank = pytest.mark.parametrize("rank", range(NUM_RANKS))
 
 
 @pytest.fixture(scope="module")
-def restarting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The demo model has two KV heads, too few for more ranks."""
+    if NUM_RANKS <= 2:
+        return "demo"
+    sizes = {"hidden_size": 128, "num_attention_heads": 2 * NUM_RANKS, "num_key_value_heads": NUM_RANKS}
+    return str(make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", "llama", **sizes))
+
+
+@pytest.fixture(scope="module")
+def restarting(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Of the four requests of a load, two wait in the queue."""
     directory = tmp_path_factory.mktemp("restarting")
-    with cluster_of(directory, "--restart-ranks", "--max-num-seqs", "2") as cluster:
+    with cluster_of(directory, "--restart-ranks", "--max-num-seqs", "2", model=model, hosts=HOSTS) as cluster:
         yield cluster
 
 
@@ -86,15 +98,16 @@ def test_a_slow_rank_only_slows_the_others(restarting: Cluster, rank: int) -> No
     assert restarting.processes() == before
 
 
-def test_the_banner_says_what_the_link_takes_of_each_token(restarting: Cluster) -> None:
+def test_the_banner_says_what_the_link_takes_of_each_token(restarting: Cluster, model: str) -> None:
+    ranks = ", ".join(f"rank {rank} (127.0.0.1)" for rank in range(NUM_RANKS))
     line = (
-        r"  ranks     rank 0 \(127\.0\.0\.1\), rank 1 \(127\.0\.0\.1\), by ring\n"
+        rf"  ranks     {re.escape(ranks)}, by ring\n"
         r"  link      (.+) of one token are added up in (\S+) ms, and (.+) of a full step in (\S+) ms\n"
         r"            (\d+) sums take (\S+) ms of every token's time\n"
     )
     found = re.search(line, restarting.command.stdout)
     assert found is not None, restarting.command.stdout
-    config = resolve("demo").config
+    config = resolve(model).config
     token_bytes, sums = 4 * config["hidden_size"], 2 * config["num_hidden_layers"]
     assert (found[1], found[3]) == ("0.5 KB", "1.0 MB")
     assert (token_bytes, token_bytes * EngineConfig.max_num_batched_tokens) == (512, 2**20)
@@ -123,9 +136,9 @@ def cpu_seconds(pid: int) -> float:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_without_restarts_every_client_gets_an_error_that_names_the_rank(
-    tmp_path: Path, number: signal.Signals
+    model: str, tmp_path: Path, number: signal.Signals
 ) -> None:
-    with cluster_of(tmp_path) as cluster:
+    with cluster_of(tmp_path, model=model, hosts=HOSTS) as cluster:
         ranks = cluster.ranks()
         load = Load(cluster)
         os.kill(ranks[1], number)
@@ -139,16 +152,16 @@ def test_without_restarts_every_client_gets_an_error_that_names_the_rank(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda each: each.name)
-def test_no_orphan_stays_when_the_server_ends(tmp_path: Path, number: signal.Signals) -> None:
-    with cluster_of(tmp_path) as cluster:
+def test_no_orphan_stays_when_the_server_ends(model: str, tmp_path: Path, number: signal.Signals) -> None:
+    with cluster_of(tmp_path, model=model, hosts=HOSTS) as cluster:
         assert len(cluster.ranks()) == NUM_RANKS
         os.kill(cluster.command.process.pid, number)
         cluster.command.wait_end()
         wait_until(lambda: not cluster.processes(), 15)
 
 
-def test_connections_that_prove_nothing_keep_no_rank_from_starting(tmp_path: Path) -> None:
-    with Storm(tmp_path) as storm, cluster_of(tmp_path) as cluster:
+def test_connections_that_prove_nothing_keep_no_rank_from_starting(model: str, tmp_path: Path) -> None:
+    with Storm(tmp_path) as storm, cluster_of(tmp_path, model=model, hosts=HOSTS) as cluster:
         assert len(storm.ports) >= 3  # of the server for its ranks, of rank 0 for the others, and of HTTP
         assert set(cluster.ranks()) == {*range(NUM_RANKS)}
         answer = cluster.complete(PROMPTS[0])
