@@ -1,6 +1,7 @@
 """With `--batch-invariant`, a request has the same tokens and log-probabilities, to the bit, in any batch.
 
-A few random batches of each model run by default, 200 of each with `make test-fuzz`.
+A few random batches of each model run by default, 200 of each with `make test-fuzz`, which also runs 54 on the kernels
+for Metal.
 """
 
 from __future__ import annotations
@@ -209,6 +210,14 @@ def test_answers_in_200_random_batches_are_those_of_requests_alone(
     model: TinyModel, expected: dict[str, Answer], first: int
 ) -> None:
     check_mixes(model, expected, range(first, first + 20))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreter")
+def test_answers_in_9_random_batches_on_metal_are_those_of_requests_alone(model: TinyModel) -> None:
+    """A batch takes half a minute without a GPU."""
+    expected = answers_alone(model, batch_invariant=True, attention_backend="metal")
+    check_mixes(model, expected, range(9), attention_backend="metal")
 
 
 def test_the_flag_hides_that_roundings_depend_on_the_rows(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
