@@ -52,7 +52,7 @@ from mlxpaged.models.generation_config import end_tokens_of, read_generation_con
 from mlxpaged.models.head import RowSelection, select_rows_before_head
 from mlxpaged.models.joins import join
 from mlxpaged.models.json_files import CONFIG, model_config
-from mlxpaged.models.kinds import is_encoder, judges_pairs
+from mlxpaged.models.kinds import is_encoder, judges_pairs, kind_of
 from mlxpaged.models.layer_finder import Way, layer_specs
 from mlxpaged.models.layers import KV, LayerSpec, kv_layers, mutual
 from mlxpaged.models.panics import guarded
@@ -167,6 +167,10 @@ def load_model(
     files = turns.during(lambda: resolve(name, reserved, num_ranks))
     path = files.directory
     own_config, recommended = turns.during(lambda: (files.config, read_generation_config(path)))
+    if group is not None and not kind_of(name, path).generates:
+        raise UnsupportedModelError(
+            f"{name}: several ranks make no embeddings and rerank nothing; run this model on one machine"
+        )
     if is_encoder(own_config):
         raise EncoderError(f"{name} is an encoder, which generates no text")
     limit = context_length(own_config)

@@ -74,7 +74,9 @@ def test_a_bad_hostfile_is_refused_with_the_reason(tmp_path: Path, content: Any,
     [
         (["--hosts", "/no/such/file"], "--hosts /no/such/file: No such file or directory"),
         (["--hosts", "FILE", "--model", "demo", "--model", "b=demo"], "a second model cannot be used"),
+        (["--hosts", "FILE", "--model", "demo", "--embedding-model", "e"], "a second model cannot be used"),
         (["--hosts", "FILE", "--adapter", "a=dir"], "--adapter cannot be used together with --hosts"),
+        (["--hosts", "FILE", "--reranker"], "--reranker cannot be used together with --hosts"),
     ],
 )
 def test_serve_says_what_does_not_go_with_hosts(
