@@ -225,8 +225,9 @@ class Server:
         return await self._tokenizer_lanes.run(tokenizer, size, function)
 
     async def compile(self, info: EngineInfo, constraint: Constraint | StructuredOutput | None) -> None:
-        """Compile the grammar. Raises ApiError if it is not supported, EngineBusyError if others take too long."""
-        if constraint is None:
+        """Compile the grammar, unless it is known. Raises ApiError if it is not supported, EngineBusyError if others
+        take too long."""
+        if constraint is None or info.grammars.is_compiled(constraint):
             return
         require_memory(GRAMMAR_BYTES, "the grammar")
         try:

@@ -12,6 +12,7 @@ import random
 import re
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -91,11 +92,35 @@ class Grammars:
         self._executor = LLExecutor()
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()  # making the tokenizer takes a second
-        self.compile = functools.lru_cache(KEPT)(self._compile)
+        self._kept: OrderedDict[Constraint | StructuredOutput, LLMatcher] = OrderedDict()
+        """The one that was asked for last is the last."""
+        self._kept_lock = threading.Lock()
 
     def start(self, constraint: Constraint | StructuredOutput, ignore_eos: bool) -> GrammarMatcher:
         """Make a matcher for one answer. Raises GrammarError."""
         return GrammarMatcher(self.compile(constraint).deep_copy(), self._wrapped.eos_token_ids if ignore_eos else ())
+
+    def compile(self, constraint: Constraint | StructuredOutput) -> LLMatcher:
+        """Make a matcher at the start of the grammar, to be copied. Raises GrammarError with the reason."""
+        found = self._find(constraint)
+        if found is None:
+            found = self._compile(constraint)
+            with self._kept_lock:
+                self._kept[constraint] = found
+                if len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
+        return found
+
+    def is_compiled(self, constraint: Constraint | StructuredOutput) -> bool:
+        """Whether `compile` takes no time. It is then among the last that are forgotten."""
+        return self._find(constraint) is not None
+
+    def _find(self, constraint: Constraint | StructuredOutput) -> LLMatcher | None:
+        with self._kept_lock:
+            found = self._kept.get(constraint)
+            if found is not None:
+                self._kept.move_to_end(constraint)
+            return found
 
     def masks(self, rows: Sequence[tuple[GrammarMatcher, Collection[int]]]) -> list[Mask]:
         """The tokens that each answer may continue with. rows: matchers, each with tokens that it should avoid now.
@@ -127,7 +152,6 @@ class Grammars:
         return found
 
     def _compile(self, constraint: Constraint | StructuredOutput) -> LLMatcher:
-        """Make a matcher at the start of the grammar, to be copied. Raises GrammarError with the reason."""
         check_size(constraint)
         until = time.monotonic() + PARTS_SECONDS
         for part in dict.fromkeys(constraint.parts) if isinstance(constraint, StructuredOutput) else ():

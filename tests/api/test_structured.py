@@ -362,7 +362,8 @@ def test_a_request_has_one_constraint(client: OpenAI) -> None:
 def test_a_slow_constraint_is_given_up_and_holds_no_other_request_up(
     demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two that compile for ever: they are refused, a third gets a 503, plain requests are answered meanwhile."""
+    """Two that compile for ever: they are refused, a third gets a 503. Plain requests are answered meanwhile, and one
+    whose constraint is known."""
     release, compiles = threading.Event(), threading.Semaphore(0)
     grammars = demo_server.core.grammars
     compiling = grammars.compile
@@ -387,9 +388,11 @@ def test_a_slow_constraint_is_given_up_and_holds_no_other_request_up(
                     assert await asyncio.to_thread(compiles.acquire, timeout=DEADLINE)
                 return slow
 
+            first = await send(guided_regex="known")
             slow = await send_slow(0)
-            plain = await send()
+            plain, known = await send(), await send(guided_regex="known")
             assert not any(request.done() for request in slow)
+            assert known.json()["choices"] == first.json()["choices"]
             release.set()
             assert [answer.status_code for answer in await asyncio.gather(*slow)] == [200, 200]
             release.clear()
