@@ -14,6 +14,7 @@ from math import isclose
 from typing import Any
 
 from tests.soak.http_client import Answer
+from tests.vision.files import FORMATS, encoded, halves, text_of, url_of
 
 Read = Callable[[Answer], Any]
 
@@ -130,6 +131,8 @@ WORDS = (
     "house",
 )
 
+COLORS = ("red", "blue", "white")
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["river", "stone"]}, "numbers": {"type": "array", "items": {"type": "integer"}}},
@@ -138,13 +141,15 @@ SCHEMA = {
 }
 
 
-def make_cases(rng: random.Random, models: Sequence[str], count: int) -> list[Case]:
-    """count: of each endpoint and model that generates text."""
+def make_cases(rng: random.Random, models: Sequence[str], count: int, seeing: str | None = None) -> list[Case]:
+    """count: of each endpoint and model that generates text. seeing: a model that is asked about images."""
     found: list[Case] = []
     for model in models:
         for index in range(count):
             found += text_cases(rng, model, f"{model}-{index}")
     for index in range(count):
+        if seeing is not None:
+            found += image_cases(rng, seeing, f"{seeing}-{index}")
         inputs = [words(rng, 1, 40) for _ in range(rng.randint(1, 4))]
         found.append(Case(f"embeddings-{index}", "/v1/embeddings", {"model": "vectors", "input": inputs}, embeddings))
         documents = [words(rng, 2, 12) for _ in range(3)]
@@ -178,6 +183,30 @@ def text_cases(rng: random.Random, model: str, name: str) -> list[Case]:
         Case(f"ollama-chat-{name}", "/api/chat", asked | {"options": ollama}, read_chat, stream_chat),
         Case(f"ollama-text-{name}", "/api/generate", prompt | {"options": ollama}, read_text, stream_text),
     ]
+
+
+def image_cases(rng: random.Random, model: str, name: str) -> list[Case]:
+    """One for each API that takes images. Several have the same image."""
+    left, right = rng.choice(COLORS), rng.choice(COLORS)
+    file = encoded(halves(rng.choice((32, 64)), rng.choice((16, 48)), left, right), rng.choice(FORMATS))
+    text, image = words(rng, 1, 12), text_of(file)
+    options: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": rng.randint(2, 30)}
+    parts = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": url_of(file)}}]
+    source = {"type": "base64", "media_type": "image/png", "data": image}
+    blocks = [{"type": "image", "source": source}, {"type": "text", "text": text}]
+    shown = {"role": "user", "content": text, "images": [image]}
+    ollama = {"model": model, "messages": [shown], "options": {"temperature": 0, "num_predict": 20}}
+    delta = streamed(lambda choice: choice["delta"].get("content"))
+    read_chat, stream_chat = lines(lambda line: line["message"]["content"])
+    return [
+        Case(f"image-chat-{name}", "/v1/chat/completions", asking(parts) | options, chat, delta),
+        Case(f"image-message-{name}", "/v1/messages", asking(blocks) | options, message, streamed_message),
+        Case(f"image-ollama-{name}", "/api/chat", ollama, read_chat, stream_chat),
+    ]
+
+
+def asking(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
 
 
 def sampling(rng: random.Random) -> dict[str, Any]:

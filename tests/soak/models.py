@@ -1,20 +1,24 @@
-"""The models of a soak: tiny ones, of every kind that a server has."""
+"""The models of a soak, of every kind that a server has: tiny ones, and the bundled one that sees."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+from mlxpaged.models.sources.resolve import resolve
 from tests.models.architectures import ARCHITECTURES
-from tests.support import demo_vocab_size, make_embedding_model, make_tiny_model
+from tests.support import demo_vocab_size, make_adapter, make_embedding_model, make_tiny_model
 
 
 def make_models(root: Path) -> dict[str, Path]:
-    """Directories by name: attention only, recurrent and attention layers, a model that is loaded and unloaded, a
-    reranker, and an embedding model."""
+    """Directories by name: attention only and an adapter for it, recurrent and attention layers, a model that is loaded
+    and unloaded, one that sees, a reranker, and an embedding model."""
     recurrent = ARCHITECTURES["qwen3_next"]
+    small = make_tiny_model(root / "small", "llama", 1)
     return {
-        "small": make_tiny_model(root / "small", "llama", 1),
+        "small": small,
+        "adapter": make_adapter(small, root / "adapter", 5),
+        "seeing": resolve("demo-vision").directory,
         "hybrid": make_tiny_model(root / "hybrid", "qwen3_next", 2, **recurrent.config),
         "other": make_tiny_model(root / "other", "qwen3", 3),
         "judge": make_reranker(root / "Tiny-Qwen3-Reranker"),
