@@ -30,5 +30,5 @@ def test_a_fault_ends_no_answer_without_a_reason(
     ROWS.append(row)
     bench.loop.run_until_complete(run())
     with capsys.disabled():
-        print(f"\n{line(row)}", end=" ")
+        print(f"\n{line(row)}", *row.problems, sep="\n", end=" ")
     assert not any(counts[outcome] for counts in (row.faulted, row.streams) for outcome in LOST), row.problems
