@@ -43,7 +43,7 @@ CONVERSATIONS, TURNS, CLIENTS = 12, 4, 12
 BLOCK_SIZE = 16
 SYSTEM = "You are a patient assistant. " * 4
 KEY = f"sk-{secrets.token_hex(32)}"
-START_SECONDS, LOAD_SECONDS, REQUEST_SECONDS = 120.0, 3.0, 60.0
+START_SECONDS, LOAD_SECONDS, REQUEST_SECONDS = 300.0, 3.0, 60.0
 
 
 @dataclass
