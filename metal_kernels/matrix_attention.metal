@@ -1,6 +1,6 @@
 // Attention of prompt chunks over a paged context with simdgroup matrices: tiles of query rows against 32 keys at a
 // time. Causal, with optional window (or if CHUNKED, keys from the last multiple of `window` on), softcap and sinks;
-// online softmax in float32.
+// online softmax in float32. If MUTUAL, queries of an image also see the keys after theirs, up to the image's last one.
 //
 // A threadgroup takes one work item for one KV head, or for HEADS of its query heads if a group has more: QUERIES
 // tokens x HEADS heads, at most ROWS rows, over a range of keys. Its four simdgroups read each key and each value of
@@ -19,7 +19,7 @@
 // queries [T, KV_HEADS * GROUP, DK]; keys, values: the pools, [blocks, KV_HEADS, BLOCK, DK] and [..., DV], or if LATENT
 // the pool of rows for both: then a value is the first DV elements of its key; block_tables [S, max_blocks]
 // items [N, 8]: sequence, first query row, queries, position of the first query, first key, end of keys,
-//   first row of `out`, unused
+//   first row of `out`, last key of the image that all its queries belong to or 0
 // sinks [KV_HEADS * GROUP] if SINKS; after: token of the last write to the pools
 // out [rows, KV_HEADS * GROUP, DV] of T, or if PARTIAL of float [rows, KV_HEADS * GROUP, DV + 4]: the weighted sum of
 //   values before division, the maximum of the scores, the denominator, 0, 0. done [1]: the token
@@ -84,7 +84,8 @@ const int row = me / LANES;  // whose softmax the thread shares
 const int first_of_row = me % LANES * KEYS_EACH;
 const int here = first_position + row / HEADS;
 const int first_visible = max(first_key, CHUNKED ? here / window * window : here - window + 1);
-const int end_visible = row < rows ? min(key_end, here + 1) : 0;
+const int last_visible = MUTUAL ? max(here, item[7]) : here;
+const int end_visible = row < rows ? min(key_end, last_visible + 1) : 0;
 float maximum = MASKED;
 float denominator = 0.0f;
 

@@ -1,6 +1,7 @@
 // Attention of query tiles over a paged context. A tile is a few tokens of a prompt chunk with the query heads that share
 // a KV head, or one token of a decoding sequence if its heads are too large for paged_decode. Causal, with optional
 // window (or if CHUNKED, keys from the last multiple of `window` on), softcap and sinks; online softmax in float32.
+// If MUTUAL, queries of an image also see the keys after theirs, up to the image's last one.
 //
 // A threadgroup takes one work item for one KV head, or for HEADS of its query heads if a group has more: QUERIES
 // tokens x HEADS heads = ROWS rows over a range of keys. It reads each key and each value of the range from device
@@ -13,7 +14,7 @@
 // queries [T, KV_HEADS * GROUP, DK]; keys, values: the pools, [blocks, KV_HEADS, BLOCK, DK] and [..., DV], or if LATENT
 // the pool of rows for both: then a value is the first DV elements of its key; block_tables [S, max_blocks]
 // items [N, 8]: sequence, first query row, queries, position of the first query, first key, end of keys,
-//   first row of `out`, unused
+//   first row of `out`, last key of the image that all its queries belong to or 0
 // sinks [KV_HEADS * GROUP] if SINKS; after: token of the last write to the pools
 // out [rows, KV_HEADS * GROUP, DV] of T, or if PARTIAL of float [rows, KV_HEADS * GROUP, DV + 4]: the weighted sum of
 //   values before division, the maximum of the scores, the denominator, 0, 0. done [1]: the token
@@ -137,6 +138,7 @@ for (int start = item[4]; start < key_end; start += TILE) {
     const int row = simdgroup + i * SIMDGROUPS;
     if (row < rows) {
       const int here = first_position + row / HEADS;
+      const int last_visible = MUTUAL ? max(here, item[7]) : here;
       const int first_visible = CHUNKED ? here / window * window : here - window + 1;
       float weights[TILE / 32];
       float best = maxima[i];
@@ -145,7 +147,7 @@ for (int start = item[4]; start < key_end; start += TILE) {
         const int key = t * 32 + lane;
         const int position = start + key;
         weights[t] = MASKED;
-        if (key < count && position <= here && position >= first_visible) {
+        if (key < count && position <= last_visible && position >= first_visible) {
           weights[t] = scores[row * TILE + key] * scale;
           if (SOFTCAP) {
             weights[t] = softcap * metal::precise::tanh(weights[t] / softcap);

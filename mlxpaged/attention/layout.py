@@ -122,7 +122,7 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """All that the choice of kernels depends on. window, sinks, chunk, softcap: as in `LayerKVCache.attend`."""
+    """All that the choice of kernels depends on. The last fields are as in `LayerKVCache.attend`."""
 
     num_query_heads: int
     layout: KVLayout
@@ -130,11 +130,12 @@ class AttentionShape:
     sinks: bool = False
     chunk: int | None = None
     softcap: bool = False
+    mutual: bool = False
 
     def __str__(self) -> str:
         layout = self.layout
         local = f", window {self.window}" * bool(self.window) + f", local chunks of {self.chunk}" * bool(self.chunk)
-        extras = local + ", sinks" * self.sinks + ", softcap" * self.softcap
+        extras = local + ", sinks" * self.sinks + ", softcap" * self.softcap + ", images" * self.mutual
         sizes = f"{layout.key_size}" + f"/{layout.value_size}" * (layout.latent or layout.value_size != layout.key_size)
         kv_heads = f"latents of {sizes}" if layout.latent else f"{layout.num_kv_heads} KV heads of {sizes}"
         heads = f"{self.num_query_heads} query heads on {kv_heads}"

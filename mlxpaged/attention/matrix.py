@@ -57,6 +57,7 @@ class MatrixVariant:
     softcap: bool = False
     sinks: bool = False
     chunked: bool = False
+    mutual: bool = False
 
     name = "matrix_attention"
     threads = THREADS
@@ -84,7 +85,7 @@ class MatrixVariant:
     @functools.cached_property
     def template(self) -> kernels.Template:
         layout = self.layout
-        names = ("group", "heads", "rows", "partial", "softcap", "sinks", "chunked")
+        names = ("group", "heads", "rows", "partial", "softcap", "sinks", "chunked", "mutual")
         types = [("T", layout.dtype), ("O", mx.float32 if self.partial else layout.dtype)]
         sizes = [("DK", layout.key_size), ("DV", layout.value_size), ("LATENT", layout.latent)]
         counts = [("KV_HEADS", layout.num_kv_heads), ("BLOCK", layout.block_size), ("THREADS", THREADS)]

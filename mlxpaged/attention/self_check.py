@@ -78,11 +78,14 @@ class CaseRun:
         self._key, key = mx.random.split(self._key)
         return mx.random.normal(dims, key=key).astype(self._shape.layout.dtype)
 
-    def step(self, query_lens: list[int], context_lens: list[int]) -> mx.array:
-        """Write random keys and values for the query tokens, and attend with random queries."""
+    def step(
+        self, query_lens: list[int], context_lens: list[int], spans: dict[int, list[tuple[int, int]]] | None = None
+    ) -> mx.array:
+        """Write random keys and values for the query tokens, and attend with random queries. spans: as in
+        `AttentionMetadata.build`."""
         shape, layout, tokens = self._shape, self._shape.layout, sum(query_lens)
         tables = [self._tables[i % 2] for i in range(len(query_lens))]
-        meta = AttentionMetadata.build(query_lens, context_lens, tables, layout.block_size)
+        meta = AttentionMetadata.build(query_lens, context_lens, tables, layout.block_size, spans)
         keys = self._random(tokens, layout.num_kv_heads, layout.key_size)
         values = None if layout.latent else self._random(tokens, layout.num_kv_heads, layout.value_size)
         if (kind := layout.quantization) is not None and values is not None:
@@ -93,6 +96,7 @@ class CaseRun:
         options: dict[str, Any] = {
             "window": shape.window,
             "chunk": shape.chunk,
+            "mutual": shape.mutual,
             "sinks": self._sinks,
             "softcap": SOFTCAP if shape.softcap else None,
         }
@@ -108,7 +112,10 @@ class CaseRun:
         return results
 
     def mixed_chunks(self) -> list[mx.array]:
-        return [self.step([40, 1], [40, 1]), self.step([1, 20], [41, 21])]
+        results = [self.step([40, 1], [40, 1]), self.step([1, 20], [41, 21])]
+        if self._shape.mutual:  # with the end of an image, and with whole ones
+            results.append(self.step([13, 40], [54, 61], {0: [(30, 47)], 1: [(25, 30), (31, 58)]}))
+        return results
 
     def long_contexts(self) -> list[mx.array]:
         return [self.step([LONG_CONTEXT], [LONG_CONTEXT]), self.step([1], [LONG_CONTEXT + 1])]

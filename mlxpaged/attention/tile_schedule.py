@@ -61,14 +61,16 @@ def make_schedule(
     the others."""
     query_lens = np.asarray(meta.host_query_lens)
     starts = np.concatenate(([0], np.cumsum(query_lens)))
-    lens = query_lens[members]
-    tiles = -(-lens // queries)
-    sequence = np.repeat(members, tiles)
-    offset = counts_from_zero(tiles) * queries  # of a tile's first token in its sequence's query tokens
-    count = np.minimum(queries, query_lens[sequence] - offset)
+    runs = runs_of(meta, members, locality)
+    tiles = -(-runs.lens // queries)
+    run = np.repeat(np.arange(len(tiles)), tiles)
+    sequence, last_key = runs.sequences[run], runs.last_keys[run]
+    in_run = counts_from_zero(tiles) * queries
+    offset = runs.offsets[run] + in_run  # of a tile's first token in its sequence's query tokens
+    count = np.minimum(queries, runs.lens[run] - in_run)
     position = np.asarray(meta.host_context_lens)[sequence] - query_lens[sequence] + offset
     first_key = locality.first_key(position)
-    end_key = position + count
+    end_key = np.maximum(position + count, last_key + 1)
     keys = end_key - first_key
     size = partition.sizes(keys) if isinstance(partition, Ranges) else np.full_like(keys, partition)
     is_whole = size >= keys if isinstance(partition, Ranges) else np.zeros_like(keys, bool)
@@ -89,7 +91,7 @@ def make_schedule(
             np.maximum(begin, first_key[tile]),
             np.minimum(begin + size[tile], end_key[tile]),
             first_partial[tile] + part * count[tile],
-            np.zeros_like(tile),
+            last_key[tile],
         ],
         axis=1,
     )
@@ -102,7 +104,7 @@ def make_schedule(
             left = np.where(is_whole, more, np.minimum(left, partition.most_keys(size) - keys))
             end_of_first = np.where(is_whole, NEVER, end_of_first)
         growth = make_growth(locality, position, first_key, end_of_first, parts, left)
-    num_rows, num_partials = int(lens.sum()), int((parts * count).sum())
+    num_rows, num_partials = int(runs.lens.sum()), int((parts * count).sum())
     if parts.max() == 1 and not always_merge:
         return TileSchedule(upload.add(items.astype(np.int32)), None, len(items), num_rows, num_partials, growth)
     row_tile = np.repeat(np.arange(len(sequence)), count)
@@ -118,6 +120,33 @@ def make_schedule(
         num_partials += len(empty)
     indices = upload.add(items.astype(np.int32)), upload.add(ranges)
     return TileSchedule(*indices, len(items), num_rows, num_partials, growth)
+
+
+class Runs(NamedTuple):
+    """Runs of query tokens. A tile has tokens of one run. offsets: of their first tokens in the query tokens of their
+    sequences. last_keys: of the images that they are part of if its tokens see one another, else 0."""
+
+    sequences: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    lens: npt.NDArray[np.int64]
+    last_keys: npt.NDArray[np.int64]
+
+
+def runs_of(meta: HostMetadata, members: npt.NDArray[np.int64], locality: Locality) -> Runs:
+    """The query tokens of each sequence are one run. If tokens of images see one another, each image is a run, and so
+    is the text between them."""
+    lens = np.asarray(meta.host_query_lens)[members]
+    if not any(locality.looks_ahead(meta, i) for i in members.tolist()):
+        return Runs(members, np.zeros_like(lens), lens, np.zeros_like(lens))
+    runs = []
+    for i, query_len in zip(members.tolist(), lens.tolist(), strict=True):
+        first, at = meta.host_context_lens[i] - query_len, 0
+        for start, end in meta.host_spans.get(i, ()):
+            begin = max(0, start - first)
+            runs += [(i, at, begin - at, 0), (i, begin, end - first - begin, end - 1)]
+            at = end - first
+        runs.append((i, at, query_len - at, 0))
+    return Runs(*np.array([run for run in runs if run[2]]).T)
 
 
 def make_growth(

@@ -58,6 +58,7 @@ class TileVariant:
     softcap: bool = False
     sinks: bool = False
     chunked: bool = False
+    mutual: bool = False
 
     name = "paged_attention"
     threads = THREADS
@@ -101,7 +102,7 @@ class TileVariant:
 
     @functools.cached_property
     def template(self) -> kernels.Template:
-        names = ("heads", "queries", "tile", "vec", "lanes", "softcap", "sinks", "chunked")
+        names = ("heads", "queries", "tile", "vec", "lanes", "softcap", "sinks", "chunked", "mutual")
         return [*common_template(self), *((name.upper(), getattr(self, name)) for name in names)]
 
 

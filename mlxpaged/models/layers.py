@@ -49,8 +49,8 @@ class KV:
         return str(self.dtype) if self.quantization is None else f"{self.dtype} as {self.quantization}"
 
     def attention_shape(self, block_size: int) -> AttentionShape:
-        layout = self.kv_layout(block_size)
-        return AttentionShape(self.num_query_heads, layout, self.window, self.sinks, self.chunk, self.softcap)
+        flags = self.sinks, self.chunk, self.softcap, self.mutual
+        return AttentionShape(self.num_query_heads, self.kv_layout(block_size), self.window, *flags)
 
     def qkv_shape(self, block_size: int) -> QkvShape | None:
         return None if self.qkv is None else QkvShape(self.kv_layout(block_size), self.qkv)

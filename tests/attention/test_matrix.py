@@ -30,6 +30,9 @@ def by_matrices(partition: int | None = None) -> Tuning:
     return Tuning(chunks=replace(MATRIX, partition=partition))
 
 
+IMAGES = {0: [(3, 16)], 2: [(40, 60), (60, 77)], 3: [(100, 130)]}
+"""The first ends a chunk, the second and third meet within one, the last began before it."""
+
 MODELS: dict[str, dict[str, Any]] = {
     "Llama 3.2 1B": {"dtype": mx.bfloat16, "head_dim": 64, "group": 4},
     "heads of 80, in ranges of keys": {"dtype": mx.float16, "head_dim": 80, "group": 1, "tuning": by_matrices(48)},
@@ -37,9 +40,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss": {"dtype": mx.bfloat16, "head_dim": 64, "group": 8, "window": 30, "has_sinks": True},
     "local chunks": {"head_dim": 32, "group": 1, "chunk": 30, "block_size": 16},
     "values of their own size": {"dtype": mx.float16, "head_dim": 36, "value_size": 20, "group": 7, "block_size": 16},
+    "Gemma 3": {"head_dim": 32, "group": 3, "window": 60, "block_size": 16, "spans": IMAGES},
+    "images in ranges of keys": {"head_dim": 20, "tuning": by_matrices(32), "has_sinks": True, "spans": IMAGES},
     "latents, more heads than rows": {"head_dim": 44, "value_size": 36, "latent": True, "kv_heads": 1, "group": 33},
 }
-SAMPLE = list(MODELS)[:3]
+SAMPLE = [*list(MODELS)[:3], "Gemma 3"]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,11 @@ def ranges() -> bool:
     return is_right(Case(LENS, tuning=in_ranges(24), **SIZES))
 
 
+def images() -> bool:
+    """Tiles before, in and after an image."""
+    return is_right(Case(LENS, tuning=in_ranges(None), window=60, spans={0: [(33, 45)], 2: [(80, 99)]}, **SIZES))
+
+
 def full_blocks() -> bool:
     """Nothing comes after the last sequence's table."""
     return is_right(Case([(2, 40), (3, 40)], tuning=in_ranges(None), block_size=8, **SIZES))
@@ -76,6 +81,7 @@ MUTANTS: dict[str, Mutant] = {
         "if (has_key) simdgroup_multiply_accumulate(products", plain, Divergence),
     "values of unused slots": (
         "matrix_attention", "of_value >= first_key && of_value < key_end", "of_value < key_end + 1", plain, None),
+    "an image is causal": ("matrix_attention", "MUTUAL ? max(here, item[7]) : here", "here", images, None),
     "scores not transposed": (
         "matrix_attention", "(r * 8 + matrix_column + e) * PITCH + simdgroup * 8 + matrix_row",
         "(r * 8 + matrix_row) * PITCH + simdgroup * 8 + matrix_column + e", plain, None),
@@ -103,9 +109,12 @@ MORE_MUTANTS: dict[str, Mutant] = {
         "matrix_attention", "of_value >= first_key && of_value < key_end", "of_value < key_end", each_key_once, None),
     "the last step left out": (
         "matrix_attention", "start < key_end; start", "start + KEYS < key_end; start", plain, None),
-    "sees the future": ("matrix_attention", "min(key_end, here + 1)", "min(key_end, here + 2)", plain, None),
+    "sees the future": ("matrix_attention", "last_visible + 1)", "last_visible + 2)", plain, None),
+    "text sees no more than an image": ("matrix_attention", "max(here, item[7])", "item[7]", images, None),
+    "a query sees its tile's keys": ("matrix_attention", "max(here, item[7])", "key_end - 1", images, None),
     "a window one too wide": ("matrix_attention", "here - window + 1);", "here - window);", extras, None),
-    "a range sees its neighbour": ("matrix_attention", "min(key_end, here + 1)", "here + 1", ranges, None),
+    "a range sees its neighbour": (
+        "matrix_attention", "min(key_end, last_visible + 1)", "last_visible + 1", ranges, None),
     "softcap left out": ("matrix_attention", "if (SOFTCAP) {", "if (false) {", extras, None),
     "scale left out": ("matrix_attention", "+ k] * scale;", "+ k];", plain, None),
     "sink left out": ("matrix_attention", "if (SINKS) {", "if (false) {", extras, None),

@@ -4,6 +4,8 @@ must never be read."""
 from __future__ import annotations
 
 import itertools
+import random
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +17,7 @@ from mlxpaged.attention.kv_cache import LayerKVCache, resolve_backend
 from mlxpaged.attention.layout import KV_DTYPES, KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.pool import Memory
+from mlxpaged.attention.tuning import CONTIGUOUS, MATRIX, Choice, Tuning
 from mlxpaged.attention.variants import BLOCK_SIZES
 from tests.attention.metal_cases import HEAD_DIMS, Case
 from tests.attention.scenes import fill_blocks
@@ -130,13 +133,63 @@ def test_long_chunks_are_exact(metal: None, extras: dict[str, Any]) -> None:
     Case([(130, 150)], head_dim=32, block_size=8, **extras).check()
 
 
-@pytest.mark.parametrize("extras", [{}, {"window": 20}, {"window": 9, "softcap": 3.0, "has_sinks": True}], ids=str)
-def test_images_whose_tokens_see_one_another(metal_on_cpu: Interpreter, extras: dict[str, Any]) -> None:
-    """MLX's own attention takes their masks. The rest of the batch stays with the kernels."""
-    spans = {2: [(35, 48)], 4: [(31, 60), (62, 64)], 5: [(138, 140)]}
-    Case([(1, 33), (5, 5), (20, 50), (1, 1), (33, 64), (2, 140)], head_dim=32, spans=spans, **extras).check()
+IMAGES = {2: [(35, 48)], 4: [(31, 60), (62, 64)], 5: [(138, 140)]}
+"""Of MIXED: within a chunk, from before it on, two in one chunk, and one of two tokens."""
+
+
+@pytest.mark.parametrize("extras", [*EXTRAS[:2], EXTRAS[4]], ids=str)
+@pytest.mark.parametrize("chunk_partition", every(2, [16, 4096]))
+def test_images_whose_tokens_see_one_another(
+    metal_on_cpu: Interpreter, extras: dict[str, Any], chunk_partition: int
+) -> None:
+    Case(MIXED, head_dim=32, chunk_partition=chunk_partition, spans=IMAGES, **extras).check()
     names = [launch.kernel for launch in metal_on_cpu.launches]
-    assert [names.count(name) for name in ("kv_gather", "paged_attention", "paged_decode")] == [3, 1, 1]
+    assert [names.count(name) for name in ("kv_gather", "paged_attention", "paged_decode")] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("extras", [*EXTRAS[:2], EXTRAS[4]], ids=str)
+def test_images_in_long_chunks_are_exact(metal_on_cpu: Interpreter, extras: dict[str, Any]) -> None:
+    """MLX's own attention takes their masks."""
+    Case([(1, 33), (130, 150)], head_dim=32, spans={1: [(18, 60), (70, 150)]}, **extras).check()
+    names = [launch.kernel for launch in metal_on_cpu.launches]
+    assert [names.count(name) for name in ("kv_gather", "paged_attention")] == [1, 0]
+
+
+@pytest.mark.parametrize("seed", every(8, range(24)))
+def test_images_in_random_batches_are_exact(unchecked: None, seed: int) -> None:
+    """Text beside images, chunks that begin within an image, windows shorter than one. All kernels for chunks."""
+    source = random.Random(seed)
+    lens, spans = [], {}
+    for i in range(5):
+        query = source.choice((1, 2, 9, 20, 45))
+        context = query + source.choice((0, 3, 40))
+        start, images = max(0, context - query - source.randrange(6)), []
+        while query > 1 and context - start > 2 and len(images) < 3 and source.random() < 0.8:
+            end = source.randint(max(start, context - query) + 2, context)
+            images.append((start, end))
+            start = end + source.randrange(4)
+        spans |= {i: images} if images else {}
+        lens.append((query, context))
+    chunks = replace(source.choice((MATRIX, Choice(4096))), partition=source.choice((32, 4096)))
+    sizes = {"head_dim": nth((32, 20), seed), "block_size": nth(BLOCK_SIZES, seed), "group": nth(GROUPS, seed)}
+    window, sinks = source.choice((None, None, 12, 50)), source.random() < 0.5
+    tuning = Tuning(chunks=nth((chunks, CONTIGUOUS, chunks), seed))
+    Case(lens, tuning=tuning, window=window, has_sinks=sinks, seed=seed, spans=spans, **sizes).check()
+
+
+@pytest.mark.parametrize("matrix", [False, True])
+def test_only_steps_with_images_take_the_variant_for_them(metal_on_cpu: Interpreter, matrix: bool) -> None:
+    """Text has the bits that it has without images."""
+    chunks = MATRIX if matrix else Choice(4096)
+    case = Case([(1, 33), (20, 50), (9, 40)], head_dim=32, tuning=Tuning(chunks=chunks), spans={1: [(33, 46)]})
+    with_images = case.attend()
+    text = AttentionMetadata.build([1, 20, 9], [33, 50, 40], case.tables, case.block_size)
+    queries = case.array(np.concatenate(case.queries))
+    plain = np.array(case.kv.attend(queries, text, **case.options))
+    of_image = np.arange(len(plain)) - 1 - 3
+    is_text = (of_image < 0) | (of_image >= 12)
+    assert np.array_equal(with_images[is_text], plain[is_text])
+    assert not np.isclose(with_images[~is_text], plain[~is_text]).all(axis=(1, 2)).any()
 
 
 def test_long_chunks_go_through_mlx_attention(metal_on_cpu: Interpreter) -> None:

@@ -273,15 +273,16 @@ def test_steps_and_moves_of_any_size_are_the_same_kernels_to_metal(monkeypatch: 
 @pytest.mark.parametrize("window", [None, 50, 5000])
 @pytest.mark.parametrize("queries", [1, 4, 32])
 @pytest.mark.parametrize("partition", [64, 512])
+@pytest.mark.parametrize("spans", [{}, {1: [(690, 697), (698, 700)], 4: [(131045, 131060)], 5: [(0, 3)]}], ids=bool)
 def test_work_items_cover_every_visible_key_of_every_query_once(
-    window: int | None, queries: int, partition: int
+    window: int | None, queries: int, partition: int, spans: dict[int, list[tuple[int, int]]]
 ) -> None:
     lens = [(1, 1), (7, 700), (1, 2048), (100, 100), (33, 131072), (3, 3)]
     tables = [list(range(-(-context // 32))) for _, context in lens]
-    meta = AttentionMetadata.build([q for q, _ in lens], [c for _, c in lens], tables)
+    meta = AttentionMetadata.build([q for q, _ in lens], [c for _, c in lens], tables, spans=spans)
     members = np.array([0, 1, 2, 4, 5])
-    upload = Upload()
-    schedule = make_schedule(meta, members, Locality(window), queries, partition, upload)
+    upload, locality = Upload(), Locality(window, mutual=True)
+    schedule = make_schedule(meta, members, locality, queries, partition, upload)
     arrays = split(mx.array(upload.vector), upload.shapes)
     items = np.array(arrays[schedule.items])
     assert len(items) == schedule.num_items
@@ -292,12 +293,14 @@ def test_work_items_cover_every_visible_key_of_every_query_once(
     starts = np.concatenate(([0], np.cumsum([q for q, _ in lens])))
     seen: dict[int, list[tuple[int, int, int]]] = {}
     rows_of_out = rows_of_empty
-    for sequence, row, count, position, begin, end, first, _ in items.tolist():
+    for sequence, row, count, position, begin, end, first, last_of_image in items.tolist():
         assert 1 <= count <= queries
         assert 0 < end - begin <= partition
         assert begin // partition == (end - 1) // partition, "between two multiples"
         assert position == lens[sequence][1] - lens[sequence][0] + row - starts[sequence]
         for j in range(count):
+            images = [last - 1 for start, last in spans.get(sequence, ()) if start <= position + j < last]
+            assert [last_of_image] == (images or [0]), "a tile is within an image or beside all"
             seen.setdefault(row + j, []).append((begin, end, first + j))
             rows_of_out.append(first + j)
     assert sorted(rows_of_out) == list(range(schedule.num_partials))
@@ -308,7 +311,7 @@ def test_work_items_cover_every_visible_key_of_every_query_once(
         position = lens[sequence][1] - lens[sequence][0] + row - starts[sequence]
         parts = sorted(seen[row])
         assert parts[0][0] <= (0 if window is None else max(0, position + 1 - window))
-        assert parts[-1][1] > position
+        assert parts[-1][1] > locality.last_keys(meta, sequence)[row - starts[sequence]]
         assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
         if schedule.ranges is None:
             assert [first for _, _, first in parts] == [place]

@@ -77,6 +77,12 @@ def chunked() -> bool:
     return case.error() <= TOLERANCE[case.dtype]
 
 
+def images() -> bool:
+    """Tiles before, in and after an image, in ranges of keys that some of its queries see only because of it."""
+    case = Case([(33, 70), (2, 9)], head_dim=32, group=3, window=50, chunk_partition=32, spans={0: [(40, 65)]})
+    return case.error() <= TOLERANCE[case.dtype]
+
+
 def bfloat_chunk() -> bool:
     case = Case([(2, 40)], head_dim=32, dtype=mx.bfloat16)
     return case.error() <= TOLERANCE[case.dtype]
@@ -216,7 +222,12 @@ MUTANTS: dict[str, Mutant] = {
         chunks, Divergence),
     "one key too many": ("paged_attention", "min(TILE, key_end - start);", "min(TILE, key_end + 1 - start);",
                          full_blocks, OutOfBounds),
-    "sees the future": ("paged_attention", "position <= here && ", "", mixed, None),
+    "sees the future": ("paged_attention", "position <= last_visible && ", "", mixed, None),
+    "an image is causal": ("paged_attention", "MUTUAL ? max(here, item[7]) : here", "here", images, None),
+    "text sees no more than an image": (
+        "paged_attention", "max(here, item[7])", "item[7]", images, None),
+    "a query of an image sees its tile's keys": (
+        "paged_attention", "max(here, item[7])", "key_end - 1", images, None),
     "a window one too wide": ("paged_attention", "here - window + 1;", "here - window;", mixed, None),
     "a window for a chunk": ("paged_attention", "CHUNKED ? here / window * window :", "false ? 0 :", chunked, None),
     "a masked score has weight": (

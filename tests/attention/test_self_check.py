@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ OTHERS = [
     AttentionShape(4, KVLayout(2, 32, 32, mx.float16, 32), chunk=24),
     AttentionShape(4, KVLayout(2, 32, 32, mx.float32, 32), softcap=True),
     AttentionShape(20, KVLayout(1, 40, 32, mx.float32, 32, latent=True)),
+    AttentionShape(4, KVLayout(2, 32, 32, mx.float32, 32), window=40, mutual=True),
 ]
 
 BROKEN = {
@@ -107,6 +109,14 @@ def test_a_broken_kernel_is_named_with_what_is_wrong_and_attention_falls_back(
     [record] = caplog.records
     assert name in record.getMessage()
     assert "not used" in record.getMessage()
+
+
+@pytest.mark.usefixtures("metal")
+def test_a_kernel_that_is_wrong_about_images_is_noticed_if_layers_have_them(copied_kernels: Path) -> None:
+    path = copied_kernels / "paged_attention.metal"
+    path.write_text(path.read_text().replace("MUTUAL ? max(here, item[7]) : here", "here"))
+    assert choose_backend("auto", [SHAPE]).backend == "metal"
+    assert choose_backend("auto", [replace(SHAPE, mutual=True)]).backend == "gather"
 
 
 @pytest.mark.usefixtures("metal")

@@ -164,6 +164,18 @@ def test_a_fork(case: Case, number: int) -> None:
     assert [list(last[name].token_ids) for name in "ab"] == [case.expected[number]] * 2
 
 
+@pytest.mark.parametrize("tuning", ["paged", "matrix", "contiguous"])
+@pytest.mark.models
+def test_the_kernels_of_a_mac(case: Case, tuning: str, metal: None) -> None:
+    """Rows that see the keys after theirs have a variant of the kernels, which other models do without."""
+    if case.family.mutual == "none":
+        pytest.skip("its images are causal")
+    options = {"attention_backend": "metal", "attention_tuning": tuning}
+    core = make_core(case.load()[0], max_num_batched_tokens=case.family.chunks[-1], max_num_seqs=7, **options)
+    assert core.runner.backend == "metal"
+    assert answers(core, PROMPTS, max_tokens=NUM_TOKENS) == case.expected
+
+
 def test_answers_depend_on_all_of_it(case: Case) -> None:
     """Without this, the tests above would prove little: references with reversed images, and without what the family
     needs in addition to features, give other answers to prompts with images, and the same to those of text."""
