@@ -27,7 +27,7 @@ from mlxpaged.models.layers import LayerSpec, kv_layers, mutual
 from mlxpaged.models.reference import differences
 from mlxpaged.models.turns import Turns
 from mlxpaged.step import Row
-from mlxpaged.vision.embedding import FeatureRows
+from mlxpaged.vision.embedding import FeatureRows, embedding_of
 from mlxpaged.vision.image import ImageFormat, PromptImage
 from mlxpaged.vision.positions import Positions, positions_of
 from mlxpaged.vision.tower import Vision
@@ -69,7 +69,9 @@ def check_vision(model: Module, specs: Sequence[LayerSpec], vision: Vision, turn
         raise UnsupportedModelError(f"its tower gives an image other features beside another one, by {worst:.2%}")
     prompt = TEXT + form.tokens(width, height) + TEXT
     where = [len(TEXT) + place for place in places_of(form)]
-    ids = [0 if position in set(where) else token for position, token in enumerate(prompt)]
+    shown_at = set(where)
+    ids = [0 if position in shown_at else token for position, token in enumerate(prompt)]
+    require_embedded(model, ids)
     shown = Shown(ids, where, alone[0])
     if vision.axes is not None:
         image = PromptImage(b"", np.array(pixels[0]), tuple(where))
@@ -84,6 +86,16 @@ def check_vision(model: Module, specs: Sequence[LayerSpec], vision: Vision, turn
         raise UnsupportedModelError(f"the paged batch does not reproduce its logits for an image, by {worst:.2%}")
     if not float(differences(other[-1:], expected[-1:]).max()) > OTHER_IMAGE:
         raise UnsupportedModelError("its logits do not depend on an image's features")
+
+
+def require_embedded(model: Module, ids: Sequence[int]) -> None:
+    """Raises UnsupportedModelError if a token has no embedding: MLX would read beyond the weights. config.json names
+    tokens of images by their ids."""
+    embedding: Any = embedding_of(model)
+    num_tokens = len(embedding.weight)
+    if not 0 <= min(ids) <= max(ids) < num_tokens:
+        wrong = next(token for token in ids if not 0 <= token < num_tokens)
+        raise UnsupportedModelError(f"its images have token {wrong}, and its embedding has {num_tokens:,} tokens")
 
 
 def places_of(form: ImageFormat) -> list[int]:

@@ -211,6 +211,16 @@ def test_rows_of_a_large_image_are_counted_and_not_computed(served: ServedModel)
                 check_vision(served.model, served.layers, vision)
 
 
+@pytest.mark.parametrize("token", [10**9, -1])
+def test_an_image_with_a_token_that_has_no_embedding(served: ServedModel, token: int) -> None:
+    """MLX would read beyond the weights, and the process would end."""
+    assert served.vision is not None
+    assert isinstance(served.vision.format, PixtralFormat)
+    vision = replace(served.vision, format=replace(served.vision.format, end=token))
+    with pytest.raises(UnsupportedModelError, match=f"its images have token {token}, and its embedding has [0-9,]+"):
+        check_vision(served.model, served.layers, vision)
+
+
 def test_a_model_that_does_not_use_its_features(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert served.vision is not None
     monkeypatch.setattr(served.vision.rows, "put_into", lambda embedded: embedded)
