@@ -78,8 +78,12 @@ class Settings:
     vocabulary: Mapping[str, int]
     most_pixels: int = MOST_PIXELS
 
-    def token(self, text: str) -> int:
-        """Raises ValueError if the vocabulary has no such token."""
+    def token(self, text: str, *names: str) -> int:
+        """Returns the id that config.json has under one of these names, else that of the text. Raises ValueError if the
+        vocabulary has no such token."""
+        found = next((self.config[name] for name in names if self.config.get(name) is not None), None)
+        if found is not None:
+            return int(found)
         if text not in self.vocabulary:
             raise ValueError(f"its tokenizer has no {text}")
         return self.vocabulary[text]
@@ -87,13 +91,13 @@ class Settings:
 
 class Family(NamedTuple):
     """kinds: model types of its vision_config. name_of: the name in the tower of a weight in a file, whose name is
-    without `model.` at the beginning; None for another part's. prepare: changes stored weights in place. make: makes
-    the tower, without its weights; it raises ValueError, KeyError or TypeError."""
+    without `model.` at the beginning; None for another part's. make: makes the tower, without its weights; it raises
+    ValueError, KeyError or TypeError. prepare: changes stored weights in place."""
 
     kinds: Collection[str]
     name_of: Callable[[str], str | None]
-    prepare: Callable[[dict[str, mx.array]], None]
     make: Callable[[Settings], tuple[Vision, Module]]
+    prepare: Callable[[dict[str, mx.array]], None] = lambda stored: None
 
 
 def colours_of(

@@ -91,9 +91,9 @@ def format_of(settings: Settings, sizes: Gemma3Sizes) -> Gemma3Format:
     if "\n\n" not in vocabulary:
         raise ValueError(r"its tokenizer has no \n\n")
     return Gemma3Format(
-        start=token_of(settings, "boi_token", "<start_of_image>"),
-        placeholder=token_of(settings, "image_token", "<image_soft_token>"),
-        end=token_of(settings, "eoi_token", "<end_of_image>"),
+        start=settings.token("<start_of_image>", *names_of("boi_token")),
+        placeholder=settings.token("<image_soft_token>", *names_of("image_token")),
+        end=settings.token("<end_of_image>", *names_of("eoi_token")),
         newlines=vocabulary["\n\n"],
         side=side,
         rows=sizes.patches // sizes.pool,
@@ -102,10 +102,9 @@ def format_of(settings: Settings, sizes: Gemma3Sizes) -> Gemma3Format:
     )
 
 
-def token_of(settings: Settings, name: str, text: str) -> int:
-    """Returns a token that the configuration names by its id, the tokenizer by its text. Raises ValueError."""
-    found = settings.config.get(f"{name}_index", settings.config.get(f"{name}_id"))
-    return settings.token(text) if found is None else int(found)
+def names_of(token: str) -> tuple[str, str]:
+    """The names that config.json may have for a token's id."""
+    return f"{token}_index", f"{token}_id"
 
 
 def joins_of(vocabulary: Mapping[str, int]) -> dict[tuple[int, int], int]:
@@ -118,7 +117,7 @@ def joins_of(vocabulary: Mapping[str, int]) -> dict[tuple[int, int], int]:
     return joins
 
 
-GEMMA_3 = Family({"siglip_vision_model", "gemma3", "gemma3_vision"}, name_of, prepare, make)
+GEMMA_3 = Family({"siglip_vision_model", "gemma3", "gemma3_vision"}, name_of, make, prepare)
 """mlx-vlm also knows the types gemma3 and gemma3_vision."""
 
 
@@ -132,10 +131,6 @@ PARTS_4 = (
 
 def name_of_4(name: str) -> str | None:
     return name if name.startswith(PARTS_4) else None
-
-
-def prepare_4(stored: dict[str, mx.array]) -> None:
-    """Does nothing: the patches go through a linear layer in the checkpoints, too."""
 
 
 def make_4(settings: Settings) -> tuple[Vision, Gemma4Tower]:
@@ -192,9 +187,9 @@ def format_of_4(settings: Settings, patch: int, pool: int) -> Gemma4Format:
     if most == 0:
         raise ValueError(f"--max-image-pixels {settings.most_pixels:,} is less than a token's {side**2:,}")
     return Gemma4Format(
-        start=token_of(settings, "boi_token", "<|image>"),
-        placeholder=token_of(settings, "image_token", "<|image|>"),
-        end=token_of(settings, "eoi_token", "<image|>"),
+        start=settings.token("<|image>", *names_of("boi_token")),
+        placeholder=settings.token("<|image|>", *names_of("image_token")),
+        end=settings.token("<image|>", *names_of("eoi_token")),
         side=side,
         most=most,
         resampling=resampling_of(images, "BICUBIC"),
@@ -222,7 +217,7 @@ def mutual_of(text: Mapping[str, Any], default: str | None = None) -> Literal["n
     return "windows" if mutual == "vision" else "none"
 
 
-GEMMA_4 = Family({"gemma4_vision", "gemma4"}, name_of_4, prepare_4, make_4)
+GEMMA_4 = Family({"gemma4_vision", "gemma4"}, name_of_4, make_4)
 
 
 def name_of_unified(name: str) -> str | None:
@@ -256,4 +251,4 @@ def make_unified(settings: Settings) -> tuple[Vision, Gemma4UnifiedTower]:
     return Vision(image_format, tower, mutual=mutual, small=small_of_4(image_format)), tower
 
 
-GEMMA_4_UNIFIED = Family({"gemma4_unified_vision", "gemma4_unified"}, name_of_unified, prepare_4, make_unified)
+GEMMA_4_UNIFIED = Family({"gemma4_unified_vision", "gemma4_unified"}, name_of_unified, make_unified)

@@ -62,9 +62,8 @@ def made(
     if sizes.width % (4 * sizes.heads):
         raise ValueError(f"its {sizes.heads} heads of {sizes.width} elements cannot turn with rows and columns")
     tower = KimiTower(sizes)
-    placeholder = config.get("media_placeholder_token_id", config.get("image_token_index"))
     image_format = KimiFormat(
-        placeholder=settings.token("<|media_pad|>") if placeholder is None else int(placeholder),
+        placeholder=settings.token("<|media_pad|>", "media_placeholder_token_id", "image_token_index"),
         side=sizes.patch * sizes.merge,
         merge=sizes.merge,
         most=min(most, max(1, settings.most_pixels // sizes.patch**2)),
@@ -81,7 +80,7 @@ def merge_of(seen: Mapping[str, Any]) -> int:
     return number({"spatial_merge_size": found[0]}, "spatial_merge_size")
 
 
-KIMI = Family({"moonvit", "kimi_vl"}, name_of, prepare, make)
+KIMI = Family({"moonvit", "kimi_vl"}, name_of, make, prepare)
 
 
 PROJECTOR = {
@@ -127,5 +126,5 @@ def make_k2_5(settings: Settings) -> tuple[Vision, KimiTower]:
     return made(settings, seen, images, most, number(images, "patch_limit_on_one_side", 512))
 
 
-KIMI_K2_5 = Family({"", "kimi_k25", "kimi_k25_vision", "moonvit"}, name_of_k2_5, prepare, make_k2_5)
+KIMI_K2_5 = Family({"", "kimi_k25", "kimi_k25_vision", "moonvit"}, name_of_k2_5, make_k2_5, prepare)
 """Kimi K2.6 and later ones of its type, too. The first is the model type that the checkpoints' vision_config has."""

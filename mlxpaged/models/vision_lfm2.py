@@ -66,10 +66,9 @@ def format_of(settings: Settings, side: int) -> Lfm2Format:
     config, prompts = settings.config, settings.prompts
     limits = {**config, **settings.images}
     most = min(number(limits, "max_image_tokens", 256), max(1, settings.most_pixels // side**2))
-    placeholder = config.get("image_token_id", config.get("image_token_index"))
     has_around = prompts.get("use_image_special_tokens", config.get("use_image_special_tokens", True))
     return Lfm2Format(
-        placeholder=settings.token("<image>") if placeholder is None else int(placeholder),
+        placeholder=settings.token("<image>", "image_token_id", "image_token_index"),
         around=(settings.token("<|image_start|>"), settings.token("<|image_end|>")) if has_around else None,
         side=side,
         least=min(number(limits, "min_image_tokens", 64), most),
@@ -109,4 +108,4 @@ def tiles_of(settings: Settings, limits: Mapping[str, Any], side: int, named: bo
     )
 
 
-LFM2 = Family({"siglip2_vision_model", "lfm2_vl", "lfm2-vl"}, name_of, lambda stored: None, make)
+LFM2 = Family({"siglip2_vision_model", "lfm2_vl", "lfm2-vl"}, name_of, make)

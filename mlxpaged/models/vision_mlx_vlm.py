@@ -105,17 +105,13 @@ def require_side(settings: Settings, side: int) -> None:
         raise ValueError(f"its images have the size {str(size)[:100]}, and its tower takes {side} x {side} pixels")
 
 
-def tokens_of(settings: Settings, *texts: str) -> list[int]:
-    return [settings.token(text) for text in texts]
-
-
 def make_gemma3n(settings: Settings) -> tuple[Vision, Module]:
     """Every image has the same size. The text model multiplies embeddings by the root of their width."""
     config = settings.config
     side, count = 768, number(config, "vision_soft_tokens_per_image", 256)
     require_side(settings, side)
     model = model_of(config)
-    start, end, newlines = tokens_of(settings, "<start_of_image>", "<end_of_image>", "\n\n")
+    start, end, newlines = map(settings.token, ("<start_of_image>", "<end_of_image>", "\n\n"))
     form = Gemma3Format(
         start=start,
         placeholder=int(model.config.image_token_id),
@@ -142,9 +138,8 @@ def make_llama4(settings: Settings) -> tuple[Vision, Module]:
     side, patch = number(seen, "image_size", 336), number(seen, "patch_size", 14)
     require_side(settings, side)
     model = model_of(config)
-    template, start, end, across, down = tokens_of(
-        settings, "<|image|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"
-    )
+    texts = ("<|image|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>")
+    template, start, end, across, down = map(settings.token, texts)
     most = number({"max_patches": settings.images.get("max_patches", 16)}, "max_patches")
     form = Llama4Format(
         template_token=template,
@@ -195,13 +190,12 @@ BORROWED: Mapping[str, Family] = {
     "gemma3n": Family(
         {"gemma3n_vision", "gemma3n"},
         named("vision_tower.", "embed_vision.", "embed_audio."),
-        prepare_gemma3n,
         make_gemma3n,
+        prepare_gemma3n,
     ),
     "llama4": Family(
         {"llama4_vision_model", "llama4"},
         named("vision_model.", "multi_modal_projector."),
-        lambda stored: None,
         make_llama4,
     ),
 }

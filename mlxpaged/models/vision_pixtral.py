@@ -73,10 +73,9 @@ def format_of(settings: Settings, sizes: PixtralSizes) -> PixtralFormat:
     """Raises ValueError if a token or a size is missing, or is none."""
     config = settings.config
 
-    def token(name: str, default: str) -> int:
-        return settings.token(settings.prompts.get(name, default))
+    def token(name: str, default: str, *names: str) -> int:
+        return settings.token(settings.prompts.get(name, default), *names)
 
-    placeholder = config.get("image_token_index", config.get("image_token_id"))
     size = settings.images.get("size") or {"longest_edge": config["vision_config"].get("image_size", 1024)}
     edge = size.get("longest_edge")
     longest: Any = (edge, edge) if edge else (size.get("width"), size.get("height"))
@@ -85,7 +84,7 @@ def format_of(settings: Settings, sizes: PixtralSizes) -> PixtralFormat:
     edge_of_most = math.isqrt(settings.most_pixels)
     longest = tuple(min(each, edge_of_most) for each in longest)
     return PixtralFormat(
-        placeholder=token("image_token", "[IMG]") if placeholder is None else int(placeholder),
+        placeholder=token("image_token", "[IMG]", "image_token_index", "image_token_id"),
         row_end=token("image_break_token", "[IMG_BREAK]"),
         end=token("image_end_token", "[IMG_END]"),
         longest=longest,
@@ -93,4 +92,4 @@ def format_of(settings: Settings, sizes: PixtralSizes) -> PixtralFormat:
     )
 
 
-PIXTRAL = Family({"pixtral"}, name_of, prepare, make)
+PIXTRAL = Family({"pixtral"}, name_of, make, prepare)

@@ -167,12 +167,10 @@ def format_of(settings: Settings, side: int, least: int = LEAST, most: int = MOS
         raise ValueError(f"its images have from {least} to {most} pixels")
     most = min(most, settings.most_pixels)
     least = min(least, most)
-    placeholder = settings.config.get("image_token_id")
-    if placeholder is None:
-        placeholder = settings.token("<|image_pad|>")
-    return QwenFormat(placeholder=int(placeholder), side=side, least=least, most=most)
+    placeholder = settings.token("<|image_pad|>", "image_token_id")
+    return QwenFormat(placeholder=placeholder, side=side, least=least, most=most)
 
 
-QWEN = Family({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}, name_of, prepare, make)
-QWEN_2 = Family({"qwen2_vl"}, name_of_2, prepare, make_2)
-QWEN_2_5 = Family({"qwen2_5_vl"}, name_of_2_5, prepare, make_2_5)
+QWEN = Family({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}, name_of, make, prepare)
+QWEN_2 = Family({"qwen2_vl"}, name_of_2, make_2, prepare)
+QWEN_2_5 = Family({"qwen2_5_vl"}, name_of_2_5, make_2_5, prepare)

@@ -17,7 +17,7 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 
 from mlxpaged.vision.blocks import join, parts_of_block, separate
-from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, in_squares, patches_of
+from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, frequencies_of, in_squares, patches_of
 from mlxpaged.vision.tower import Tower
 
 MEAN = STD = (0.5, 0.5, 0.5)
@@ -177,8 +177,7 @@ class Gemma4Tower(Tower):
 
     def _rotation(self, rows: int, columns: int) -> Rotation:
         """The angles [patches, 2, frequencies] of columns and of rows."""
-        size = self.sizes.head // 2
-        frequencies = self.sizes.rope_base ** -(mx.arange(0, size, 2, dtype=mx.float32) / size)
+        frequencies = frequencies_of(self.sizes.head // 2, self.sizes.rope_base)
         angles = angles_of(rows, columns, frequencies, frequencies).reshape(rows * columns, 2, -1)
         return Rotation.of(angles[:, ::-1])
 

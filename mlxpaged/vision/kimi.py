@@ -19,8 +19,8 @@ from mlx.nn.layers.normalization import LayerNorm
 
 from mlxpaged.vision.blocks import join, parts_of_block, separate
 from mlxpaged.vision.interpolation import bicubic, interpolated
-from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, in_squares, patches_of
-from mlxpaged.vision.qwen import frequencies_of
+from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, frequencies_of, in_squares, patches_of
+from mlxpaged.vision.qwen import ROPE_BASE
 from mlxpaged.vision.tower import Tower
 
 NORM_EPS = 1e-5
@@ -149,6 +149,6 @@ class KimiTower(Tower):
         return embedded.flatten(1, 2)
 
     def _rotation(self, rows: int, columns: int) -> Rotation:
-        frequencies = frequencies_of(self.sizes.width // self.sizes.heads)
+        frequencies = frequencies_of(self.sizes.width // self.sizes.heads // 2, ROPE_BASE)
         of_row, of_column = mx.split(angles_of(rows, columns, frequencies, frequencies), 2, axis=-1)
         return Rotation.of(mx.stack([of_column, of_row], axis=-1).reshape(rows * columns, -1))

@@ -49,6 +49,11 @@ class Rotation(NamedTuple):
         return mx.concatenate(parts, axis=-1).astype(heads.dtype)
 
 
+def frequencies_of(size: int, base: float) -> mx.array:
+    """Returns the frequencies of `size` elements that turn in pairs."""
+    return base ** -(mx.arange(0, size, 2, dtype=mx.float32) / size)
+
+
 def angles_of(rows: int, columns: int, of_row: mx.array, of_column: mx.array) -> mx.array:
     """Returns [rows, columns, frequencies]: the row of each patch times the first frequencies, its column times the
     others."""

@@ -15,7 +15,7 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 
 from mlxpaged.vision.blocks import join, parts_of_block, separate
-from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, patches_of
+from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, frequencies_of, patches_of
 from mlxpaged.vision.tower import Tower
 
 NORM_EPS = 1e-5
@@ -157,7 +157,6 @@ class PixtralTower(Tower):
         return embedded
 
     def _rotation(self, rows: int, columns: int, dtype: mx.Dtype) -> Rotation:
-        size = self.sizes.width // self.sizes.heads
-        frequencies = self.sizes.rope_base ** -(mx.arange(0, size, 2, dtype=mx.float32) / size)
+        frequencies = frequencies_of(self.sizes.width // self.sizes.heads, self.sizes.rope_base)
         angles = angles_of(rows, columns, frequencies[0::2], frequencies[1::2]).flatten(0, 1)
         return Rotation(mx.cos(angles).astype(dtype), mx.sin(angles).astype(dtype))

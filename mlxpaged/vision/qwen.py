@@ -20,7 +20,7 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import LayerNorm
 
 from mlxpaged.vision.blocks import join, parts_of_block, separate
-from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, in_squares, patches_of
+from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, frequencies_of, in_squares, patches_of
 from mlxpaged.vision.tower import Tower
 
 NORM_EPS = 1e-6
@@ -138,7 +138,7 @@ class QwenTower(Tower):
         sizes = self.sizes
         rows, columns = (size // sizes.patch for size in pixels.shape[1:3])
         state = self._embedded(pixels, rows, columns)
-        frequencies = frequencies_of(sizes.width // sizes.heads)
+        frequencies = frequencies_of(sizes.width // sizes.heads // 2, ROPE_BASE)
         rotation = Rotation.of(in_squares(angles_of(rows, columns, frequencies, frequencies)[None], sizes.merge)[0])
         deep = []
         for number, block in enumerate(self.blocks):
@@ -174,9 +174,3 @@ class QwenTower(Tower):
         upper = at(top, left) * (1 - by_column) + at(top, right) * by_column
         lower = at(below, left) * (1 - by_column) + at(below, right) * by_column
         return upper * (1 - by_row) + lower * by_row
-
-
-def frequencies_of(size: int) -> mx.array:
-    """Returns those of a head of so many elements, a quarter as many: rows and columns have the same."""
-    half = size // 2
-    return ROPE_BASE ** -(mx.arange(0, half, 2, dtype=mx.float32) / half)

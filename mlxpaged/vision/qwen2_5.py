@@ -18,9 +18,9 @@ from mlx.nn.layers.normalization import RMSNorm
 
 from mlxpaged.vision.attention import attend
 from mlxpaged.vision.blocks import Parts, concatenated, pace
-from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, in_squares, patches_of
+from mlxpaged.vision.patches import CHANNELS, Rotation, angles_of, frequencies_of, in_squares, patches_of
 from mlxpaged.vision.pixtral import MEAN, STD
-from mlxpaged.vision.qwen import frequencies_of
+from mlxpaged.vision.qwen import ROPE_BASE
 from mlxpaged.vision.tower import Tower
 
 NORM_EPS = 1e-6
@@ -168,7 +168,7 @@ class Qwen25Tower(Tower):
         sizes, project = self.sizes, self.patch_embed["proj"]
         state = patches_of(pixels, sizes.patch, sizes.mean, sizes.std)
         state = project(state.astype(self.merger.ln_q.weight.dtype))
-        frequencies = frequencies_of(sizes.width // sizes.heads)
+        frequencies = frequencies_of(sizes.width // sizes.heads // 2, ROPE_BASE)
         rotation = Rotation.of(angles_of(state.shape[1], state.shape[2], frequencies, frequencies)[:, :, None])
         for block in self.blocks:
             state = yield from block.parts(state, rotation)
