@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import runpy
 import sys
@@ -9,12 +10,16 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mlxpaged.cpu import streams
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.scheduler.scheduler import Scheduler
 from tests.attention import step_counts
 from tests.models import gguf_figures
+from tests.support import running_server
+from tests.vision import hostile_figures
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -180,6 +185,19 @@ def test_the_figures_of_gguf_files_are_a_line_and_a_table(
     assert name == "Q4_0"
     assert float(ratio) == pytest.approx(float(memory) / float(size), rel=0.03)
     assert 1.0 < float(ratio) < 1.12  # 5 bits in memory for 4.5 in the file
+
+
+def test_the_figures_of_hostile_images_are_a_table_and_the_times_of_streams(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with running_server(EngineConfig(model="demo-vision", kv_cache_bytes=16_000_000)) as server:
+        asyncio.run(hostile_figures.measure(server.url, psutil.Process(), num_streams=2, repeats=1, seconds=0.1))
+    _, _, *rows, empty, _, alone, beside, answers = capsys.readouterr().out.splitlines()
+    assert empty == ""
+    assert [row.split(" | ")[0] for row in rows] == [f"| {name}" for name in hostile_figures.requests()]
+    assert all(float(figure) > 0 for line in (alone, beside) for figure in line.split()[-3:])
+    count = answers.split()[0]
+    assert answers == f"{count} of {count} answers of 2 streams are right"
 
 
 def test_the_benchmark_of_prefixes_on_a_disk_measures(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
