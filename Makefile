@@ -144,7 +144,8 @@ test-page: $(STAMP)
 	npm install --silent --no-audit --no-fund --prefix $(VENV)/browser axe-core@4.14.1
 	$(BIN)/python -m pytest -m browser -W default tests/browser $(ARGS)
 
-# CASES: raw HTTP requests, and as many mutated bodies and mutated images. They depend on SEED. FIRST: the number of the first one.
+# CASES: raw HTTP requests, and as many mutated bodies and images; a fifth of the images by HTTP. They depend on SEED.
+# FIRST: the number of the first one.
 CASES ?= 100000
 SEED ?= 1
 FIRST ?= 0
