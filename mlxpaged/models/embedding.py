@@ -180,17 +180,22 @@ def embedding_spec(path: Path) -> EmbeddingSpec:
     sizes = config.get("matryoshka_dimensions") or []
     if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
         raise UnsupportedModelError(f"its config.json has matryoshka_dimensions {sizes!r:.60}, which are no sizes")
-    limit = transformer.get("max_seq_length")
     return EmbeddingSpec(
         pooling=stated_pooling(pooling),
         normalize="Normalize" in kinds,
         prompt=prompt,
         prompts=named,
-        max_tokens=limit if isinstance(limit, int) and limit > 0 else None,
+        max_tokens=stated_length(transformer),
         matryoshka=frozenset(sizes) if sizes else bool(config.get("is_matryoshka")),
         lower_case=bool(transformer.get("do_lower_case")),
         dense=tuple(read_dense(path / place) for kind, place in stated if kind == "Dense"),
     )
+
+
+def stated_length(transformer: Mapping[str, Any]) -> int | None:
+    """The most tokens of a text, as sentence_bert_config.json states them; None if it does not."""
+    limit = transformer.get("max_seq_length")
+    return limit if type(limit) is int and limit > 0 else None
 
 
 def stated_pooling(config: Mapping[str, Any]) -> Pooling:

@@ -18,6 +18,7 @@ from mlxpaged.models.embedding import (
     Pooling,
     check_dense,
     embedding_spec,
+    stated_length,
     weight_bytes,
 )
 from mlxpaged.models.encoder import Encoder
@@ -108,9 +109,8 @@ def check_encoder(path: Path, config: Mapping[str, Any]) -> None:
 
 def pair_spec(path: Path, config: Mapping[str, Any]) -> EmbeddingSpec:
     """What the directory of a cross-encoder states. Raises UnsupportedModelError."""
-    limit = read_object(path / TRANSFORMER, missing_is_empty=True).get("max_seq_length")
     return EmbeddingSpec(
         pooling=Pooling.MEAN if config.get("classifier_pooling") == "mean" else Pooling.CLS,
         normalize=False,
-        max_tokens=limit if isinstance(limit, int) and limit > 0 else None,
+        max_tokens=stated_length(read_object(path / TRANSFORMER, missing_is_empty=True)),
     )

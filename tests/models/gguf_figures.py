@@ -97,6 +97,8 @@ def print_damaged(directory: Path, num_tokens: int) -> None:
         f"{count} damaged files of {len(whole) / 1e6:.1f} MB are refused: the slowest in {slowest:.3f} s, "
         f"with {most / 1e6:.1f} MB of memory at most\n"
     )
+    if slowest > 1 or most > len(whole):
+        raise SystemExit("the limits are a second, and the size of the file")
 
 
 def memory(path: Path) -> tuple[int, int]:

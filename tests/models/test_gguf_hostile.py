@@ -6,6 +6,7 @@ import importlib.util
 import struct
 import tracemalloc
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -48,6 +49,21 @@ def test_300_damaged_files_are_refused_with_no_memory_beyond_their_size(whole: b
     finally:
         tracemalloc.stop()
     assert refused == 300
+
+
+def test_files_with_other_bytes_are_read_or_refused(whole: bytes, tmp_path: Path) -> None:
+    random, path, refused = Random(1), tmp_path / "m.gguf", 0
+    end = whole.rindex(b"output_norm.weight") + 60  # of the header, about
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(random.randint(1, 4)):
+            data[random.randrange(end)] = random.randrange(256)
+        path.write_bytes(data)
+        try:
+            directory_files(read_gguf(path))
+        except UnsupportedModelError:
+            refused += 1
+    assert 0 < refused < 300
 
 
 def with_tensors(path: Path, *infos: tuple[str, list[int], int, int], alignment: Any = None) -> Path:

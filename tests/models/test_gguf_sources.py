@@ -60,6 +60,8 @@ def test_a_file_that_changes_gets_new_small_files(gguf: Path, mlx: Path, tmp_pat
     second = resolve(str(path)).directory
     assert json.loads((second / "config.json").read_text())["max_position_embeddings"] == 77
     assert not first.exists()
+    (second / "config.json").unlink()
+    assert (resolve(str(path)).directory / "config.json").is_file(), "what is not whole is made again"
     path.unlink()
     assert resolve(str(gguf)).directory.exists()
     assert not second.exists()

@@ -64,9 +64,13 @@ def test_the_directory_of_ollama_can_be_another(home: Path, gguf: Path, monkeypa
     assert [each.path for each in app_models()] == [blob]
 
 
-@pytest.mark.parametrize("folder", [".lmstudio", ".cache/lm-studio"])
-def test_models_of_lm_studio_are_used_where_they_are(folder: str, home: Path, gguf: Path, mlx: Path) -> None:
+@pytest.mark.parametrize(("folder", "other"), [(".lmstudio", ".cache/lm-studio"), (".cache/lm-studio", None)])
+def test_models_of_lm_studio_are_used_where_they_are(
+    folder: str, other: str | None, home: Path, gguf: Path, mlx: Path
+) -> None:
     models = home / folder / "models"
+    if other is not None:
+        (home / other / "models").mkdir(parents=True)
     shutil.copytree(mlx, models / "someone" / "tiny-mlx")
     (files := models / "someone" / "tiny-GGUF").mkdir()
     for name in ("tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf", "mmproj-tiny.gguf"):

@@ -34,8 +34,8 @@ def ollama_directory() -> Path:
 
 def lm_studio_directory() -> Path:
     """Older versions have another one."""
-    old = Path.home() / ".cache" / "lm-studio" / "models"
-    return old if old.is_dir() else Path.home() / ".lmstudio" / "models"
+    own, old = (Path.home() / place / "models" for place in (".lmstudio", ".cache/lm-studio"))
+    return old if old.is_dir() and not own.is_dir() else own
 
 
 def app_path(name: str) -> str | None:

@@ -24,6 +24,7 @@ from mlxpaged.models.sources.gguf.names import NAMES, weight_name
 from mlxpaged.models.sources.gguf.tokenizer import tokenizer_files
 from mlxpaged.models.sources.gguf.weights import dtype_name
 
+CONFIG = "config.json"
 FORMAT = 1
 """Version of the files that are made. A change makes them again."""
 
@@ -47,7 +48,7 @@ def gguf_directory(path: Path) -> Path:
     stamp = repr((FORMAT, [(part.st_size, part.st_mtime_ns) for part in found]))
     place, version = digest(str(parts[0])), digest(stamp)
     directory = cache_directory() / f"{place}-{version}"
-    if directory.is_dir():
+    if (directory / CONFIG).is_file():
         return directory
     files = directory_files(read_gguf(path))
     try:
@@ -77,7 +78,7 @@ def make_directory(directory: Path, files: Mapping[str, Any], parts: Sequence[Pa
         made.rename(directory)
     except OSError:
         shutil.rmtree(made, ignore_errors=True)
-        if not directory.is_dir():  # another process has made it
+        if not (directory / CONFIG).is_file():  # another process has made it
             raise
 
 
@@ -101,4 +102,4 @@ def directory_files(file: GgufFile) -> dict[str, Any]:
     for name in file.tensors:
         weight_name(NAMES[config["model_type"]], name, config["num_hidden_layers"])  # raises if it is not known
     config[GGUF_BYTES] = sum(memory_bytes(tensor) for tensor in file.tensors.values())
-    return {"config.json": config, **tokenizer_files(file.metadata)}
+    return {CONFIG: config, **tokenizer_files(file.metadata)}
