@@ -110,7 +110,7 @@ def make_groups(meta: AttentionMetadata, locality: Locality, num_kv_heads: int) 
         position = first[:, None] + np.arange((last - first).max() + 1)
         query = (last - length + 1)[:, None, None] + np.arange(length)[:, None]
         last_keys = query
-        if any(locality.looks_ahead(meta, i) for i in members.tolist()):
+        if locality.looks_ahead(meta, members):
             last_keys = np.array([locality.last_keys(meta, i) for i in members.tolist()])[..., None]
         mask = (position[:, None] <= last_keys) & (position[:, None] >= locality.first_key(query))
         keys = rows_of(meta, members, np.minimum(position, last[:, None]), num_kv_heads)

@@ -271,7 +271,7 @@ class MetalPool:
                 queries = 1 if single else matrix_tile.queries if choice.matrix and matrix_tile else tile
                 members_of_part = np.asarray(sequences)
                 schedule = make_schedule(meta, members_of_part, locality, queries, choice.partition or ranges, upload)
-                mutual = any(locality.looks_ahead(meta, i) for i in sequences)
+                mutual = locality.looks_ahead(meta, sequences)
                 parts.append(PagedPart(schedule, single, choice.matrix, mutual))
         if len(parts) == 1:
             return Plan(tuple(parts), None, self._decode_choice(keys[decoding]) if decoding.size else None)
@@ -404,7 +404,7 @@ def contiguous_part(meta: HostMetadata, sequence: int, first_row: int, locality:
     first_keys = locality.first_key(np.arange(context_len - query_len, context_len))
     first_block = int(first_keys[0]) // meta.block_size
     num_keys = context_len - first_block * meta.block_size
-    masked = int(first_keys[-1]) > first_block * meta.block_size or locality.looks_ahead(meta, sequence)
+    masked = int(first_keys[-1]) > first_block * meta.block_size or locality.looks_ahead(meta, [sequence])
     return ContiguousPart(first_row, query_len, sequence, first_block, num_keys, masked)
 
 

@@ -6,7 +6,7 @@ for all backends and layouts: copy on write, swap, and a pool that grows or shri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -44,9 +44,9 @@ class Locality(NamedTuple):
             last[(last >= start) & (last < end)] = end - 1
         return last
 
-    def looks_ahead(self, meta: HostMetadata, sequence: int) -> bool:
-        """Whether query tokens of a sequence see keys after their own."""
-        return self.mutual and sequence in meta.host_spans
+    def looks_ahead(self, meta: HostMetadata, sequences: Iterable[int]) -> bool:
+        """Whether query tokens of one of `sequences` see keys after their own."""
+        return self.mutual and not meta.host_spans.keys().isdisjoint(sequences)
 
 
 class Options(NamedTuple):

@@ -136,7 +136,7 @@ def runs_of(meta: HostMetadata, members: npt.NDArray[np.int64], locality: Locali
     """The query tokens of each sequence are one run. If tokens of images see one another, each image is a run, and so
     is the text between them."""
     lens = np.asarray(meta.host_query_lens)[members]
-    if not any(locality.looks_ahead(meta, i) for i in members.tolist()):
+    if not locality.looks_ahead(meta, members):
         return Runs(members, np.zeros_like(lens), lens, np.zeros_like(lens))
     runs = []
     for i, query_len in zip(members.tolist(), lens.tolist(), strict=True):

@@ -132,7 +132,7 @@ def plan_chunk(
     first_block = int(firsts[0]) // meta.block_size
     num_keys = context_len - first_block * meta.block_size
     blocks = meta.host_block_tables[sequence, first_block : -(-context_len // meta.block_size)]
-    if locality.looks_ahead(meta, sequence):
+    if locality.looks_ahead(meta, [sequence]):
         lasts = locality.last_keys(meta, sequence)
         tiles = tiles_by_ranges(firsts - first_block * meta.block_size, lasts - first_block * meta.block_size, group)
     else:

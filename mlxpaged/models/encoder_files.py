@@ -18,6 +18,8 @@ from mlxpaged.models.encoder import ACTIVATIONS, Encoder, EncoderConfig, Head, R
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.kinds import BERT, GTE, MODERNBERT, MPNET, NOMIC, ROBERTA, judges_pairs
 
+LAYER_TYPES = ("sliding_attention", "full_attention")
+
 PREFIX = re.compile(
     r"^(bert|roberta|mpnet|nomic_bert|new|gte|model)\.(?=(embeddings|encoder|layers|emb_ln|pooler|final_norm)\.)"
 )
@@ -200,9 +202,6 @@ def of_gte(fields: Fields, num_layers: int) -> dict[str, Any]:
         "num_types": fields.size("type_vocab_size", default=0),
         "gate": 1,
     }
-
-
-LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 def of_modernbert(fields: Fields, num_layers: int) -> dict[str, Any]:
