@@ -16,8 +16,8 @@
 // Slots outside the range are zero instead of being read: a product of a weight of zero and a NaN would be a NaN. A NaN
 // in a value that one row of the tile sees reaches all its rows, which are of the same sequence.
 //
-// queries [T, KV_HEADS * GROUP, DK]; keys, values: the pools, [blocks, KV_HEADS, BLOCK, DK] and [..., DV], or if LATENT
-// the pool of rows for both: then a value is the first DV elements of its key; block_tables [S, max_blocks]
+// queries [T, KV_HEADS * GROUP, DK]; keys, values: the pools, [blocks, KV_HEADS, BLOCK, DK] and [..., DV]
+// block_tables [S, max_blocks]
 // items [N, 8]: sequence, first query row, queries, position of the first query, first key, end of keys,
 //   first row of `out`, last key of the image that all its queries belong to or 0
 // sinks [KV_HEADS * GROUP] if SINKS; after: token of the last write to the pools
@@ -36,7 +36,6 @@ constexpr int PAIRS_EACH = (VALUE_PAIRS + SIMDGROUPS - 1) / SIMDGROUPS;
 constexpr int PITCH = KEYS + 4;  // eight keys of four rows are in 32 banks
 constexpr int LANES = THREADS / ROWS;
 constexpr int KEYS_EACH = KEYS / LANES;
-constexpr int VALUE_STRIDE = LATENT ? DK : DV;
 constexpr int WIDTH = PARTIAL ? DV + 4 : DV;
 constexpr float MASKED = -3.402823466e+38f;  // finite, so that differences of two maxima are finite
 
@@ -203,7 +202,7 @@ for (int start = first_key / KEYS * KEYS; start < key_end; start += KEYS) {
     const int of_value = start + eight + matrix_row;
     const bool has_value = of_value >= first_key && of_value < key_end;
     const size_t its_block = has_value ? size_t(table[of_value / BLOCK]) : 0;
-    const size_t its_row = ((its_block * KV_HEADS + kv_head) * BLOCK + of_value % BLOCK) * VALUE_STRIDE;
+    const size_t its_row = ((its_block * KV_HEADS + kv_head) * BLOCK + of_value % BLOCK) * DV;
 #pragma clang loop unroll(full)
     for (int p = 0; p < PAIRS_EACH; p++) {
       const int pair = p * SIMDGROUPS + simdgroup;

@@ -11,8 +11,8 @@
 //   values: a thread owns VEC columns of the output for all rows, and reads every SPLITS-th key.
 // Keys outside the range are never read. A weight of zero skips its value, so a NaN in a masked row cannot leak.
 //
-// queries [T, KV_HEADS * GROUP, DK]; keys, values: the pools, [blocks, KV_HEADS, BLOCK, DK] and [..., DV], or if LATENT
-// the pool of rows for both: then a value is the first DV elements of its key; block_tables [S, max_blocks]
+// queries [T, KV_HEADS * GROUP, DK]; keys, values: the pools, [blocks, KV_HEADS, BLOCK, DK] and [..., DV]
+// block_tables [S, max_blocks]
 // items [N, 8]: sequence, first query row, queries, position of the first query, first key, end of keys,
 //   first row of `out`, last key of the image that all its queries belong to or 0
 // sinks [KV_HEADS * GROUP] if SINKS; after: token of the last write to the pools
@@ -28,7 +28,6 @@ constexpr int ROWS_EACH = (ROWS + SIMDGROUPS - 1) / SIMDGROUPS;
 constexpr int KEYS_AT_ONCE = 32 / LANES;
 constexpr int CHUNKS = (DK + 4 * LANES - 1) / (4 * LANES);
 constexpr bool WHOLE_CHUNKS = DK % (4 * LANES) == 0;
-constexpr int VALUE_STRIDE = LATENT ? DK : DV;
 constexpr int COLUMNS = DV / VEC;
 constexpr int SPLITS = THREADS / COLUMNS;
 constexpr int SCRATCH = ROWS * TILE > SPLITS * DV ? ROWS * TILE : SPLITS * DV;
@@ -189,7 +188,7 @@ for (int start = item[4]; start < key_end; start += TILE) {
     for (int key = split; key < count; key += SPLITS) {
       const int position = start + key;
       const size_t at =
-          ((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * VALUE_STRIDE;
+          ((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * DV;
       float v[VEC];
 #ifdef QUANTIZED
       const float4 part = dequantized<VALUE_BITS, VALUE_GROUP, DV, VEC, DV>(

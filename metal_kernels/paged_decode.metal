@@ -11,8 +11,8 @@
 // A lane reads its entry of the block table one tile ahead. At the end the simdgroups merge in threadgroup memory. Keys
 // outside the range are never read.
 //
-// queries [T, KV_HEADS * GROUP, DK]; keys, values: the pools, [blocks, KV_HEADS, BLOCK, DK] and [..., DV], or if LATENT
-// the pool of rows for both: then a value is the first DV elements of its key; block_tables [S, max_blocks]
+// queries [T, KV_HEADS * GROUP, DK]; keys, values: the pools, [blocks, KV_HEADS, BLOCK, DK] and [..., DV]
+// block_tables [S, max_blocks]
 // items [N, 8]: sequence, query row, 1, position of the query, first key, end of keys, row of `out`, unused
 // sinks [KV_HEADS * GROUP] if SINKS; after: token of the last write to the pools
 // out [rows, KV_HEADS * GROUP, DV] of T, or if PARTIAL of float [rows, KV_HEADS * GROUP, DV + 4]: the weighted sum of
@@ -25,7 +25,6 @@ constexpr int SIMDGROUPS = THREADS / 32;
 constexpr int CHUNKS = (DK + 4 * LANES - 1) / (4 * LANES);  // of four elements of a key per lane
 constexpr bool WHOLE_CHUNKS = DK % (4 * LANES) == 0;
 constexpr int KEY_STEP = 32 / LANES;
-constexpr int VALUE_STRIDE = LATENT ? DK : DV;
 constexpr int VALUE_CHUNKS = (DV + 4 * COLUMN_LANES - 1) / (4 * COLUMN_LANES);
 constexpr int VALUE_STEP = 32 / COLUMN_LANES;
 constexpr int VECTORS = DV / 4;
@@ -168,7 +167,7 @@ for (; start < key_end; start += SIMDGROUPS * TILE) {
       const int position = start + key;
       const int block = BLOCK % TILE == 0 ? my_block : simd_shuffle(my_block, ushort(key));
       const size_t at =
-          ((size_t(block) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * VALUE_STRIDE + column_lane * 4;
+          ((size_t(block) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * DV + column_lane * 4;
 #pragma clang loop unroll(full)
       for (int c = 0; c < VALUE_CHUNKS; c++) {
         v[i * VALUE_CHUNKS + c] = float4(0.0f);

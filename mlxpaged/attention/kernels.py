@@ -33,6 +33,10 @@ INPUTS_AND_OUTPUTS: dict[str, tuple[list[str], list[str]]] = {
         ["queries", "keys", "values", "block_tables", "items", "sinks", "scale", "window", "softcap", "after"],
         ["out", "done"],
     ),
+    "latent_attention": (
+        ["queries", "rows", "block_tables", "items", "sinks", "scale", "window", "softcap", "after"],
+        ["out", "done"],
+    ),
     "merge_partials": (["partials", "ranges", "sinks"], ["out"]),
     "add_rms_norm": (["x", "y", "weight", "eps"], ["sum", "normed"]),
     "kv_quantize": (
@@ -59,7 +63,7 @@ FOR_QUANTIZED = re.compile(r"^#ifdef QUANTIZED\n(.*?)(?:^#else\n(.*?))?^#endif\n
 
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
-HEADERS = {"matrix_attention": "#include <metal_simdgroup_matrix>\n"}
+HEADERS = dict.fromkeys(("matrix_attention", "latent_attention"), "#include <metal_simdgroup_matrix>\n")
 """Metal's own headers that a kernel needs beside those of the MLX utilities that come before every kernel."""
 
 

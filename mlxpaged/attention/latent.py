@@ -18,9 +18,9 @@ from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.token_groups import Masks, TokenGroup
 
 EXPAND_FROM, EXPAND_FROM_ON_GPU = 256, 64
-"""Tokens of a chunk from which on expanding pays: 131,072 / 256 + 320 is less than 1,088. A GPU's kernel for latents
-reads each row twice for every tile of queries and of heads, so it pays earlier there; an estimate that no Mac has
-measured."""
+"""Tokens of a chunk from which on expanding pays: 131,072 / 256 + 320 is less than 1,088. On a GPU a chunk
+of 32 tokens or more takes MLX's attention over a copy of the rows, for whose size it has no fused kernel, so expanding
+pays earlier there; an estimate that no Mac has measured."""
 
 MAX_SCORES = 2**28
 """Most scores of one call, which mlx-lm's module keeps: 0.5 GB in 16-bit types. Longer chunks are cut."""

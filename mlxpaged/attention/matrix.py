@@ -87,16 +87,17 @@ class MatrixVariant:
         layout = self.layout
         names = ("group", "heads", "rows", "partial", "softcap", "sinks", "chunked", "mutual")
         types = [("T", layout.dtype), ("O", mx.float32 if self.partial else layout.dtype)]
-        sizes = [("DK", layout.key_size), ("DV", layout.value_size), ("LATENT", layout.latent)]
+        sizes = [("DK", layout.key_size), ("DV", layout.value_size)]
         counts = [("KV_HEADS", layout.num_kv_heads), ("BLOCK", layout.block_size), ("THREADS", THREADS)]
         own = ((name.upper(), getattr(self, name)) for name in names)
         return [*types, *sizes, *counts, *quantization_template(layout), *own]
 
 
 def choose_variant(layout: KVLayout, group: int, *flags: bool) -> MatrixVariant | None:
-    """The most rows that fit; None if no rows of such large heads do. All heads of a group are in one threadgroup, or
-    if they are more than the rows, in as few as possible. flags: the last fields of the variant."""
-    for rows in ROWS:
+    """The most rows that fit; None if no rows of such large heads do, or for latents, which have a kernel of their own.
+    All heads of a group are in one threadgroup, or if they are more than the rows, in as few as possible. flags: the
+    last fields of the variant."""
+    for rows in ROWS if not layout.latent else ():
         heads = -(-group // -(-group // rows))
         variant = MatrixVariant(layout, group, heads, rows // heads, rows, *flags)
         if variant.threadgroup_memory <= kernels.MAX_THREADGROUP_MEMORY and variant.sums <= MAX_SUMS:

@@ -329,7 +329,7 @@ class MetalPool:
             [
                 queries,
                 pool_keys,
-                pool_values,
+                *([] if self.layout.latent else [pool_values]),
                 meta.block_tables,
                 meta.arrays[schedule.items],
                 sinks,

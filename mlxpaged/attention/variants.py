@@ -40,6 +40,19 @@ MAX_VALUE_SIZE = THREADS * VECTOR
 ROWS = 32
 """Most rows (query tokens x heads) of a tile. Their outputs are in its registers, 32 to 64 per thread."""
 
+LATENT_THREADS = 384
+"""Twelve simdgroups, as many as any Mac runs with all registers of each thread. They share the 36 pairs of matrices of
+a row of 576 elements equally."""
+
+LATENT_KEYS = 16
+"""Keys in a step of the kernel for latents. Each simdgroup has its columns of them in registers."""
+
+LATENT_ROWS = (24, 16, 8)
+"""Most rows (query tokens x heads) of a tile of latents: each has a thread for each of the 16 keys."""
+
+MAX_REGISTERS = 114
+"""Elements in the registers of a thread, which has 128, beside addresses and a matrix."""
+
 SPLIT_BYTES = 8192
 """Most bytes of threadgroup memory in which the simdgroups of the decode kernel merge. With more, fewer threadgroups
 are resident at once; with less, there are more barriers at the end."""
@@ -195,13 +208,58 @@ class DecodeVariant:
         return [*common_template(self), *((name.upper(), getattr(self, name)) for name in names)]
 
 
-Variant = TileVariant | DecodeVariant
+@dataclass(frozen=True)
+class LatentVariant:
+    """One instantiation of latent_attention.metal. group: query heads; heads: how many of them one threadgroup serves;
+    queries: tokens of its tile; rows: of the tile's matrices, at least queries * heads."""
+
+    layout: KVLayout
+    group: int
+    heads: int
+    queries: int
+    rows: int
+    partial: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    chunked: bool = False
+    mutual: bool = False
+
+    name = "latent_attention"
+    threads = LATENT_THREADS
+
+    @property
+    def head_tiles(self) -> int:
+        return -(-self.group // self.heads)
+
+    @property
+    def registers(self) -> int:
+        """Elements in the registers of a lane: sums, queries, keys and scores. It has four columns of each of its pairs
+        of matrices."""
+        layout, row_tiles = self.layout, self.rows // 8
+        pairs = -(-layout.value_size // 16) + -(-(layout.key_size - layout.value_size) // 16)
+        columns = -(-pairs // (self.threads // 32)) * VECTOR
+        of_pool = columns * (row_tiles + LATENT_KEYS // 8) * layout.dtype.size // 4
+        return row_tiles * columns + of_pool + row_tiles * 2
+
+    @property
+    def threadgroup_memory(self) -> int:
+        """Bytes: the scores of each simdgroup, the weights, three numbers per row."""
+        scores = self.threads // 32 * LATENT_KEYS * (self.rows + 2)
+        return bytes_of(4 * scores, 4 * self.rows * (LATENT_KEYS + 4), *[4 * self.rows] * 3)
+
+    @functools.cached_property
+    def template(self) -> kernels.Template:
+        names = ("heads", "rows", "softcap", "sinks", "chunked", "mutual")
+        return [*common_template(self), *((name.upper(), getattr(self, name)) for name in names)]
+
+
+Variant = TileVariant | DecodeVariant | LatentVariant
 
 
 def common_template(variant: Variant) -> kernels.Template:
     layout = variant.layout
     types = [("T", layout.dtype), ("O", mx.float32 if variant.partial else layout.dtype)]
-    sizes = [("DK", layout.key_size), ("DV", layout.value_size), ("LATENT", layout.latent), ("GROUP", variant.group)]
+    sizes = [("DK", layout.key_size), ("DV", layout.value_size), ("GROUP", variant.group)]
     counts = [("KV_HEADS", layout.num_kv_heads), ("BLOCK", layout.block_size), ("THREADS", variant.threads)]
     return [*types, *sizes, *counts, *quantization_template(layout), ("PARTIAL", variant.partial)]
 
@@ -216,9 +274,13 @@ def quantization_template(layout: KVLayout) -> kernels.Template:
     return [*groups, ("SCALES", scales), ("KEY_SCALES", 2 * (layout.key_size // kind.key_group))]
 
 
-def choose_tile(layout: KVLayout, group: int, *flags: bool, single_queries: bool = False) -> TileVariant:
+def choose_tile(
+    layout: KVLayout, group: int, *flags: bool, single_queries: bool = False
+) -> TileVariant | LatentVariant:
     """Put all heads of a group in one threadgroup if they fit its memory and registers, else in as few as possible.
     flags: the last fields of the variant. single_queries: tiles of one token."""
+    if layout.latent:
+        return choose_latent(layout, group, *flags, single_queries=single_queries)
     rows = ROWS
     while True:
         heads = -(-group // -(-group // rows))
@@ -233,11 +295,22 @@ def choose_tile(layout: KVLayout, group: int, *flags: bool, single_queries: bool
 def choose_decode(layout: KVLayout, group: int, *flags: bool, by_head: bool = False) -> Variant:
     """The decode kernel with as many heads of a group as fit the registers of a simdgroup, else tiles of one token.
     flags: the last fields of a TileVariant. by_head: if it is the decode kernel, a threadgroup serves one head."""
-    for head_tiles in range(1, MOST_HEAD_TILES + 1):
+    for head_tiles in range(1, MOST_HEAD_TILES + 1) if not layout.latent else ():
         variant = DecodeVariant(layout, group, group // head_tiles, *flags[:3])
         if group % head_tiles == 0 and variant.fits:
             return replace(variant, heads=1) if by_head else variant
     return choose_tile(layout, group, *flags, single_queries=True)
+
+
+def choose_latent(layout: KVLayout, group: int, *flags: bool, single_queries: bool) -> LatentVariant:
+    """The most rows whose numbers fit the registers, at least eight."""
+    for rows in LATENT_ROWS:
+        heads = -(-group // -(-group // rows))
+        queries = 1 if single_queries else rows // heads
+        variant = LatentVariant(layout, group, heads, queries, -(-queries * heads // 8) * 8, *flags)
+        if variant.registers <= MAX_REGISTERS:
+            break
+    return variant
 
 
 def key_floats(layout: KVLayout, lanes: int) -> int:

@@ -107,6 +107,7 @@ def test_no_kernel_binds_a_whole_pool(metal: None, monkeypatch: pytest.MonkeyPat
     long_rows = mx.zeros((meta.num_tokens, 2, 64), mx.float16)
     quantized = KVLayout(2, 64, 64, mx.float16, 32, quantization=quantization_of("int8", 64, 64))
     packed = LayerKVCache.from_layout(1000, quantized, "metal")
+    latents = LayerKVCache.from_layout(1000, KVLayout(1, 32, 20, mx.float16, 32, latent=True), "metal")
     for _ in range(2):
         kv.write(rows, rows, meta)
         kv.write_rows(mx.zeros((meta.num_tokens, 3 * 64), mx.float16), qkv, meta)
@@ -117,6 +118,8 @@ def test_no_kernel_binds_a_whole_pool(metal: None, monkeypatch: pytest.MonkeyPat
         kv.clear()
         packed.write(long_rows, long_rows, meta)
         packed.attend(long_rows, meta, scale=1.0)
+        latents.write(rows[:, :1], None, meta)
+        latents.attend(rows, meta, scale=1.0)
     assert {name for name, _ in bound} == kernels.INPUTS_AND_OUTPUTS.keys() - {"add_rms_norm"}  # it gets no pool
     assert max(size for _, size in bound) <= 3 * rows.size < kv.arrays[0].size / 50
 

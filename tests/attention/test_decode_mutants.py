@@ -78,11 +78,6 @@ def bfloat_decode() -> bool:
     return case.error() <= TOLERANCE[case.dtype]
 
 
-def latent_decode() -> bool:
-    case = Case([(1, 40), (1, 33)], head_dim=40, value_size=32, latent=True, kv_heads=1, group=3)
-    return case.error() <= TOLERANCE[case.dtype]
-
-
 def narrow_decode() -> bool:
     """Keys of 40: the four lanes of a key share ten vectors."""
     case = Case([(1, 40)], head_dim=40, kv_heads=1, group=1)
@@ -174,9 +169,8 @@ MORE_MUTANTS: dict[str, Mutant] = {
         "paged_decode", "* KV_HEADS + kv_head) * BLOCK + position % BLOCK) * DK",
         "* KV_HEADS) * BLOCK + position % BLOCK) * DK", decode, None),
     "wrong KV head of the values": (
-        "paged_decode", "* KV_HEADS + kv_head) * BLOCK + position % BLOCK) * VALUE_STRIDE",
-        "* KV_HEADS) * BLOCK + position % BLOCK) * VALUE_STRIDE", decode, None),
-    "a latent's values apart": ("paged_decode", "LATENT ? DK : DV", "DV", latent_decode, None),
+        "paged_decode", "* KV_HEADS + kv_head) * BLOCK + position % BLOCK) * DV",
+        "* KV_HEADS) * BLOCK + position % BLOCK) * DV", decode, None),
     "another sequence's table": (
         "paged_decode", "block_tables + size_t(item[0]) *", "block_tables + size_t(0) *", decode, None),
     "another token's query": ("paged_decode", "size_t(item[1]) * (KV", "size_t(0) * (KV", decode, None),

@@ -96,12 +96,6 @@ def test_values_of_their_own_size_and_latents_are_exact(metal: None, name: str) 
         Case([(128, 140)], **options).check()
 
 
-@pytest.mark.parametrize("group", [16, 64, 128])
-def test_many_heads_on_one_latent_take_tiles_of_heads(metal_on_cpu: Interpreter, group: int) -> None:
-    Case([(1, 40), (1, 7)], group=group, dtype=mx.bfloat16, **DEEPSEEK).check()
-    assert metal_on_cpu.last_launch("paged_attention").grid == (128, group // 16, 2), "too large for paged_decode"
-
-
 @pytest.mark.parametrize("length", LENGTHS)
 def test_decode_at_the_edges_of_blocks_and_partitions(metal: None, length: int) -> None:
     Case([(1, length), (1, length + 1)], kv_heads=1, head_dim=32).check()
@@ -309,13 +303,6 @@ def test_large_heads_of_large_groups_are_decoded_in_two_passes(
         assert launch.loads[pool] == 2 * case.elements
 
 
-def test_a_tile_of_heads_reads_every_latent_once_for_scores_and_once_for_values(metal_on_cpu: Interpreter) -> None:
-    case = Case([(1, 1), (1, 33), (1, 100)], group=20, dtype=mx.bfloat16, **DEEPSEEK)
-    case.check()
-    loads = metal_on_cpu.last_launch("paged_attention").loads
-    assert loads["keys"] + loads["values"] == 2 * (1 + 33 + 100) * (576 + 512), "two tiles of ten heads"
-
-
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_a_mixed_batch_reads_keys_and_values_once_per_query_tile(metal_on_cpu: Interpreter, group: int) -> None:
     case = Case([(1, 100), (40, 90), (9, 9)], group=group, head_dim=32, chunk_partition=4096)
@@ -338,9 +325,9 @@ def test_nothing_that_belongs_to_another_is_read(metal_on_cpu: Interpreter) -> N
         assert np.isfinite(out).all()
 
 
-@pytest.mark.parametrize("layout", [{}, {"latent": True, "value_size": 20, "kv_heads": 1}], ids=["pair", "latent"])
-def test_a_nan_among_later_tokens_does_not_reach_earlier_ones(metal: None, layout: dict[str, Any]) -> None:
-    case = Case([(12, 40)], head_dim=32, **layout)
+def test_a_nan_among_later_tokens_does_not_reach_earlier_ones(metal: None) -> None:
+    """Kernels with simdgroup matrices promise it between sequences only."""
+    case = Case([(12, 40)], head_dim=32)
     before = case.attend()
     case.keys[0][-1] = case.values[0][-1] = np.nan
     case.write()

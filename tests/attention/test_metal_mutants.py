@@ -118,11 +118,6 @@ def long_chunk() -> bool:
     return case.error() <= TOLERANCE[case.dtype]
 
 
-def latent_chunks() -> bool:
-    case = Case([(2, 40), (2, 33)], head_dim=40, value_size=32, latent=True, kv_heads=1, group=3)
-    return case.error() <= TOLERANCE[case.dtype]
-
-
 def narrow_chunk() -> bool:
     case = Case([(2, 40)], head_dim=40, kv_heads=1, group=16)
     return case.error() <= TOLERANCE[case.dtype]
@@ -186,7 +181,7 @@ def move_latent() -> bool:
 BARRIER = "  threadgroup_barrier(mem_flags::mem_threadgroup);\n\n"
 SOFTMAX = "#pragma clang loop unroll(full)\n  for (int i = 0; i < ROWS_EACH; i++)"
 AT_KEYS = "((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * DK + lane"
-AT_VALUES = "((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * VALUE_STRIDE;"
+AT_VALUES = "((size_t(table[position / BLOCK]) * KV_HEADS + kv_head) * BLOCK + position % BLOCK) * DV;"
 TOKEN = "if (me == 0 && threadgroup_position_in_grid.y == 0 && threadgroup_position_in_grid.z == 0)"
 
 MUTANTS: dict[str, Mutant] = {
@@ -245,8 +240,6 @@ MUTANTS: dict[str, Mutant] = {
     "sink left out": ("paged_attention", "if (SINKS) {", "if (false) {", mixed, None),
     "wrong KV head of the keys": ("paged_attention", AT_KEYS, AT_KEYS.replace(" + kv_head", ""), chunks, None),
     "wrong KV head of the values": ("paged_attention", AT_VALUES, AT_VALUES.replace(" + kv_head", ""), chunks, None),
-    "a latent's values apart": (
-        "paged_attention", "LATENT ? DK : DV", "DV", latent_chunks, None),
     "a chunk of a query beyond its end": (
         "paged_attention", "WHOLE_CHUNKS || column", "true || column", narrow_chunk, MetalError),
     "the next slot": (

@@ -696,6 +696,7 @@ def engine(directory: Path, **settings: Any) -> EngineCore:
 PROMPTS = [[(7 * i) % 250 for i in range(150)], [3, 4, 5]]
 
 
+@pytest.mark.more
 def test_an_engine_measures_keeps_and_follows_what_is_fastest(
     tmp_path: Path, unchecked: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,7 +224,7 @@ def test_many_heads_have_longer_ranges_and_few_have_shorter_ones(
 
 
 def test_tiles_of_one_token_have_short_ranges() -> None:
-    """paged_attention has no more than four simdgroups for them."""
+    """The simdgroups of latent_attention share the keys' columns, not the keys."""
     ranges = decode_ranges(KVLayout(1, 576, 512, mx.bfloat16, 32, latent=True), 20)
     assert [int(ranges.sizes(np.array(keys))) for keys in (100, 300, 513)] == [224, 224, 224]
 

@@ -126,7 +126,8 @@ def test_the_engine_gives_the_same_tokens_on_either_backend(
     if interpreter is not None:
         kernels = {launch.kernel for launch in interpreter.launches}
         writing = "kv_write" if served.kv_layers[0].qkv is None else "qkv_write"
-        assert {"paged_attention", "paged_decode", writing, "block_move"} <= kernels
+        attending = {"latent_attention"} if served.kv_layers[0].latent else {"paged_attention", "paged_decode"}
+        assert {*attending, writing, "block_move"} <= kernels
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3_text", marks=pytest.mark.models)])
