@@ -14,7 +14,7 @@ TOOLS := $(VENV)/tools
 LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
 	--custom-compile-command 'make lock' $(ARGS)
 
-.PHONY: serve test test-kernels test-models test-gguf test-encoders test-mlx-vlm test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults test-reliability soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-gguf bench-hostile-images bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
+.PHONY: serve test test-more test-kernels test-models test-gguf test-encoders test-mlx-vlm test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults test-reliability soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-gguf bench-hostile-images bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
 
 serve: $(SERVE_STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -35,6 +35,11 @@ test: lint
 	@($(BIN)/mypy && $(BIN)/mypy --config-file tests/mypy.ini) > $(VENV)/types.log 2>&1 & types=$$!; \
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder; tests=$$?; \
 	wait $$types || { cat $(VENV)/types.log; exit 1; }; exit $$tests
+
+# What is too dear for ten minutes on two cores: whole commands and benchmarks, and further parameters of engines, models
+# and kernels. CI runs it after `make test`.
+test-more: $(STAMP)
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m more
 
 test-kernels: $(STAMP)
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "slow or not slow" tests/attention tests/metal_on_cpu
@@ -130,7 +135,7 @@ test-lowest: $(TOOLS)/.installed
 	$(TOOLS)/bin/uv pip compile --quiet --resolution lowest-direct --output-file $(VENV)/lowest.txt pyproject.toml
 	$(TOOLS)/bin/uv venv --quiet --clear --python $(BIN)/python $(VENV)/lowest
 	$(TOOLS)/bin/uv pip install --quiet --python $(VENV)/lowest/bin/python -r $(VENV)/lowest.txt -e '.[dev]'
-	$(VENV)/lowest/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(VENV)/lowest/bin/python -m pytest --more -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Two replicas and a router on loopback. ARGS='--router litellm --program PATH' takes LiteLLM's proxy.
 try-replicas: $(STAMP)
@@ -173,7 +178,7 @@ soak-kinds: $(STAMP)
 # Branch coverage of mlxpaged/, servers that the tests start included.
 coverage: $(STAMP)
 	rm -f .coverage .coverage.*
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
+	$(BIN)/python -m pytest --more -n auto --maxprocesses 8 --dist loadfile --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

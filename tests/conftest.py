@@ -32,10 +32,17 @@ collect_ignore = [] if find_spec("playwright") else ["browser"]
 MAX_ID = 2000
 """Characters."""
 
+SAMPLED = {"attention", "cluster", "engine", "formats", "models", "scheduler", "vision"}
+"""Folders whose tests have dear parameters: models, layouts, backends, formats."""
+
+NOT_BY_DEFAULT = ("cluster", "encoders", "faults", "llamacpp", "mlxvlm", "models", "more", "slow")
+"""Marks of tests in these folders that `make test` leaves out."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "a number, or random: files, tests in them and hypothesis' examples are in the order of this seed"
     parser.addoption("--seed", help=text)
+    parser.addoption("--more", action="store_true", help="with the tests that `make test-more` runs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,6 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("mlxpaged")
     if seed is not None:
         config.option.hypothesis_seed = seed
+    if config.option.more:
+        config.option.markexpr = config.option.markexpr.removesuffix(" and not more")
     stay_on_a_core()
 
 
@@ -60,6 +69,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The order in a file is the same if only this file runs."""
     rotate(items)
+    sample(items)
     if config.option.seed is None:
         return
     files: dict[Path, list[pytest.Item]] = {}
@@ -75,10 +85,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def rotate(items: list[pytest.Item]) -> None:
     """Of a test marked `rotated`, as many combinations run by default as its longest list of parameters has values: the
     first values together, then the second ones; a shorter list begins again. The others get the mark that is named."""
-    left = ("models", "slow")
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("rotated") and not any(item.get_closest_marker(mark) for mark in left):
+        if item.get_closest_marker("rotated") and not any(map(item.get_closest_marker, NOT_BY_DEFAULT)):
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for tests in grids.values():
         combinations = [parameters_of(test) for test in tests]
@@ -88,6 +97,17 @@ def rotate(items: list[pytest.Item]) -> None:
             mark = test.get_closest_marker("rotated")
             if combination not in quick and mark is not None:
                 test.add_marker(mark.args[0])
+
+
+def sample(items: list[pytest.Item]) -> None:
+    """Of each test in the folders SAMPLED, the first parameters run by default. The others get the mark `more`."""
+    seen = set()
+    for item in items:
+        test, _, parameters = item.nodeid.partition("[")
+        if parameters and item.path.parent.name in SAMPLED and not any(map(item.get_closest_marker, NOT_BY_DEFAULT)):
+            if test in seen:
+                item.add_marker("more")
+            seen.add(test)
 
 
 def parameters_of(test: Any) -> tuple[str, ...]:
@@ -108,10 +128,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     failed = [report.nodeid for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, ())]
-    seed = f" --seed {config.option.seed}" if config.option.seed else ""
+    seed = config.option.seed
     for node in dict.fromkeys(failed):
-        file = node.partition("::")[0]
-        terminalreporter.write_line(f"again: .venv/bin/python -m pytest{seed} {shlex.quote(file if seed else node)}")
+        again = f"--seed {seed} {shlex.quote(node.partition('::')[0])}" if seed else shlex.quote(node)
+        terminalreporter.write_line(f"again: .venv/bin/python -m pytest --more {again}")
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -46,6 +46,7 @@ def shares(lines: str) -> dict[str, float]:
     return {line[:26].strip(): float(line[39:46]) for line in lines.splitlines()[1:]}
 
 
+@pytest.mark.more
 def test_the_benchmark_of_the_scheduler_measures(run: Callable[..., str]) -> None:
     output = run("scheduler.py", "--sequences", "20", "--blocks", "20000", "--steps", "2", "--minutes", "0.2")
     costs, fairness = output.split("\n\n")
@@ -68,6 +69,7 @@ def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(made.make_model(tmp_path / "hybrid", made.HYBRID | small))
 
 
+@pytest.mark.more
 def test_the_benchmark_of_the_engine_measures(run: Callable[..., str], hybrid: str) -> None:
     sizes = ("--batch", "1", "4", "--context", "40", "--prefill", "16", "--attention", "40", "--steps", "4")
     models = ["demo", hybrid]
@@ -127,6 +129,7 @@ def test_the_benchmark_of_the_status_stream_measures(run: Callable[..., str]) ->
     assert float(lines[3].split()[1].rstrip("%")) > 0
 
 
+@pytest.mark.more
 def test_the_benchmark_of_encoders_measures(run: Callable[..., str]) -> None:
     lines = run("encoders.py", "--texts", "40", "--layers", "1", "--longest", "20").splitlines()
     assert lines[1].startswith("40 texts of 3 to ")

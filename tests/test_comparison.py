@@ -121,6 +121,7 @@ def compare(server: RunningServer, model: Path, chosen: Options) -> dict[str, An
     return json.loads(json.dumps(results))  # type: ignore[no-any-return]
 
 
+@pytest.mark.more
 def test_every_load_runs_and_a_server_that_does_not_start_is_shown_as_such(
     server: RunningServer, model: Path, tmp_path: Path
 ) -> None:
@@ -145,6 +146,7 @@ def test_every_load_runs_and_a_server_that_does_not_start_is_shown_as_such(
     assert "| D | old tokens computed again in a turn | " in text
 
 
+@pytest.mark.more
 def test_prefixes_are_found_again_where_a_load_means_it_and_nowhere_else(
     server: RunningServer, model: Path, tmp_path: Path
 ) -> None:
@@ -405,6 +407,7 @@ def interrupt_after(wait: Callable[[], object]) -> threading.Thread:
     return thread
 
 
+@pytest.mark.more
 def test_an_interrupt_ends_any_load_at_once_and_its_threads_with_the_server(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,7 @@ def test_each_task_can_fail_and_the_report_shows_what_the_model_wrote(
     assert wrote["thinking off"] == wrong["thinking off"] + "<|im_end|>"
 
 
+@pytest.mark.more
 def test_a_model_without_thinking_skips_these_tasks_and_says_so(tmp_path: Path, run: Callable[..., Result]) -> None:
     script = right("mistral") | {TASKS[0].prompt: "I do not know." * 200}
     with scripted_server(tmp_path, "mistral", script, context_length=16384, plain=()) as server:

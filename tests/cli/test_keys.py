@@ -157,6 +157,7 @@ def test_other_machines_are_let_in_with_keys_or_expressly(tmp_path: Path, make: 
             assert answer.status_code == 200
 
 
+@pytest.mark.more
 def test_more_connections_are_taken_than_a_shell_on_a_mac_allows_files(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:

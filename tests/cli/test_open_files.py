@@ -53,6 +53,7 @@ def is_healthy(url: str) -> bool:
         return False
 
 
+@pytest.mark.more
 def test_connections_beyond_the_limit_are_refused_and_the_others_are_served(url: str) -> None:
     host, port = url.removeprefix("http://").split(":")
     with contextlib.ExitStack() as stack, httpx.Client(base_url=url, timeout=DEADLINE, trust_env=False) as client:

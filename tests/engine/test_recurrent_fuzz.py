@@ -33,6 +33,7 @@ def make_engine(model: TinyModel, rng: random.Random) -> EngineCore:
     )
 
 
+@pytest.mark.more
 def test_answers_among_60_random_requests_are_those_of_requests_alone(hybrid: Hybrid) -> None:
     play_all(hybrid, make_engine, range(3), 20)
 

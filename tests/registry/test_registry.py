@@ -201,6 +201,7 @@ def test_models_of_ollama_and_lm_studio_are_served_by_name(
 # -- together ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_32_mixed_streams_of_two_models_and_embeddings_are_answered_as_each_alone(server: RunningServer) -> None:
     generating = [
         run_on(random_tokens(20 + 7 * i, i), 12 + i % 5, model=("demo", "hybrid")[i % 2], stream=i % 3 == 0)

@@ -199,5 +199,5 @@ def run_with(fault: Fault, test: str, directory: Path) -> subprocess.CompletedPr
     changed = directory / "mlxpaged" / fault.file
     changed.unlink()
     changed.write_text(fault.text())
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", test]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", "--more", test]
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=600, check=False)
