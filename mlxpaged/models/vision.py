@@ -41,6 +41,7 @@ FAMILIES: Mapping[str, Family] = {
     "lfm2_vl": LFM2,
     "mistral3": PIXTRAL,
     "pixtral": PIXTRAL,
+    "prism_hadamard_qwen35": QWEN,
     "llava": PIXTRAL,
     "qwen2_vl": QWEN_2,
     "qwen2_5_vl": QWEN_2_5,

@@ -171,6 +171,8 @@ def format_of(settings: Settings, side: int, least: int = LEAST, most: int = MOS
     return QwenFormat(placeholder=placeholder, side=side, least=least, most=most)
 
 
-QWEN = Family({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}, name_of, make, prepare)
+QWEN = Family(
+    {"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "prism_hadamard_qwen35"}, name_of, make, prepare
+)
 QWEN_2 = Family({"qwen2_vl"}, name_of_2, make_2, prepare)
 QWEN_2_5 = Family({"qwen2_5_vl"}, name_of_2_5, make_2_5, prepare)

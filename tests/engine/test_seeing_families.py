@@ -55,6 +55,7 @@ FAMILIES = {
     "qwen3_vl": Family("qwen3_vl", INTERLEAVED, num_deep=2),
     "qwen3_vl_moe": Family("qwen3_vl_moe", INTERLEAVED, num_deep=2),
     "qwen3_5": Family("qwen3_5", Axes((1, 1, 0), interleaved=True), hits="checkpoints"),
+    "prism": Family("prism_hadamard_qwen35", Axes((1, 1, 0), interleaved=True), hits="checkpoints"),
     "gemma3": Family("gemma3", mutual="all"),
     "gemma3n": Family("gemma3n"),
     "gemma4": Family("gemma4", mutual="windows"),

@@ -868,7 +868,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         }
     ),
     "plamo3": Architecture({"num_hidden_layers": 4, "window_size": WINDOW, "sliding_window_pattern": 2}),
-    "prism_hadamard_qwen35": Architecture(hadamard_config(), weights=hadamard_weights),
+    "prism_hadamard_qwen35": Architecture(hadamard_config(), weights=hadamard_weights, seed=5),
     "qwen": Architecture({"kv_channels": 16}),
     "qwen2": Architecture({}),
     "qwen2_moe": Architecture(NORMAL_EXPERTS | {"shared_expert_intermediate_size": 32}),

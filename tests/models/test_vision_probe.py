@@ -74,12 +74,12 @@ def test_a_model_that_sees(served: ServedModel) -> None:
     assert served.vision.format.tokens(16, 16) == [10, 10, 11, 10, 10, 12]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "prism_hadamard_qwen35"])
 def test_qwen_models_see(tmp_path: Path, kind: str) -> None:
     """Those with linear attention rotate 4 elements of a head, by two axes here, and take no features in layers."""
     served = load_model(str(make_seeing(make_architecture(tmp_path / "m", kind), kind)))
     assert served.vision is not None, served.no_vision_because
-    deep, sections = (0, (1, 1, 0)) if kind.startswith("qwen3_5") else (2, (4, 2, 2))
+    deep, sections = (2, (4, 2, 2)) if kind.startswith("qwen3_vl") else (0, (1, 1, 0))
     assert served.vision.num_deep == deep
     assert served.vision.axes == Axes(sections, interleaved=True)
 

@@ -125,10 +125,10 @@ def files(path: Path, sizes: QwenSizes, prefix: str, of_torch: bool, name: str =
 
 def make_seeing(path: Path, kind: str) -> Path:
     """Gives a tiny text model of this type a tower, and three axes."""
-    deep, sections = ((), [1, 1, 0]) if kind.startswith("qwen3_5") else ((0, 2), [4, 2, 2])
-    sizes = replace(DEEP, output=64, deep=deep)
-    files(path, sizes, "vision_tower.", False, "model-tower.safetensors")
+    deep, sections = ((0, 2), [4, 2, 2]) if kind.startswith("qwen3_vl") else ((), [1, 1, 0])
     config = json.loads((path / "config.json").read_text())
+    sizes = replace(DEEP, output=config["text_config"]["hidden_size"], deep=deep)
+    files(path, sizes, "vision_tower.", False, "model-tower.safetensors")
     text = config["text_config"] | {"rope_scaling": {"type": "default", "mrope_section": sections}}
     (path / "config.json").write_text(json.dumps(config | config_of(sizes, kind) | {"text_config": text}))
     return path
