@@ -56,6 +56,12 @@ FAMILIES: Mapping[str, Family] = {
 }
 """Those that see here, by the model type."""
 
+BLIND: Mapping[str, str] = {
+    "deepseek_v41": "mlx-lm leaves out the weights by which experts are chosen for tokens of images",
+    "muse_spark": "mlx-lm's model needs Metal, and was not tried here",
+}
+"""Why other families do not see."""
+
 
 def load_vision(
     files: ModelFiles,
@@ -77,7 +83,8 @@ def load_vision(
     kind = config.get("model_type")
     family = FAMILIES.get(str(kind))
     if family is None or config["vision_config"].get("model_type", kind) not in family.kinds:
-        return None, f"images are not supported yet for {kind} models"
+        because = f": {BLIND[str(kind)]}" if kind in BLIND else ""
+        return None, f"images are not supported yet for {kind} models{because}"
     try:
         stored = stored_weights(files, family)
         if not stored:

@@ -43,6 +43,9 @@ MOST = {
     "projector_hidden_size": 2**16,
     "min_image_tokens": 2**20,
     "max_image_tokens": 2**20,
+    "merge_size": 16,
+    "patch_temporal": 16,
+    "temporal_patch_size": 16,
     "min_tiles": 64,
     "max_tiles": 64,
     "tile_size": 2**12,
@@ -118,7 +121,7 @@ def colours_of(
     return mean, std
 
 
-RESAMPLINGS: Mapping[int, Resampling] = {2: "BILINEAR", 3: "BICUBIC"}
+RESAMPLINGS: Mapping[int, Resampling] = {1: "LANCZOS", 2: "BILINEAR", 3: "BICUBIC"}
 """Filters by their numbers in Pillow, which the files have."""
 
 

@@ -72,6 +72,12 @@ def made(
     return Vision(image_format, tower), tower
 
 
+def images_of(settings: Settings) -> Mapping[str, Any]:
+    """The settings of images, which Kimi K2.5 and K3 have in an object of their own."""
+    found: Mapping[str, Any] = settings.images.get("media_proc_cfg") or settings.images
+    return found
+
+
 def merge_of(seen: Mapping[str, Any]) -> int:
     """Returns the side of a square of patches that becomes one row of features. Raises ValueError."""
     found = seen.get("merge_kernel_size") or [2, 2]
@@ -119,7 +125,7 @@ def make_k2_5(settings: Settings) -> tuple[Vision, KimiTower]:
     for name, expected in EXPECTED.items():
         if seen.get(name, expected) != expected:
             raise ValueError(f"its {name} is {str(seen[name])[:100]}")
-    images = settings.images.get("media_proc_cfg") or settings.images
+    images = images_of(settings)
     if images.get("fixed_output_tokens") is not None:
         raise ValueError(f"its fixed_output_tokens are {str(images['fixed_output_tokens'])[:100]}")
     most = number(images, "in_patch_limit", 16_384)

@@ -8,6 +8,7 @@ tiles than its prompt has.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,11 +21,18 @@ from mlx.utils import tree_flatten
 from mlxpaged.models.errors import in_one_line
 from mlxpaged.models.vision_family import Family, Settings, colours_of, number, resampling_of
 from mlxpaged.models.vision_gemma import joins_of
+from mlxpaged.models.vision_kimi import images_of, merge_of
+from mlxpaged.models.vision_qwen import pixels_of
 from mlxpaged.vision.gemma_format import Gemma3Format
 from mlxpaged.vision.image import ImageFormat
 from mlxpaged.vision.interpolation import resized_part
+from mlxpaged.vision.kimi_format import Kimi3Format
 from mlxpaged.vision.llama4_format import Llama4Format
-from mlxpaged.vision.patches import normalized
+from mlxpaged.vision.muse_format import MuseFormat
+from mlxpaged.vision.patches import in_squares, normalized
+from mlxpaged.vision.pixtral import MEAN as CLIP_MEAN
+from mlxpaged.vision.pixtral import STD as CLIP_STD
+from mlxpaged.vision.qwen_format import QwenFormat
 from mlxpaged.vision.tower import Tower, Vision
 
 CONFIGURATIONS = ("text_config", "vision_config", "audio_config")
@@ -32,13 +40,20 @@ CONFIGURATIONS = ("text_config", "vision_config", "audio_config")
 HALVES = (0.5, 0.5, 0.5)
 """The usual mean and standard deviation of a colour."""
 
+NUMBER = re.compile("[0-9]{1,3}")
+"""What Kimi's tokenizer has as a token at most: it splits numbers after each third digit."""
+
 EXPANSION = "vision_tower.timm_model.blocks.0.0.conv_exp.weight"
 """A convolution of 3 x 3 in the tower of Gemma 3n, whose shape shows the layout of all."""
 
+CONVOLUTION = "vision_tower.patch_embed.proj.weight"
+"""The layer of the patches in the tower of Kimi K3."""
 
-@dataclass(frozen=True)
+
+@dataclass
 class NoText:
-    """What mlx-vlm's models ask of their language model when they make features. width: of its embeddings."""
+    """What mlx-vlm's models ask of their language model when they make features. Some set attributes of it. width: of
+    its embeddings."""
 
     width: int
 
@@ -49,23 +64,44 @@ class NoText:
     def embed_tokens(self, token_ids: mx.array) -> mx.array:
         return mx.zeros((*token_ids.shape, self.width))
 
+    def embed_norm(self, embedded: mx.array) -> mx.array:
+        return embedded
+
     def get_per_layer_inputs(self, token_ids: mx.array) -> None:
         return None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a model is told the rows and columns of patches of each image. name: of the argument. patch: side of a patch
+    in pixels."""
+
+    name: str
+    patch: int
+
+    def of(self, num_images: int, width: int, height: int) -> dict[str, mx.array]:
+        return {self.name: mx.array([[1, height // self.patch, width // self.patch]] * num_images)}
 
 
 class BorrowedTower(Tower):
     """One of mlx-vlm's models without its language model. It encodes an image in one part.
 
-    inputs: makes its pixel values of those of images. divisor: the text model multiplies embeddings by it.
+    inputs: makes its pixel values of those of images. divisor: the text model multiplies embeddings by it. grid: None
+    if the model finds it by itself.
     """
 
     library = "mlx-vlm"
 
     def __init__(
-        self, model: Any, form: ImageFormat, inputs: Callable[[mx.array], mx.array], divisor: float = 1.0
+        self,
+        model: Any,
+        form: ImageFormat,
+        inputs: Callable[[mx.array], mx.array],
+        divisor: float = 1.0,
+        grid: Grid | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.form, self.inputs, self.divisor = model, form, inputs, divisor
+        self.model, self.form, self.inputs, self.divisor, self.patches = model, form, inputs, divisor, grid
 
     def encode(self, pixels: mx.array) -> Iterator[mx.array]:
         weights: Any = tree_flatten(self.model.parameters())
@@ -73,7 +109,8 @@ class BorrowedTower(Tower):
         n, height, width, _ = pixels.shape
         rows, columns = self.form.grid(width, height)
         ids = mx.full((n, rows * columns), self.form.placeholder)
-        found = self.model.get_input_embeddings(ids, self.inputs(pixels).astype(dtype)).inputs_embeds
+        more = {} if self.patches is None else self.patches.of(n, width, height)
+        found = self.model.get_input_embeddings(ids, self.inputs(pixels).astype(dtype), **more).inputs_embeds
         yield (found.astype(mx.float32) / self.divisor).astype(dtype)
 
 
@@ -88,7 +125,8 @@ def model_of(config: Mapping[str, Any]) -> Any:
         raise ValueError(f"{kind} models take it from mlx-vlm, and {in_one_line(error)}: {advice}") from error
     model_config = package.ModelConfig.from_dict(deepcopy(dict(config)))
     for name in CONFIGURATIONS:
-        if hasattr(model_config, name):
+        found = getattr(model_config, name, None)
+        if hasattr(model_config, name) and (found is None or isinstance(found, dict)):
             class_name = name.replace("_", " ").title().replace(" ", "")
             setattr(model_config, name, getattr(package, class_name).from_dict(dict(config.get(name) or {})))
     model = package.Model(model_config)
@@ -174,6 +212,100 @@ def tiles_of(pixels: mx.array, form: Llama4Format) -> mx.array:
     return tiles.flatten(0, 1)
 
 
+def make_kimi_k3(settings: Settings) -> tuple[Vision, Module]:
+    """The prompt says the image's size before it. Patches of 14 pixels, squares of four of them are a row."""
+    config = settings.config
+    seen, images = config["vision_config"], images_of(settings)
+    patch, merge = number(seen, "patch_size", 14), merge_of(seen)
+    model = model_of(config)
+    opening = tuple(map(settings.token, ("<|media_begin|>", "image", "Ġ")))
+    times, content, end = map(settings.token, ("x", "<|media_content|>", "<|media_end|>"))
+    digits = {digit: settings.token(digit) for digit in "0123456789"}
+    form = Kimi3Format(
+        placeholder=int(model.config.image_token_index),
+        side=patch * merge,
+        merge=merge,
+        most=min(number(images, "in_patch_limit", 65_536), max(1, settings.most_pixels // patch**2)),
+        longest=number(images, "patch_limit_on_one_side", 512),
+        opening=opening,
+        times=times,
+        content=content,
+        end=end,
+        numbers=digits | {text: token for text, token in settings.vocabulary.items() if NUMBER.fullmatch(text)},
+    )
+    mean, std = colours_of(images, HALVES, HALVES)
+
+    def inputs(pixels: mx.array) -> mx.array:
+        patches = grid_of(normalized(pixels, mean, std), patch)
+        return patches.reshape(-1, patch, patch, 3).transpose(0, 3, 1, 2)
+
+    return Vision(form, BorrowedTower(model, form, inputs, grid=Grid("grid_thws", patch))), model
+
+
+def make_minimax_m3(settings: Settings) -> tuple[Vision, Module]:
+    """An image is a film of a few frames that are the same. Its patches come square by square."""
+    model = model_of(settings.config)
+    patch, merge, frames = sizes_of(model, "patch_size", "spatial_merge_size", "temporal_patch_size")
+    least, most = pixels_of(settings, 4 * 28**2, 672**2)
+    form = QwenFormat(
+        placeholder=int(model.config.image_token_id),
+        side=patch * merge,
+        around=(settings.token("]<]start of image[>["), settings.token("]<]end of image[>[")),
+        least=least,
+        most=most,
+        resampling=resampling_of(settings.images, "BICUBIC"),
+    )
+    mean, std = colours_of(settings.images, CLIP_MEAN, CLIP_STD)
+
+    def inputs(pixels: mx.array) -> mx.array:
+        squares = in_squares(grid_of(normalized(pixels, mean, std), patch), merge)
+        patches = squares.reshape(-1, 1, patch, patch, 3).transpose(0, 4, 1, 2, 3)
+        return mx.repeat(patches, frames, axis=2).flatten(1)
+
+    return Vision(form, BorrowedTower(model, form, inputs, grid=Grid("image_grid_thw", patch))), model
+
+
+def make_muse_glimmer(settings: Settings) -> tuple[Vision, Module]:
+    """An image is a film of a few frames that are the same. The text model normalizes features as it does
+    embeddings."""
+    model = model_of(settings.config)
+    model.perception_emb_norm = model.language_model.embed_norm
+    patch, merge, frames = sizes_of(model, "patch_size", "merge_size", "patch_temporal")
+    side = patch * merge
+    form = MuseFormat(
+        placeholder=int(model.config.image_token_id),
+        side=side,
+        around=(settings.token("<|image_start|>"), settings.token("<|image_end|>")),
+        most=min(number(settings.images, "max_image_tokens", 4096), max(1, settings.most_pixels // side**2)),
+        resampling=resampling_of(settings.images, "LANCZOS"),
+    )
+    mean, std = colours_of(settings.images, HALVES, HALVES)
+
+    def inputs(pixels: mx.array) -> mx.array:
+        patches = grid_of(normalized(pixels, mean, std), patch).reshape(-1, 1, patch, patch, 3)
+        return mx.repeat(patches.transpose(0, 1, 4, 2, 3), frames, axis=1).flatten(1)
+
+    return Vision(form, BorrowedTower(model, form, inputs, grid=Grid("image_grid_thw", patch))), model
+
+
+def sizes_of(model: Any, *names: str) -> list[int]:
+    """Returns sizes of mlx-vlm's tower, whose configuration has the defaults. Raises ValueError."""
+    return [number({name: getattr(model.config.vision_config, name)}, name) for name in names]
+
+
+def grid_of(values: mx.array, side: int) -> mx.array:
+    """Returns the patches of images, [n, rows, columns, side, side, 3]. values: [n, H, W, 3]."""
+    n, height, width, colours = values.shape
+    return values.reshape(n, height // side, side, width // side, side, colours).swapaxes(2, 3)
+
+
+def prepare_kimi_k3(stored: dict[str, mx.array]) -> None:
+    """Makes the layout of the convolution MLX's."""
+    patches = stored.get(CONVOLUTION)
+    if patches is not None and patches.ndim == 4 and patches.shape[2] == patches.shape[3]:  # torch's
+        stored[CONVOLUTION] = patches.transpose(0, 2, 3, 1)
+
+
 def prepare_gemma3n(stored: dict[str, mx.array]) -> None:
     """Makes the layout of the convolutions MLX's."""
     expansion = stored.get(EXPANSION)
@@ -192,6 +324,22 @@ BORROWED: Mapping[str, Family] = {
         named("vision_tower.", "embed_vision.", "embed_audio."),
         make_gemma3n,
         prepare_gemma3n,
+    ),
+    "kimi_k3": Family(
+        {"moonvit3d", "kimi_k3"},
+        named("vision_tower.", "mm_projector."),
+        make_kimi_k3,
+        prepare_kimi_k3,
+    ),
+    "minimax_m3_vl": Family(
+        {"clip_vision_model", "minimax_m3_vl_vision", "minimax_m3_vl"},
+        named("vision_tower.", "multi_modal_projector.", "patch_merge_mlp."),
+        make_minimax_m3,
+    ),
+    "muse_glimmer": Family(
+        {"muse_glimmer_vision", "muse_glimmer"},
+        named("vision_tower.", "vision_adapter.", "vision_projection."),
+        make_muse_glimmer,
     ),
     "llama4": Family(
         {"llama4_vision_model", "llama4"},

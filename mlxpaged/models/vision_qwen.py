@@ -160,19 +160,24 @@ def clip_format_of(settings: Settings, side: int) -> QwenFormat:
 
 def format_of(settings: Settings, side: int, least: int = LEAST, most: int = MOST) -> QwenFormat:
     """least, most: pixels of an image if the files do not say."""
-    images, size = settings.images, settings.images.get("size") or {}
+    least, most = pixels_of(settings, least, most)
+    placeholder = settings.token("<|image_pad|>", "image_token_id")
+    return QwenFormat(placeholder=placeholder, side=side, least=least, most=most)
+
+
+def pixels_of(settings: Settings, least: int, most: int) -> tuple[int, int]:
+    """Returns from how many to how many pixels an image has. least, most: if the files do not say. Raises
+    ValueError."""
+    images, size = settings.images, settings.images.get("size")
+    size = size if isinstance(size, Mapping) else {}
     least = images.get("min_pixels") or size.get("shortest_edge") or least
     most = images.get("max_pixels") or size.get("longest_edge") or most
     if not (type(least) is int and type(most) is int and 0 < least <= most):
         raise ValueError(f"its images have from {least} to {most} pixels")
     most = min(most, settings.most_pixels)
-    least = min(least, most)
-    placeholder = settings.token("<|image_pad|>", "image_token_id")
-    return QwenFormat(placeholder=placeholder, side=side, least=least, most=most)
+    return min(least, most), most
 
 
-QWEN = Family(
-    {"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "prism_hadamard_qwen35"}, name_of, make, prepare
-)
+QWEN = Family({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "prism_hadamard_qwen35"}, name_of, make, prepare)
 QWEN_2 = Family({"qwen2_vl"}, name_of_2, make_2, prepare)
 QWEN_2_5 = Family({"qwen2_5_vl"}, name_of_2_5, make_2_5, prepare)

@@ -14,7 +14,7 @@ Pixels = npt.NDArray[np.uint8]
 LARGEST = (16_384, 16_384)
 """Width and height of an image for which `ImageFormat.size` gives the largest that the tower takes."""
 
-Resampling = Literal["BICUBIC", "BILINEAR"]
+Resampling = Literal["BICUBIC", "BILINEAR", "LANCZOS"]
 """The filter for images of another size, by its name in Pillow."""
 
 

@@ -1,8 +1,9 @@
-"""How the prompts of Kimi-VL and Kimi K2.5 show an image."""
+"""How the prompts of Kimi-VL, Kimi K2.5 and Kimi K3 show an image."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlxpaged.vision.parts_format import PartsFormat
@@ -32,3 +33,32 @@ class KimiFormat(PartsFormat):
         longest = self.longest // self.merge * self.side
         scale = min(1.0, math.sqrt(self.most / max(1, patches)), longest / max(width, height))
         return self.whole_parts(int(width * scale), int(height * scale))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kimi3Format(KimiFormat):
+    """With the image's size in pixels before it, as a text. The size is the one that the tower sees.
+
+    opening: the tokens before the width. times: the one between it and the height. content: the one before the
+    placeholders. end: the one after them. numbers: tokens of one to three digits.
+    """
+
+    opening: tuple[int, ...]
+    times: int
+    content: int
+    end: int
+    numbers: Mapping[str, int]
+
+    def tokens(self, width: int, height: int) -> list[int]:
+        shown = self.parts(width, height)
+        size = [*self.opening, *self.number(width), self.times, *self.number(height)]
+        return [*size, self.content, *shown, self.end]
+
+    def number(self, number: int) -> list[int]:
+        """The tokens of a number. The tokenizer splits it after each third digit."""
+        digits = str(number)
+        tokens = []
+        for start in range(0, len(digits), 3):
+            group = digits[start : start + 3]
+            tokens += [self.numbers[each] for each in ([group] if group in self.numbers else group)]
+        return tokens

@@ -56,11 +56,9 @@ class Lfm2Format(PartsFormat):
     """A placeholder for each square part of the image, row by row, between two tokens. In the same way for each tile
     and the thumbnail of an image that is split, with a token before each.
 
-    around: the tokens before and after; None if the prompts have none. least, most: parts of an image that is shown
-    whole, or of a thumbnail. tiles: None if no image is split.
+    least, most: parts of an image that is shown whole, or of a thumbnail. tiles: None if no image is split.
     """
 
-    around: tuple[int, int] | None
     least: int
     most: int
     tiles: Tiles | None = None
@@ -103,15 +101,15 @@ class Lfm2Format(PartsFormat):
     def tokens(self, width: int, height: int) -> list[int]:
         tiles, split = self.tiles, self.split(width, height)
         if tiles is None or split is None:
-            tokens = super().tokens(width, height)
+            tokens = self.parts(width, height)
         else:
             tokens = []
-            tile = super().tokens(tiles.side, tiles.side)
+            tile = self.parts(tiles.side, tiles.side)
             for row in range(split[0]):
                 for column in range(split[1]):
                     name = tiles.names.get((row, column))
                     tokens += tile if name is None else [name, *tile]
             if tiles.thumbnail:
                 tokens += [] if tiles.thumbnail_name is None else [tiles.thumbnail_name]
-                tokens += super().tokens(*self.whole_size(width, height))
-        return tokens if self.around is None else [self.around[0], *tokens, self.around[1]]
+                tokens += self.parts(*self.whole_size(width, height))
+        return self.enclosed(tokens)

@@ -12,11 +12,15 @@ from mlxpaged.vision.image import Resampling
 
 @dataclass(frozen=True, kw_only=True)
 class PartsFormat:
-    """A placeholder for each square part of the image, row by row, and nothing else: the template writes what comes
-    before and after. side: of a part, in pixels."""
+    """A placeholder for each square part of the image, row by row.
+
+    side: of a part, in pixels. around: the tokens before and after all of them; None if there are none, or if the
+    template writes them.
+    """
 
     placeholder: int
     side: int
+    around: tuple[int, int] | None = None
     resampling: Resampling = "BICUBIC"
     joins: ClassVar[Mapping[tuple[int, int], int]] = {}
 
@@ -28,7 +32,13 @@ class PartsFormat:
         return height // self.side, width // self.side
 
     def tokens(self, width: int, height: int) -> list[int]:
+        return self.enclosed(self.parts(width, height))
+
+    def parts(self, width: int, height: int) -> list[int]:
         return [self.placeholder] * (width // self.side * (height // self.side))
+
+    def enclosed(self, tokens: list[int]) -> list[int]:
+        return tokens if self.around is None else [self.around[0], *tokens, self.around[1]]
 
     def whole_parts(self, width: float, height: float) -> tuple[int, int]:
         """Returns the sides in pixels, each rounded up to whole parts. An image keeps at least one, however thin."""

@@ -65,6 +65,9 @@ FAMILIES = {
     "lfm2-vl": Family("lfm2-vl", hits="checkpoints"),
     "kimi_vl": Family("kimi_vl"),
     "kimi_k25": Family("kimi_k25"),
+    "kimi_k3": Family("kimi_k3", hits="checkpoints"),
+    "minimax_m3_vl": Family("minimax_m3_vl", hits="nowhere"),
+    "muse_glimmer": Family("muse_glimmer"),
     "llama4": Family("llama4", hits="nowhere"),
 }
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import base64
 import importlib
 import io
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,8 @@ import pytest
 from mlx.utils import tree_flatten
 from PIL import Image
 
+from mlxpaged.models.loader import load_model
+from mlxpaged.models.vision import load_vision
 from mlxpaged.vision.gemma3 import Gemma3Tower, factor_of_text
 from mlxpaged.vision.gemma4 import Gemma4Sizes
 from mlxpaged.vision.gemma_format import Gemma3Format, Gemma4Format
@@ -34,6 +38,7 @@ from mlxpaged.vision.qwen import QwenSizes
 from mlxpaged.vision.qwen_format import QwenFormat
 from mlxpaged.vision.reading import ClientImage, check, decode
 from mlxpaged.vision.tower import Tower
+from tests.models.architectures import make_architecture
 from tests.vision import test_gemma3, test_gemma4, test_qwen2_5, tiny, tiny_kimi, tiny_lfm2, tiny_qwen
 from tests.vision.tiny_gemma import with_random_weights
 
@@ -297,6 +302,109 @@ def test_mistral_3(width: int, height: int) -> None:
     pixels = tiny.images(1, width, height)
     *_, states = seeing(normalized(pixels, sizes), output_hidden_states=True, image_sizes=[(height, width)])
     compare(tower, pixels, projector(states[-1][0], [(height, width)]))
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """A model whose tower is mlx-vlm's. seen: its vision_config. more: of config.json. tokens: of its prompts.
+    processor: mlx-vlm's class that makes its pixels. limits: of an image's size, as the processor takes them. grid: the
+    argument with an image's rows and columns of patches. sizes: of images."""
+
+    seen: dict[str, Any]
+    more: dict[str, Any]
+    tokens: tuple[str, ...]
+    processor: str
+    limits: dict[str, int]
+    grid: str = "image_grid_thw"
+    sizes: tuple[tuple[int, int], ...] = ((10, 13), (24, 32), (120, 90))
+
+
+LAYERS = {"hidden_size": 48, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 32}
+BORROWED = {
+    "kimi_k3": Borrowed(
+        {f"vt_{name}": size for name, size in LAYERS.items()}
+        | {"patch_size": 4, "qkv_hidden_size": 32, "mm_hidden_size": 48},
+        {"media_placeholder_token_id": 9},
+        ("<|media_begin|>", "<|media_content|>", "<|media_end|>", "image", "x", "Ġ", *"0123456789"),
+        "ImageProcessor",
+        {"in_patch_limit": 128},
+        "grid_thws",
+        sizes=((24, 16), (16, 40)),  # of whole squares: it puts black pixels beside other ones
+    ),
+    "minimax_m3_vl": Borrowed(
+        LAYERS | {"patch_size": 4},
+        {"image_token_index": 9, "projector_hidden_size": 40},
+        ("]<]start of image[>[", "]<]end of image[>["),
+        "MiniMaxM3VLImageProcessor",
+        {"min_pixels": 512, "max_pixels": 2048},
+    ),
+    "muse_glimmer": Borrowed(
+        LAYERS | {"patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4},
+        {"image_token_id": 9, "out_hidden_size": 4 * 48, "projector_hidden_size": 40},
+        ("<|image_start|>", "<|image_end|>"),
+        "MuseGlimmerImageProcessor",
+        {"max_image_tokens": 32},
+    ),
+}
+"""Those for which mlx-vlm has a processor that needs no tokenizer."""
+
+
+class Normed(Tower):
+    """A tower whose features the text model normalizes."""
+
+    def __init__(self, tower: Tower, eps: float) -> None:
+        super().__init__()
+        self.tower, self.eps = tower, eps
+
+    def encode(self, pixels: mx.array) -> Iterator[mx.array]:
+        for state in self.tower.encode(pixels):
+            yield mx.fast.rms_norm(state, None, self.eps)
+
+
+@pytest.mark.parametrize("kind", BORROWED)
+def test_borrowed_towers(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model is loaded with its tower, and passes the probe. Its features are those that mlx-vlm's model makes of the
+    pixels of mlx-vlm's processor, of images that are enlarged, reduced and kept."""
+    borrowed, package = BORROWED[kind], vlm(kind)
+    path = make_architecture(tmp_path / "m", kind)
+    config = json.loads((path / "config.json").read_text())
+    config = {"text_config": config} | config | borrowed.more | {"vision_config": borrowed.seen}
+    (path / "config.json").write_text(json.dumps(config))
+    colours = {"image_mean": HALF.mean, "image_std": HALF.std}
+    (path / "preprocessor_config.json").write_text(json.dumps(colours | borrowed.limits))
+    known = {text: 20 + i for i, text in enumerate(borrowed.tokens)}
+
+    def load(files: Any, own_config: Any, vocabulary: Any, *more: Any) -> Any:
+        return load_vision(files, own_config, lambda: vocabulary() | known, *more)
+
+    monkeypatch.setattr("mlxpaged.models.loader.load_vision", load)
+    model_config = package.ModelConfig.from_dict(config)
+    for name, part in (("text_config", package.TextConfig), ("vision_config", package.VisionConfig)):
+        if isinstance(found := getattr(model_config, name), dict):
+            setattr(model_config, name, part.from_dict(found))
+    theirs = package.Model(model_config)
+    names: Any = tree_flatten(theirs.parameters())
+    mx.random.seed(3)
+    weights = {
+        name: mx.random.normal(each.shape) * (1.5 / each.shape[-1] ** 0.5 if each.ndim > 1 else 0.5)
+        for name, each in names
+        if not name.startswith("language_model.")
+    }
+    theirs.load_weights(list(weights.items()), strict=False)
+    mx.save_safetensors(str(path / "model-tower.safetensors"), weights)
+    served = load_model(str(path))
+    assert served.vision is not None, served.no_vision_because
+    form, tower = served.vision.format, served.vision.tower
+    if kind == "muse_glimmer":
+        tower = Normed(tower, model_config.text_config.rms_norm_eps)
+    processor = getattr(package, borrowed.processor)(patch_size=4, **colours, **borrowed.limits)
+    for width, height in borrowed.sizes:
+        source = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        made = {name: mx.array(np.array(each)) for name, each in processor([Image.fromarray(source)]).items()}
+        pixels = decoded(source, form)[None]
+        ids = mx.full((1, form.tokens(pixels.shape[2], pixels.shape[1]).count(form.placeholder)), form.placeholder)
+        grid = {borrowed.grid: made[borrowed.grid]}
+        compare(tower, pixels, theirs.get_input_embeddings(ids, made["pixel_values"], **grid).inputs_embeds)
 
 
 def decoded(pixels: Pixels, form: ImageFormat) -> Pixels:

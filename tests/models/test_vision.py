@@ -175,7 +175,7 @@ def test_a_model_of_text_gives_no_reason(tmp_path: Path) -> None:
     ("kind", "vision_type"),
     [
         ("gemma3", "clip_vision_model"),
-        ("kimi_k3", "kimi_k3"),
+        ("kimi_k3", "moonvit"),
         ("llava", "clip_vision_model"),
         ("mistral3", None),
     ],
@@ -183,6 +183,13 @@ def test_a_model_of_text_gives_no_reason(tmp_path: Path) -> None:
 def test_a_family_without_a_tower_is_named(tmp_path: Path, kind: str, vision_type: str | None) -> None:
     config = {"model_type": kind, "vision_config": {"model_type": vision_type}}
     assert refusal(save(tmp_path, {}), config) == f"images are not supported yet for {kind} models"
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("deepseek_v41", "experts"), ("muse_spark", "Metal")])
+def test_a_family_that_cannot_see_says_why(tmp_path: Path, kind: str, reason: str) -> None:
+    found = refusal(save(tmp_path, {}), {"model_type": kind, "vision_config": {}})
+    assert found.startswith(f"images are not supported yet for {kind} models: ")
+    assert reason in found
 
 
 def test_a_checkpoint_from_which_mlx_lm_dropped_the_tower_is_told(tmp_path: Path) -> None:

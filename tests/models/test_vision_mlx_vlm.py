@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from mlx.utils import tree_flatten
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.sources.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
+from mlxpaged.vision.pixtral import STD as CLIP_STD
 from mlxpaged.vision.tower import Vision
 from tests.models.architectures import make_architecture
 from tests.vision.tiny import images
@@ -38,6 +40,8 @@ GEMMA = {
 }
 TOKENS = {"<|image|>": 11, "<|image_start|>": 12, "<|image_end|>": 13, "<|tile_x_separator|>": 14}
 TOKENS |= {"<|tile_y_separator|>": 15, "<start_of_image>": 16, "<end_of_image>": 17, "\n\n": 18}
+TOKENS |= {"]<]start of image[>[": 19, "]<]end of image[>[": 20, "<|media_begin|>": 21, "<|media_content|>": 22}
+TOKENS |= {"<|media_end|>": 23, "image": 24, "Ġ": 25, "x": 26} | {str(digit): 30 + digit for digit in range(10)}
 
 
 class Config(SimpleNamespace):
@@ -85,12 +89,71 @@ class Gemma3n(Seeing):
         return self.put(ids, self.embed_vision["embedding_projection"](convolve(pixel_values.transpose(0, 2, 3, 1))))
 
 
+@dataclass(frozen=True)
+class Patches:
+    """How one of mlx-vlm's models takes the patches of images. grid: the name of the argument with their rows and
+    columns. axes: the order of a patch's frames (t), rows (r), columns (c) and colours (k). frames: of a patch. part:
+    where the weights are. tower: sizes. squares: patches come square by square. more: of config.json."""
+
+    grid: str
+    axes: str
+    frames: int
+    part: str
+    tower: dict[str, Any]
+    squares: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"vision_config": self.tower, **self.more}
+
+
+SIDES = {"patch_size": 4, "merge_size": 2, "spatial_merge_size": 2}
+IMAGE_TOKEN = {"image_token_id": PLACEHOLDER}
+PATCHES = {
+    "kimi_k3": Patches("grid_thws", "tkrc", 1, "mm_projector", SIDES, more={"image_token_index": PLACEHOLDER}),
+    "minimax_m3_vl": Patches(
+        "image_grid_thw", "ktrc", 2, "patch_merge_mlp", SIDES | {"temporal_patch_size": 2}, True, IMAGE_TOKEN
+    ),
+    "muse_glimmer": Patches(
+        "image_grid_thw", "tkrc", 3, "vision_projection", SIDES | {"patch_temporal": 3}, more=IMAGE_TOKEN
+    ),
+}
+
+
+class SeeingPatches(Seeing):
+    """Features of a square of patches are the sum of their projections."""
+
+    patches: Patches
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self[self.patches.part] = {"linear": Linear(4 * 4 * 3 * self.patches.frames, WIDTH, bias=False)}
+
+    def get_input_embeddings(self, ids: mx.array, pixel_values: mx.array, **grid: mx.array) -> Any:
+        shapes: Any = grid.pop(self.patches.grid).tolist()
+        [[_, rows, columns], *others] = shapes
+        assert grid == {}
+        assert all(each == [1, rows, columns] for each in others)
+        projected = self[self.patches.part]["linear"](pixel_values.reshape(len(pixel_values), -1))
+        if self.patches.squares:
+            return self.put(ids, projected.reshape(-1, 4, WIDTH).sum(axis=1))
+        grids = projected.reshape(len(ids), rows // 2, 2, columns // 2, 2, WIDTH)
+        return self.put(ids, self.language_model.model.embed_norm(grids.sum(axis=(2, 4))))
+
+
 @pytest.fixture(autouse=True)
 def with_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     configs = {f"{part}Config": Config for part in ("Model", "Text", "Vision", "Audio")}
-    for kind, model in (("llama4", Llama4), ("gemma3n", Gemma3n)):
+    for kind, model in MODELS.items():
         monkeypatch.setitem(sys.modules, f"mlx_vlm.models.{kind}", SimpleNamespace(Model=model, **configs))
 
+
+MODELS: dict[str, type[Seeing]] = {
+    "llama4": Llama4,
+    "gemma3n": Gemma3n,
+    **{name: type(name, (SeeingPatches,), {"patches": patches}) for name, patches in PATCHES.items()},
+}
 
 Make = Callable[..., tuple[ServedModel, dict[str, mx.array]]]
 
@@ -106,16 +169,18 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 
     def made(kind: str, more: dict[str, Any], images: dict[str, Any]) -> tuple[ServedModel, dict[str, mx.array]]:
         path = make_architecture(tmp_path / "m", kind)
-        config = json.loads((path / "config.json").read_text()) | more
+        config = json.loads((path / "config.json").read_text())
+        config = {"text_config": config} | config | more
         (path / "config.json").write_text(json.dumps(config))
         (path / "preprocessor_config.json").write_text(json.dumps(images))
-        model = (Llama4 if kind == "llama4" else Gemma3n)(Config(text_config=Config()))
+        model = MODELS[kind](Config(text_config=Config()))
         del model["language_model"]
         model.pop("audio_tower", None)
         names: Any = tree_flatten(model.parameters())
         weights = {name: mx.random.normal(array.shape, key=mx.random.key(7)) for name, array in names}
+        prefix = "" if kind in PATCHES else "model."
         of_torch = {
-            f"model.{name}": mx.contiguous(array.transpose(0, 3, 1, 2)) if array.ndim == 4 else array
+            f"{prefix}{name}": mx.contiguous(array.transpose(0, 3, 1, 2)) if array.ndim == 4 else array
             for name, array in weights.items()
         }
         mx.save_safetensors(str(path / "model-tower.safetensors"), of_torch)
@@ -161,6 +226,27 @@ def test_gemma3n_sees_features_that_its_text_model_multiplies(make: Make) -> Non
     corners = [pixels[0, i : i + 3, j : j + 3].reshape(-1) / 255 for i in (0, 384) for j in (0, 384)]
     wanted = np.array(corners) @ convolution.T @ projection.T / WIDTH**0.5
     assert features(vision, pixels)[0] == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", PATCHES)
+def test_models_that_are_told_a_grid_of_patches(make: Make, kind: str) -> None:
+    patches = PATCHES[kind]
+    served, weights = make(kind, patches.config, {"image_mean": [0.2, 0.4, 0.6], "min_pixels": 64})
+    vision = served.vision
+    assert vision is not None, served.no_vision_because
+    assert vision.format.size(50, 30) == ((48, 32) if kind == "minimax_m3_vl" else (56, 32))
+    around = {"minimax_m3_vl": [19, 9, 9, 20], "muse_glimmer": [12, 9, 9, 13]}
+    of_kimi = [21, 24, 25, 31, 36, 26, 38, 22, 9, 9, 23]  # "image 16x8"
+    assert vision.format.tokens(16, 8) == around.get(kind, of_kimi)
+    pixels = images(2, 24, 16)
+    found = features(vision, pixels)
+    assert found.shape == (2, 6, WIDTH)
+    mean, std = np.array([0.2, 0.4, 0.6]), np.array(CLIP_STD if kind == "minimax_m3_vl" else (0.5, 0.5, 0.5))
+    colours = ((pixels / 255 - mean) / std).reshape(2, 2, 2, 4, 3, 2, 4, 3)  # y, square's y, row, x, square's x, column
+    frames = np.stack([colours] * patches.frames, axis=-1)
+    by_patch = np.einsum(f"nyirxjckt->nyxij{patches.axes}", frames).reshape(2, 6, 4, -1)
+    wanted = (by_patch @ np.array(weights[f"{patches.part}.linear.weight"]).T).sum(axis=2)
+    assert found == pytest.approx(wanted, abs=1e-3)
 
 
 def test_a_model_that_needs_mlx_vlm_says_so(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

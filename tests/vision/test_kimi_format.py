@@ -1,11 +1,11 @@
-"""Sizes and tokens of images in the prompts of Kimi-VL."""
+"""Sizes and tokens of images in the prompts of Kimi-VL and Kimi K3."""
 
 from __future__ import annotations
 
 import pytest
 
 from mlxpaged.vision.image import ImageFormat
-from mlxpaged.vision.kimi_format import KimiFormat
+from mlxpaged.vision.kimi_format import Kimi3Format, KimiFormat
 
 
 def form(most: int = 4096, patch: int = 14, merge: int = 2) -> ImageFormat:
@@ -72,3 +72,26 @@ def test_settings_differ_if_pixels_do() -> None:
     forms.append(KimiFormat(placeholder=10, side=28, merge=2, most=4096, longest=512))
     assert len({each.settings for each in forms}) == len(forms)
     assert form().settings == KimiFormat(placeholder=1, side=28, merge=2, most=4096).settings
+
+
+def test_kimi_k3_is_told_the_size_of_an_image() -> None:
+    """Its tokenizer splits a number after each third digit. 28 has no token here."""
+    numbers = {str(digit): digit for digit in range(10)} | {"112": 100, "840": 101}
+    shown = Kimi3Format(
+        placeholder=50,
+        side=28,
+        merge=2,
+        most=65_536,
+        longest=512,
+        opening=(51, 52, 53),
+        times=54,
+        content=55,
+        end=56,
+        numbers=numbers,
+    )
+    assert shown.size(1100, 830) == (1120, 840)
+    tokens = shown.tokens(1120, 840)
+    assert tokens[:7] == [51, 52, 53, 100, 0, 54, 101]
+    assert tokens[7:] == [55, *[50] * (40 * 30), 56]
+    assert shown.tokens(28, 28) == [51, 52, 53, 2, 8, 54, 2, 8, 55, 50, 56]
+    assert shown.grid(1120, 840) == (30, 40)
