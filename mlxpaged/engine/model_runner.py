@@ -31,7 +31,7 @@ from mlxpaged.models.cache_groups import CacheLayout
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.device_memory import unused_memory
 from mlxpaged.models.loader import ServedModel
-from mlxpaged.step import PENDING, BlockMoves, Step
+from mlxpaged.step import FIRST_CONTENT_ID, PENDING, BlockMoves, Step
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +264,7 @@ class ModelRunner:
         last, self._last_pass = self._last_pass, None
         assert last is not None
         assert self.mtp is not None
-        tokens = mx.array([max(0, each) for each in following], mx.int32)
+        tokens = mx.array([each if 0 <= each < FIRST_CONTENT_ID else 0 for each in following], mx.int32)
         if sampled is not None:
             tokens[mx.array(list(at))] = sampled
         metas, _ = last.step.on_device(last.vector)

@@ -118,8 +118,11 @@ def load_seeing(
     num_deep: int = 0,
     mutual: Mutual = "none",
     adapters: Sequence[AdapterPath] = (),
+    drafts: bool = False,
+    mtp: str | None = None,
 ) -> tuple[ServedModel, PatchTower]:
-    served = load_model(str(path), adapters=adapters)
+    """drafts: with the head that drafts for it. mtp: where that is, if it has files of its own."""
+    served = load_model(str(path), adapters=adapters, drafts=drafts, mtp_path=mtp)
     tower = PatchTower(hidden_size(served.model), num_deep, SCALES[mutual])
     most = LARGEST if mutual == "none" else (32, 24)
     vision = Vision(PatchFormat(most), tower, axes, num_deep, mutual)

@@ -16,7 +16,9 @@ from mlxpaged.engine.status import DRAFTERS, NO_DRAFTS
 from mlxpaged.models.loader import load_model
 from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.step import Step
+from mlxpaged.vision.positions import Axes
 from tests.engine.helpers import make_core
+from tests.engine.seeing import image, load_seeing, shown
 from tests.engine.test_drafting import answers, as_many, prompt, requests, tokens_of
 from tests.models.draft_assistants import AssistantReference, make_assistant
 from tests.models.draft_heads import Reference, make_drafting
@@ -102,6 +104,33 @@ def test_drafts_are_those_of_a_contiguous_sequence_and_answers_those_without(
     assert len(greedy) > 60
     assert {len(found) for _, _, found in greedy} >= {1, 4}
     for _, tokens, found in greedy[::5]:
+        assert reference.drafts(tokens, len(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("reference", "axes"),
+    [("qwen3_5", Axes((1, 1, 0), interleaved=True)), ("gemma4 with clusters", None)],
+    indirect=["reference"],
+)
+def test_drafts_beside_images(reference: Drafting, axes: Axes | None) -> None:
+    """A head in the model, and an assistant. Answers are those without drafts, and drafts for a text in the same batch
+    are those that it gets alone."""
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    prompts = [
+        shown(prompt(1, 20), image(1, 32, 24), prompt(2, 9)),
+        shown(prompt(3, 40)),
+        shown(image(2, 24, 32), prompt(5, 12)),
+    ]
+    asked = [Request(f"r{i}", tokens, params, 0.0, images=images) for i, (tokens, images) in enumerate(prompts)]
+    expected = answers(make_core(load_seeing(reference.path, axes)[0]), asked)
+    served, _ = load_seeing(reference.path, axes, drafts=True, mtp=reference.mtp)
+    core = make_core(served, speculative="mtp")
+    assert core.drafting is not None
+    core.drafting.budget.lengths = as_many
+    drafts = logged(core)
+    assert tokens_of(answers(core, asked)) == tokens_of(expected)
+    assert {name for name, _, _ in drafts} == {"r0", "r1", "r2"}
+    for tokens, found in [(tokens, found) for name, tokens, found in drafts if name == "r1"][::5]:
         assert reference.drafts(tokens, len(found)) == found
 
 

@@ -17,9 +17,11 @@ from mlxpaged.engine.draft_loading import with_draft_model
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.loader import load_model
+from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.turns import Turns
+from mlxpaged.vision.positions import Axes
 from tests.engine.helpers import make_core
+from tests.engine.seeing import image, load_seeing, shown
 from tests.engine.test_draft_head import logged
 from tests.engine.test_drafting import answers, as_many, prompt, requests, tokens_of
 from tests.models.architectures import make_architecture
@@ -107,6 +109,35 @@ def test_later_turns_find_the_small_models_entries_in_the_prefix_cache(paths: tu
     assert max(computed) < 40, "the chunk after the hit"
     model: Any = load_plain_model(paths[1])[0]
     assert [continuation(model, tokens, len(found)) == found for _, tokens, found in drafts].count(False) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "small", "axes"),
+    [("qwen3_vl", "qwen3", Axes((4, 2, 2), interleaved=True)), ("gemma3", "gemma3_text", None)],
+)
+def test_drafts_beside_images(tmp_path: Path, kind: str, small: str, axes: Axes | None) -> None:
+    """The small model sees no image, and drafts on. Answers are those without it."""
+    path, draft = make_architecture(tmp_path / "m", kind), make_architecture(tmp_path / "small", small)
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    prompts = [
+        shown(prompt(1, 20), image(1, 32, 24), prompt(2, 9)),
+        shown(prompt(3, 40)),
+        shown(image(2, 24, 32), prompt(5, 12)),
+    ]
+    asked = [Request(f"r{i}", tokens, params, 0.0, images=images) for i, (tokens, images) in enumerate(prompts)]
+
+    def seeing() -> ServedModel:
+        return load_seeing(path, axes, num_deep=2 if axes else 0, mutual="none" if axes else "all")[0]
+
+    expected = answers(make_core(seeing()), asked)
+    chosen = {"speculative": "draft", "draft_model": str(draft)}
+    core = make_core(with_draft_model(EngineConfig(**chosen), seeing(), Turns()), **chosen)
+    assert core.drafting is not None
+    core.drafting.budget.lengths = as_many
+    drafts = logged(core)
+    assert tokens_of(answers(core, asked)) == tokens_of(expected)
+    assert {name for name, _, _ in drafts} == {"r0", "r1", "r2"}
+    assert core.stats().drafts.accepted_total > 0
 
 
 @pytest.mark.parametrize(("kind", "reason"), [("mamba", "more than keys and values"), ("demo", "its vocabulary")])
