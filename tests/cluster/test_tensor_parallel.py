@@ -37,6 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama": HEADS,
     "qwen3_5": nested(model_type="qwen3_5_text", **QWEN3_5 | linear_attention(heads=4) | {"num_hidden_layers": 2}),
     "qwen3_next": linear_attention(heads=4),
+    "bailing_hybrid": {"group_norm_size": 4},
     "deepseek_v3": {},
     "gpt_oss": HEADS,
 }

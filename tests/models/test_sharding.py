@@ -42,6 +42,7 @@ def test_a_model_that_cannot_be_cut_is_refused_with_those_that_can(tmp_path: Pat
             marks=since_mlx_lm_0_32,
         ),
         ("qwen3_next", linear_attention(heads=4), None, 3, "3 splits .*linear_num_key_heads 4.*; possible are 2, 4$"),
+        ("bailing_hybrid", {}, None, 4, "groups is 2 .*; possible are 2$"),
         ("deepseek_v3", {}, None, 8, "num_heads is 4 .*; possible are 2, 4$"),
     ],
 )
