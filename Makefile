@@ -122,6 +122,7 @@ test-cli: $(STAMP)
 	$(BIN)/python -m pytest -m terminal tests/terminal $(ARGS)
 
 # Needs prometheus, promtool and haproxy: apt install prometheus haproxy, or brew install prometheus haproxy.
+# MLXPAGED_LITELLM=PATH, a LiteLLM proxy, tests that one too.
 test-deploy: $(STAMP)
 	$(BIN)/python -m pytest -m deploy tests/deploy
 

@@ -1,4 +1,4 @@
-"""deploy/replicas/: a real HAProxy before two replicas."""
+"""deploy/replicas/: a real HAProxy before two replicas, and LiteLLM's proxy if MLXPAGED_LITELLM names it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 
-from deploy.replicas.try_replicas import configure, router_program, running
+from deploy.replicas.try_replicas import Conversation, configure, router_program, running
 
 pytestmark = pytest.mark.deploy
 
@@ -40,6 +41,19 @@ class Replica(BaseHTTPRequestHandler):
         pass
 
 
+@contextmanager
+def two_replicas(kind: type[BaseHTTPRequestHandler], *ports: str) -> Iterator[None]:
+    replicas = [ThreadingHTTPServer(("127.0.0.1", int(port)), kind) for port in ports]
+    for each in replicas:
+        threading.Thread(target=each.serve_forever).start()
+    try:
+        yield
+    finally:
+        for each in replicas:
+            each.shutdown()
+            each.server_close()
+
+
 @pytest.fixture(scope="module")
 def haproxy() -> str:
     path = shutil.which("haproxy")
@@ -51,17 +65,10 @@ def haproxy() -> str:
 def router(haproxy: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder = tmp_path_factory.mktemp("haproxy")
     front, *_, first, second = configure("haproxy", folder)
-    replicas = [ThreadingHTTPServer(("127.0.0.1", int(port)), Replica) for port in (first, second)]
-    for each in replicas:
-        threading.Thread(target=each.serve_forever).start()
     program = router_program("haproxy", haproxy, folder, front)
-    try:
-        with running([program]), httpx.Client(base_url=program.url, trust_env=False) as client:
-            yield client
-    finally:
-        for each in replicas:
-            each.shutdown()
-            each.server_close()
+    client = httpx.Client(base_url=program.url, trust_env=False)
+    with two_replicas(Replica, first, second), running([program]), client:
+        yield client
 
 
 def replica_of(router: httpx.Client, path: str, body: dict[str, Any], **headers: str) -> str:
@@ -132,3 +139,43 @@ def test_conversations_stay_and_no_request_is_lost_that_had_not_begun(haproxy: s
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\n0 of 12 conversations moved, 0 missed their prefix\n" in done.stdout
+
+
+class Breaking(BaseHTTPRequestHandler):
+    """Breaks the first stream of each conversation off, after the status of its answer and before its first event."""
+
+    protocol_version = "HTTP/1.1"
+    broken: ClassVar[set[str]] = set()
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        name = body["messages"][-1]["content"]
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        if name in self.broken:
+            choice = {"index": 0, "delta": {"role": "assistant", "content": name}, "finish_reason": "stop"}
+            chunk = {"id": "a", "object": "chat.completion.chunk", "created": 1, "model": "demo", "choices": [choice]}
+            for event in (json.dumps(chunk), "[DONE]"):
+                self.wfile.write(b"%x\r\ndata: %s\n\n\r\n" % (len(event) + 8, event.encode()))
+            self.wfile.write(b"0\r\n\r\n")
+        else:
+            self.broken.add(name)
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_litellm_repeats_a_stream_that_ends_before_its_first_event(tmp_path: Path) -> None:
+    program = os.environ.get("MLXPAGED_LITELLM")
+    if program is None:
+        pytest.skip("MLXPAGED_LITELLM does not name a LiteLLM proxy")
+    front, first, second = configure("litellm", tmp_path)
+    with two_replicas(Breaking, first, second), running([router_program("litellm", program, tmp_path, front)]):
+        for number in range(6):
+            turn = Conversation(f"conversation {number}", f"http://127.0.0.1:{front}")
+            with httpx.Client(trust_env=False, timeout=60) as client:
+                assert turn.ask(client).outcome == "answered", turn.turns[0].detail
+    assert len(Breaking.broken) == 6
