@@ -13,6 +13,7 @@ from tests.soak.cases import Case, same
 from tests.soak.http_client import Answer, Connection
 
 BATCH_SECONDS = 300.0
+"""Without a finished line of a batch or of those before it. They run one after the other, below other requests."""
 BATCH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
@@ -112,10 +113,13 @@ async def batch(client: Client) -> None:
     if client.rng.random() < 0.2:
         await client.ask("POST", f"/v1/batches/{made['id']}/cancel", None, 200, 409)
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + BATCH_SECONDS
+    deadline, before = loop.time() + BATCH_SECONDS, await finished_lines(client, made)
     while made["status"] not in ("completed", "failed", "expired", "cancelled"):
         if loop.time() > deadline:
-            raise Wrong(f"a batch is {made['status']} after {BATCH_SECONDS:.0f} s")
+            finished = await finished_lines(client, made)
+            if finished == before:
+                raise Wrong(f"a batch is {made['status']}, and no line was finished in {BATCH_SECONDS:.0f} s")
+            deadline, before = deadline + BATCH_SECONDS, finished
         await asyncio.sleep(0.3)
         made = (await client.ask("GET", f"/v1/batches/{made['id']}")).json
     if made["status"] not in ("completed", "cancelled"):
@@ -125,6 +129,12 @@ async def batch(client: Client) -> None:
     for each in (file_id, made["output_file_id"], made["error_file_id"]):
         if each is not None:
             await client.ask("DELETE", f"/v1/files/{each}")
+
+
+async def finished_lines(client: Client, batch: dict[str, Any]) -> int:
+    """How many lines of a batch, and of the latest ones that were made before it, have ended."""
+    earlier = (await client.ask("GET", f"/v1/batches?limit=100&after={batch['id']}")).json["data"]
+    return sum(each["request_counts"][kind] for each in (batch, *earlier) for kind in ("completed", "failed"))
 
 
 async def check_output(client: Client, cases: dict[str, Case], file_id: str, all_lines: bool) -> None:

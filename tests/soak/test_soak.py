@@ -13,7 +13,7 @@ import pytest
 from tests.soak.__main__ import ERRORS, unbalanced
 from tests.soak.cases import Case, make_cases, same
 from tests.soak.http_client import Answer, Connection, HungError, LeftError
-from tests.soak.jobs import Client, Refused, Wrong, check, error_in
+from tests.soak.jobs import Client, Refused, Wrong, batch, check, error_in
 from tests.soak.slopes import slope, without_step
 
 
@@ -129,6 +129,31 @@ def test_the_client_reads_answers_whole_or_in_chunks_and_notices_one_that_ends_e
         answered_with(b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n")
     with pytest.raises(Wrong):
         answered_with(b"HTTP/1.1 500 Error\r\nContent-Length: 0\r\n\r\n")
+
+
+class BusyWithBatches(Connection):
+    """A server on which an earlier batch has a finished line more each time, up to `lines`."""
+
+    def __init__(self, lines: int) -> None:
+        super().__init__(0)
+        self.lines, self.finished = lines, 0
+
+    async def ask(self, method: str, path: str, *_: Any, **__: Any) -> Answer:
+        made = {"id": "batch-1", "status": "in_progress", "request_counts": {"completed": 0, "failed": 0}}
+        if path.startswith("/v1/batches?"):
+            self.finished = min(self.lines, self.finished + 1)
+            return found({"data": [made | {"request_counts": {"completed": self.finished, "failed": 0}}]})
+        return found(made)
+
+
+def test_a_batch_may_wait_for_those_before_it_as_long_as_they_make_progress(
+    cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.soak.jobs.BATCH_SECONDS", 0.0)
+    connection = BusyWithBatches(lines=3)
+    with pytest.raises(Wrong, match="no line was finished"):
+        asyncio.run(batch(Client(random.Random(1), connection, [*cases.values()], {})))
+    assert connection.finished == 3
 
 
 def test_a_client_that_waits_in_vain_is_noticed() -> None:
