@@ -6,7 +6,7 @@ A server in a process of its own answers so many streams. /health is asked every
 Then another process opens idle connections, sends bodies a byte at a time, and floods the server with large prompts.
 It has the lowest priority, because clients on other machines would take no time from the server.
 Measured are the time of /health, connection included, and the time between two tokens of a stream, before the load,
-under it, and after it.
+under it, and after it; and how many tokens a second the slowest stream has.
 
 The figures to quote are the times of /health under the load, and the ratios of the inter-token times. A step takes
 longer as the answers grow, so a ratio is that to the mean of the figures before and after the load.
@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -39,11 +40,12 @@ SETTLE_SECONDS = 3.0
 
 
 class Measurement:
-    """Seconds of each request for /health, and between two tokens of a stream."""
+    """Seconds of each request for /health, and between two tokens of a stream; tokens of each stream."""
 
     def __init__(self) -> None:
         self.health: list[float] = []
         self.tokens: list[float] = []
+        self.by_stream: Counter[int] = Counter()
 
     def lines(self, name: str, others: Sequence[Measurement] = ()) -> list[str]:
         """others: those that the ratios are to."""
@@ -96,6 +98,7 @@ async def measure_stream(port: int, number: int, tokens: int, into: list[Measure
             now, events = time.perf_counter(), piece.count(b"data:")
             if last is not None and events:
                 into[-1].tokens += [now - last, *(events - 1) * [0.0]]
+                into[-1].by_stream[number] += events
             last = now if events else last
         writer.close()
 
@@ -164,6 +167,8 @@ async def measure(args: argparse.Namespace) -> None:
     usual = (before, after)
     for name, measurement, others in (("before", before, ()), ("overload", overload, usual), ("after", after, ())):
         print("\n".join(measurement.lines(name, others)))
+    slowest = [min(each.by_stream.values()) / args.seconds for each in (before, overload, after)]
+    print("slowest stream, tokens a second: " + ", ".join(f"{pace:.1f}" for pace in slowest))
     print("load: " + ", ".join(f"{count} {what}" for what, count in json.loads(counts).items()))
 
 
