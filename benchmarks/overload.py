@@ -56,7 +56,8 @@ class Measurement:
             text = "".join(f"{1000 * figure:10.1f}" for figure in figures)
             if others:
                 usual = np.mean([figures_of(getattr(each, what)) for each in others], axis=0)
-                text += "".join(f"{figure:8.1f}" for figure in figures / usual)
+                with np.errstate(invalid="ignore"):  # tokens that come together have no time between them
+                    text += "".join(f"{figure:8.1f}" for figure in figures / usual)
             lines.append(f"{name:14}{LABELS[what]:12}{len(seconds):7}{text}")
         return lines
 
@@ -173,7 +174,11 @@ async def measure(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options] [MODEL] [-- FLAGS OF serve]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=3000, help="of each stream's answer")
@@ -182,8 +187,9 @@ def main() -> None:
     parser.add_argument("--bodies", type=int, default=500, help="that come a byte at a time")
     parser.add_argument("--prompts", type=int, default=32, help="clients that send large prompts")
     parser.add_argument("--chars", type=int, default=4000, help="of a large prompt")
-    parser.add_argument("flags", nargs="*", help="of `mlxpaged serve`, after --")
-    args = parser.parse_args()
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)  # argparse loses flags after options
+    args = parser.parse_args(sys.argv[1:end])
+    args.flags = sys.argv[end + 1 :]
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     uvloop.run(measure(args))
