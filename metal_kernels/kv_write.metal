@@ -2,8 +2,8 @@
 // their const is cast away. A token with slot -1 is skipped.
 //
 // new_keys, new_values [T, KV_HEADS, DK or DV]; slot_mapping [T]: block * BLOCK + slot; key_pool, value_pool
-// [blocks, KV_HEADS, BLOCK, DK or DV]; DV = 0: only keys are written; after: token of the last kernel that touched the
-// pools
+// [blocks, KV_HEADS, BLOCK, KEY_PITCH or VALUE_PITCH]: values begin at column VALUE_START; DV = 0: only keys are written.
+// So the two parts of a latent layer's rows go into one pool; after: token of the last kernel that touched the pools
 // done [1]: the token
 //
 // grid (max(DK, DV) / 4, KV_HEADS, T), threadgroup (max(DK, DV) / 4, 1, 1): a thread moves four elements of each
@@ -15,11 +15,11 @@ if (slot >= 0) {
   const size_t from = token * KV_HEADS + kv_head;
   const size_t to = (size_t(slot / BLOCK) * KV_HEADS + kv_head) * BLOCK + slot % BLOCK;
   if (column < DK) {
-    *(device vec<T, 4>*)(const_cast<device T*>(key_pool) + to * DK + column) =
+    *(device vec<T, 4>*)(const_cast<device T*>(key_pool) + to * KEY_PITCH + column) =
         *(const device vec<T, 4>*)(new_keys + from * DK + column);
   }
   if (column < DV) {
-    *(device vec<T, 4>*)(const_cast<device T*>(value_pool) + to * DV + column) =
+    *(device vec<T, 4>*)(const_cast<device T*>(value_pool) + to * VALUE_PITCH + VALUE_START + column) =
         *(const device vec<T, 4>*)(new_values + from * DV + column);
   }
 }

@@ -122,7 +122,7 @@ class LatentLayer(PagedLayer):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write latents [T, 1, 1, R] and rotary parts [T, 1, 1, P]. Returns the latents and the identity [P, P]."""
-        self.kv.write(mx.concatenate([keys.squeeze(2), values.squeeze(2)], axis=-1), None, self._meta)
+        self.kv.write(keys.squeeze(2), values.squeeze(2), self._meta)
         self._step.wrote(keys, values, self)
         return keys, self._identity
 
@@ -132,7 +132,7 @@ class LatentLayer(PagedLayer):
         """queries: [T, H, 1, R]; mask: the scaled rotary part of the queries, [T, H, 1, P]. Returns [T, H, 1, R]."""
         if not isinstance(mask, mx.array) or sinks is not None or softcap is not None:
             raise PagedAttentionError("the model's latent attention is called in an unknown way")
-        return self._attend(mx.concatenate([queries, (mask / scale).astype(queries.dtype)], axis=-1), scale)
+        return self._attend(queries, scale, rest=(mask / scale).squeeze(2).astype(self.kv.layout.dtype))
 
 
 class ExpandedChunk:

@@ -166,7 +166,12 @@ class PagedLayer:
         return self._attend(queries, scale, sinks, softcap)
 
     def _attend(
-        self, queries: mx.array, scale: float, sinks: mx.array | None = None, softcap: float | None = None
+        self,
+        queries: mx.array,
+        scale: float,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,
+        rest: mx.array | None = None,
     ) -> mx.array:
         self._step.attention_calls += 1
         options: dict[str, Any] = {
@@ -175,6 +180,7 @@ class PagedLayer:
             "mutual": self.mutual,
             "sinks": sinks,
             "softcap": softcap,
+            "rest": rest,
         }
         # Phi and StableLM attend in float32 with queries of the keys' type. The pools compute in float32 anyway.
         rows = queries.squeeze(2).astype(self.kv.layout.dtype)

@@ -56,6 +56,7 @@ class Options(NamedTuple):
     locality: Locality
     softcap: float | None
     sinks: mx.array | None
+    rest: mx.array | None = None
 
 
 Shapes = Sequence[tuple[int, ...]]

@@ -564,13 +564,33 @@ def test_whole_blocks_of_a_latent_layout_have_one_plane(backend: str) -> None:
         kv.write_blocks([0], rows[:1], rows[:1, ..., :16])
 
 
-def test_values_are_written_if_and_only_if_the_layout_is_not_latent(backend: str) -> None:
+def test_only_a_latent_layout_takes_rows_without_values_and_queries_in_two_parts(backend: str) -> None:
     meta = AttentionMetadata.build([1], [1], [[0]])
     rows = mx.zeros((1, 1, 24))
-    with pytest.raises(ValueError, match="values must be None for a latent layout"):
-        LayerKVCache(1, 1, 24, mx.float32, backend=backend, value_size=16, latent=True).write(rows, rows, meta)
+    plain = LayerKVCache(1, 1, 24, mx.float32, backend=backend)
+    latent = LayerKVCache(1, 1, 24, mx.float32, backend=backend, value_size=16, latent=True)
     with pytest.raises(ValueError, match="values must not be None"):
-        LayerKVCache(1, 1, 24, mx.float32, backend=backend).write(rows, None, meta)
+        plain.write(rows, None, meta)
+    with pytest.raises(ValueError, match=r"keys must have shape \(1, 1, 16\)"):
+        latent.write(rows, rows, meta)
+    with pytest.raises(ValueError, match=r"values must have shape \(1, 1, 8\)"):
+        latent.write(rows[..., :16], rows, meta)
+    with pytest.raises(ValueError, match=r"queries must have shape \(1, heads, 16\)"):
+        latent.attend(rows, meta, scale=1.0, rest=rows[..., 16:])
+    for kv, rest in ((plain, rows[..., :0]), (latent, rows), (latent, rows[..., 16:].astype(mx.float16))):
+        with pytest.raises(ValueError, match="the rest of a latent layout's queries must be"):
+            kv.attend(rows[..., : kv.layout.value_size], meta, scale=1.0, rest=rest)
+
+
+def test_rows_and_queries_of_latents_may_come_in_two_parts(backend: str) -> None:
+    layout = KVLayout(1, 24, 16, mx.float32, 8, latent=True)
+    meta = AttentionMetadata.build([1, 3], [1, 3], [[2], [0]], block_size=8)
+    rows, queries = (mx.random.normal((4, heads, 24), key=mx.random.key(heads)) for heads in (1, 5))
+    whole, parts = (LayerKVCache.from_layout(4, layout, backend) for _ in range(2))
+    whole.write(rows, None, meta)
+    parts.write(rows[..., :16], rows[..., 16:], meta)
+    expected = whole.attend(queries, meta, scale=0.2)
+    assert mx.array_equal(parts.attend(queries[..., :16], meta, scale=0.2, rest=queries[..., 16:]), expected)
 
 
 def test_the_text_of_a_shape_tells_layouts_apart() -> None:

@@ -53,6 +53,12 @@ def test_a_fused_layer_saves_the_launches_of_two_products_two_norms_and_two_rope
     assert separate - fused == saved * MODELS[name].config["num_hidden_layers"]
 
 
+def test_neither_rows_nor_queries_of_latents_are_joined() -> None:
+    names = [each.name for each in our_step(MODELS["GLM-4.7-Flash"], 1)]
+    assert "QuantizedMatmul" in names
+    assert "Concatenate" not in names
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_longer_command_buffers_help_each_model(name: str) -> None:
     step = our_step(MODELS[name], 1, joined=False, fused=False)

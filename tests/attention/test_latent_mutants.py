@@ -128,6 +128,7 @@ MORE_MUTANTS: dict[str, Mutant] = {
     "elements of a pair in another order": (
         "latent_attention", "matrix_row / 2 * 4 + f * 2 + matrix_row % 2;",
         "matrix_row / 2 * 4 + f * 2 + 1 - matrix_row % 2;", plain, None),
+    "the rest of another query": ("latent_attention", "rest[of_query * (DK - DV)", "rest[0 * (DK - DV)", plain, None),
     "a head of the first tile": (
         "latent_attention", "const int head = first_head + row % HEADS;\n        if",
         "const int head = row % HEADS;\n        if", many_columns, None),
