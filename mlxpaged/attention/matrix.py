@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlxpaged.attention import kernels
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.tuning import CHUNK_PARTITION, Choice
-from mlxpaged.attention.variants import quantization_template
+from mlxpaged.attention.variants import MatrixTile, quantization_template
 
 THREADS = 128
 """Four simdgroups: each multiplies 8 of 32 keys, and a quarter of the columns of 32 values."""
@@ -43,28 +43,11 @@ class QueryTile(NamedTuple):
     threadgroups: int
 
 
-@dataclass(frozen=True)
-class MatrixVariant:
-    """One instantiation of matrix_attention.metal. group: query heads of a KV head; heads: how many of them one
-    threadgroup serves; queries: tokens of its tile; rows: of the tile's matrices, at least queries * heads."""
-
-    layout: KVLayout
-    group: int
-    heads: int
-    queries: int
-    rows: int
-    partial: bool = False
-    softcap: bool = False
-    sinks: bool = False
-    chunked: bool = False
-    mutual: bool = False
+class MatrixVariant(MatrixTile):
+    """One instantiation of matrix_attention.metal."""
 
     name = "matrix_attention"
     threads = THREADS
-
-    @property
-    def head_tiles(self) -> int:
-        return -(-self.group // self.heads)
 
     @functools.cached_property
     def tile(self) -> QueryTile:

@@ -209,9 +209,9 @@ class DecodeVariant:
 
 
 @dataclass(frozen=True)
-class LatentVariant:
-    """One instantiation of latent_attention.metal. group: query heads; heads: how many of them one threadgroup serves;
-    queries: tokens of its tile; rows: of the tile's matrices, at least queries * heads."""
+class MatrixTile:
+    """Arguments of a kernel that attends with simdgroup matrices. group: query heads of a KV head; heads: how many of
+    them one threadgroup serves; queries: tokens of its tile; rows: of the tile's matrices, at least queries * heads."""
 
     layout: KVLayout
     group: int
@@ -224,12 +224,16 @@ class LatentVariant:
     chunked: bool = False
     mutual: bool = False
 
-    name = "latent_attention"
-    threads = LATENT_THREADS
-
     @property
     def head_tiles(self) -> int:
         return -(-self.group // self.heads)
+
+
+class LatentVariant(MatrixTile):
+    """One instantiation of latent_attention.metal."""
+
+    name = "latent_attention"
+    threads = LATENT_THREADS
 
     @property
     def registers(self) -> int:
