@@ -63,6 +63,12 @@ def with_split_projections(model: Any, weights: Weights) -> Weights:
     return others | {TEXT + name: weight for name, weight in split.items()}
 
 
+def without_vision(model: Any, weights: Weights) -> Weights:
+    """mlx-lm drops the tower of Muse Glimmer from converted weights, and refuses published ones, which have it at
+    `model.vision_tower`."""
+    return {name: weight for name, weight in weights.items() if not name.startswith("model.vision_")}
+
+
 def without_draft_head(model: Any, weights: Weights) -> Weights:
     """mlx-lm drops the draft head from published weights of Qwen3-Next, and refuses converted ones that have it."""
     return {name: weight for name, weight in weights.items() if not name.startswith("mtp.")}
@@ -72,6 +78,7 @@ RENAMED: Mapping[str, Callable[[Any, Weights], Weights]] = {
     "lfm2_vl": as_mlx_vlm,
     "lfm2-vl": as_mlx_vlm,
     "kimi_vl": with_split_projections,
+    "muse_glimmer": without_vision,
     "qwen3_next": without_draft_head,
 }
 """What makes the weights those of mlx-lm's module, by model type."""

@@ -160,14 +160,17 @@ Make = Callable[..., tuple[ServedModel, dict[str, mx.array]]]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Returns a function that makes a model's directory and loads it, with the tower's weights."""
+    """Returns a function that makes a model's directory and loads it, with the tower's weights. prefix: of their names
+    in the directory."""
 
     def load(files: ModelFiles, config: Any, vocabulary: Any, *more: Any) -> tuple[Vision | None, str]:
         return load_vision(files, config, lambda: vocabulary() | TOKENS, *more)
 
     monkeypatch.setattr("mlxpaged.models.loader.load_vision", load)
 
-    def made(kind: str, more: dict[str, Any], images: dict[str, Any]) -> tuple[ServedModel, dict[str, mx.array]]:
+    def made(
+        kind: str, more: dict[str, Any], images: dict[str, Any], prefix: str = "model."
+    ) -> tuple[ServedModel, dict[str, mx.array]]:
         path = make_architecture(tmp_path / "m", kind)
         config = json.loads((path / "config.json").read_text())
         config = {"text_config": config} | config | more
@@ -178,7 +181,6 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         model.pop("audio_tower", None)
         names: Any = tree_flatten(model.parameters())
         weights = {name: mx.random.normal(array.shape, key=mx.random.key(7)) for name, array in names}
-        prefix = "" if kind in PATCHES else "model."
         of_torch = {
             f"{prefix}{name}": mx.contiguous(array.transpose(0, 3, 1, 2)) if array.ndim == 4 else array
             for name, array in weights.items()
@@ -228,10 +230,10 @@ def test_gemma3n_sees_features_that_its_text_model_multiplies(make: Make) -> Non
     assert features(vision, pixels)[0] == pytest.approx(wanted, abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", PATCHES)
-def test_models_that_are_told_a_grid_of_patches(make: Make, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "prefix"), [*((kind, "") for kind in PATCHES), ("muse_glimmer", "model.")])
+def test_models_that_are_told_a_grid_of_patches(make: Make, kind: str, prefix: str) -> None:
     patches = PATCHES[kind]
-    served, weights = make(kind, patches.config, {"image_mean": [0.2, 0.4, 0.6], "min_pixels": 64})
+    served, weights = make(kind, patches.config, {"image_mean": [0.2, 0.4, 0.6], "min_pixels": 64}, prefix)
     vision = served.vision
     assert vision is not None, served.no_vision_because
     assert vision.format.size(50, 30) == ((48, 32) if kind == "minimax_m3_vl" else (56, 32))

@@ -42,8 +42,21 @@ def of_one_projection(weights: Weights, config: dict[str, Any]) -> Weights:
     return joined
 
 
+def nested(weights: Weights, config: dict[str, Any]) -> Weights:
+    """Of Muse Glimmer, with a tower beside the text model."""
+    renamed = {
+        "model.language_model." + name.removeprefix("model.") if name.startswith("model.") else name: weight
+        for name, weight in weights.items()
+    }
+    assert "lm_head.weight" in renamed
+    tower = ("vision_tower.ln_pre.weight", "vision_adapter.fc1.weight", "vision_projection.weight")
+    return renamed | {f"model.{name}": mx.ones(4) for name in tower}
+
+
 @pytest.mark.parametrize(
-    ("kind", "publish"), [("lfm2-vl", of_transformers), ("kimi_vl", of_one_projection)], ids=["lfm2_vl", "kimi_vl"]
+    ("kind", "publish"),
+    [("lfm2-vl", of_transformers), ("kimi_vl", of_one_projection), ("muse_glimmer", nested)],
+    ids=["lfm2_vl", "kimi_vl", "muse_glimmer"],
 )
 def test_published_weights_are_loaded(tmp_path: Path, kind: str, publish: Any) -> None:
     path = make_architecture(tmp_path / "m", kind)
