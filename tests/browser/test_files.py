@@ -1,4 +1,4 @@
-"""Text files and images that go with a message, in Chromium."""
+"""Text files that go with a message, in Chromium."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ WITH_FILES = """async ([content, files]) => {
     const { withFiles } = await import("/web/chat/files.js");
     return withFiles(content, files);
 }"""
-DROP = """async ([target, name, text]) => {
+DROP = """([target, name, type, content]) => {
     const data = new DataTransfer();
-    data.items.add(new File([text], name));
+    data.items.add(new File([Uint8Array.from(atob(content), (each) => each.charCodeAt(0))], name, { type }));
     const send = (type) => {
         const event = new DragEvent(type, { dataTransfer: data, bubbles: true, cancelable: true });
         document.querySelector(target).dispatchEvent(event);
@@ -42,6 +42,14 @@ def attach(tab: Visit, *files: FilePayload) -> None:
     with tab.page.expect_file_chooser() as chooser:
         button(tab.page, "Attach files").click()
     chooser.value.set_files(list(files))
+
+
+def drop(tab: Visit, target: str, dropped: FilePayload) -> None:
+    """Drags a file over an element and drops it there. The page says that it takes the file."""
+    content = base64.b64encode(dropped["buffer"]).decode()
+    taken = tab.page.evaluate(DROP, [target, dropped["name"], dropped["mimeType"], content])
+    assert taken == [True, True, True]
+    expect(tab.page.locator(".dropping")).to_have_count(0)
 
 
 def chips(tab: Visit) -> Any:
@@ -149,43 +157,6 @@ def test_files_are_dropped_anywhere_on_the_chat(visit: Start, scripted: RunningS
     tab = visit(scripted, PHONE)
     tab.open()
     expect(tab.page.get_by_label("Message")).to_be_visible()
-    assert tab.page.evaluate(DROP, [".messages", "dropped.txt", "text"]) == [True, True, True]
+    drop(tab, ".messages", file("dropped.txt", b"text"))
     expect(chips(tab)).to_have_text(["dropped.txt 4 B\u00d7"])
-    expect(tab.page.locator(".dropping")).to_have_count(0)
     assert tab.page.evaluate("document.documentElement.scrollWidth") <= PHONE[0]
-
-
-def image(name: str) -> FilePayload:
-    """One red pixel."""
-    data = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
-    return {"name": name, "mimeType": "image/png", "buffer": base64.b64decode(data)}
-
-
-PASTE = """([name, data]) => {
-    const bytes = Uint8Array.from(atob(data), (each) => each.charCodeAt(0));
-    const clipboardData = new DataTransfer();
-    clipboardData.items.add(new File([bytes], name, { type: "image/png" }));
-    const event = new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true });
-    document.querySelector(".composer textarea").dispatchEvent(event);
-    return event.defaultPrevented;
-}"""
-
-
-def test_images_are_chosen_or_pasted_and_go_before_the_message(visit: Start, scripted: RunningServer) -> None:
-    """This server's model takes text only, and says so."""
-    tab = visit(scripted)
-    tab.allowed.add(400)
-    tab.open()
-    attach(tab, image("chosen.png"), file("a.txt", b"text"))
-    data = base64.b64encode(image("")["buffer"]).decode()
-    assert tab.page.evaluate(PASTE, ["pasted.png", data]) is True
-    expect(chips(tab)).to_have_count(3)
-    with tab.page.expect_request("**/v1/chat/completions") as request:
-        tab.say("What is this?")
-    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-    content = json.loads(request.value.post_data or "")["messages"][-1]["content"]
-    assert content == [part, part, {"type": "text", "text": "a.txt:\n```txt\ntext\n```\n\nWhat is this?"}]
-    shown = tab.page.locator(".message.user img")
-    expect(shown).to_have_count(2)
-    expect(shown.first).to_have_attribute("alt", "chosen.png")
-    expect(tab.page.locator(".message.assistant .note.error")).to_contain_text("image")

@@ -1,0 +1,138 @@
+"""Images that go with a message, in Chromium: to a model that takes text only, and to one that sees."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from PIL import Image
+from playwright.sync_api import FilePayload, Request, expect
+
+from demo_model.vision.pictures import BUILT_IN, picture
+from mlxpaged.engine.config import EngineConfig
+from tests.browser.conftest import PHONE, Visit
+from tests.browser.test_chat import button
+from tests.browser.test_files import attach, chips, drop, file
+from tests.support import RunningServer, running_server
+
+pytestmark = pytest.mark.browser
+
+Start = Callable[..., Visit]
+
+PASTE = """([name, type, content]) => {
+    const clipboardData = new DataTransfer();
+    const bytes = Uint8Array.from(atob(content), (each) => each.charCodeAt(0));
+    clipboardData.items.add(new File([bytes], name, { type }));
+    const event = new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true });
+    document.querySelector(".composer textarea").dispatchEvent(event);
+    return event.defaultPrevented;
+}"""
+QUESTION = "What number is in the picture?"
+
+
+@pytest.fixture(scope="module")
+def seeing() -> Iterator[RunningServer]:
+    config = EngineConfig(model="demo-vision", kv_cache_bytes=64_000_000, default_temperature=0.0)
+    with running_server(config) as running:
+        yield running
+
+
+def image(name: str, made: Image.Image | None = None) -> FilePayload:
+    """made: None for one red pixel."""
+    stored = io.BytesIO()
+    (made or Image.new("RGB", (1, 1), "red")).save(stored, "PNG")
+    return {"name": name, "mimeType": "image/png", "buffer": stored.getvalue()}
+
+
+def number(value: int) -> FilePayload:
+    return image(f"{value}.png", picture(random.Random(value), value, 320, 200, [BUILT_IN], 2.5))
+
+
+def part(sent: FilePayload) -> dict[str, Any]:
+    data = base64.b64encode(sent["buffer"]).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def paste(tab: Visit, pasted: FilePayload) -> None:
+    content = base64.b64encode(pasted["buffer"]).decode()
+    assert tab.page.evaluate(PASTE, [pasted["name"], pasted["mimeType"], content]) is True
+
+
+def messages(request: Request) -> Any:
+    return json.loads(request.post_data or "")["messages"]
+
+
+def test_images_are_chosen_or_pasted_and_go_before_the_message(visit: Start, scripted: RunningServer) -> None:
+    """This server's model takes text only, and says so."""
+    tab = visit(scripted)
+    tab.allowed.add(400)
+    tab.open()
+    chosen, pasted = image("chosen.png"), image("pasted.png", Image.new("L", (2, 1)))
+    attach(tab, chosen, file("a.txt", b"text"))
+    paste(tab, pasted)
+    expect(chips(tab)).to_have_count(3)
+    with tab.page.expect_request("**/v1/chat/completions") as request:
+        tab.say("What is this?")
+    text = {"type": "text", "text": "a.txt:\n```txt\ntext\n```\n\nWhat is this?"}
+    assert messages(request.value)[-1]["content"] == [part(chosen), part(pasted), text]
+    shown = tab.page.locator(".message.user img")
+    expect(shown).to_have_count(2)
+    expect(shown.first).to_have_attribute("alt", "chosen.png")
+    expect(tab.page.locator(".message.assistant .note.error")).to_contain_text("image")
+
+
+@pytest.mark.parametrize("way", ["pasted", "dropped"])
+def test_the_number_in_an_image_is_read_and_the_image_stays(visit: Start, seeing: RunningServer, way: str) -> None:
+    tab = visit(seeing)
+    tab.open()
+    expect(tab.page.get_by_label("Message")).to_be_visible()
+    first, second = number(407), number(53)
+    if way == "pasted":
+        paste(tab, first)
+    else:
+        drop(tab, ".messages", first)
+    expect(chips(tab)).to_have_text(["407.png \u00d7"])
+    expect(chips(tab).locator("img")).to_have_attribute("src", part(first)["image_url"]["url"])
+    tab.check_accessible()
+    with tab.page.expect_request("**/v1/chat/completions") as request:
+        tab.say(QUESTION)
+    asked = messages(request.value)
+    assert asked[-1]["content"] == [part(first), {"type": "text", "text": QUESTION}]
+    expect(tab.answered().locator(".answer")).to_have_text("407")
+    expect(chips(tab)).to_have_count(0)
+
+    tab.page.reload()  # the image is stored with the conversation
+    expect(tab.page.locator(".message.user img")).to_have_attribute("src", part(first)["image_url"]["url"])
+    drop(tab, ".messages", second)
+    tab.say("And in this picture?")
+    expect(tab.page.locator(".message.assistant")).to_have_count(2)
+    expect(tab.answered().locator(".answer")).to_have_text("53")
+    with tab.page.expect_request("**/v1/chat/completions") as request:
+        tab.say("What number is in the first picture?")
+    sent = messages(request.value)
+    assert sent[: len(asked)] == asked
+    assert [each["content"] for each in sent if each["role"] == "assistant"] == ["407", "53"]
+    expect(tab.page.locator(".message.assistant")).to_have_count(3)
+    expect(tab.answered().locator(".answer")).to_have_text("407")
+    expect(tab.page.locator(".message.user img")).to_have_count(2)
+    tab.check_accessible()
+
+
+def test_an_image_is_dropped_on_a_phone_and_removed(visit: Start, seeing: RunningServer) -> None:
+    tab = visit(seeing, PHONE)
+    tab.open()
+    expect(tab.page.get_by_label("Message")).to_be_visible()
+    drop(tab, ".composer", number(407))
+    drop(tab, ".messages", number(53))
+    expect(chips(tab)).to_have_count(2)
+    button(tab.page, "Remove 407.png").click()
+    expect(chips(tab)).to_have_text(["53.png \u00d7"])
+    assert tab.page.evaluate("document.documentElement.scrollWidth") <= PHONE[0]
+    tab.say(QUESTION)
+    expect(tab.answered().locator(".answer")).to_have_text("53")
+    expect(tab.page.locator(".message.user img")).to_have_count(1)
