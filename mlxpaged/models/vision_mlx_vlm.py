@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -83,8 +84,33 @@ class Grid:
         return {self.name: mx.array([[1, height // self.patch, width // self.patch]] * num_images)}
 
 
+def blocks_of(part: Any) -> Iterator[Module]:
+    """Yields the modules that a tower has in lists, such as its blocks, without those within them."""
+    within = part.children() if isinstance(part, Module) else part
+    for each in within.values() if isinstance(within, dict) else within:
+        if isinstance(within, list) and isinstance(each, Module):
+            yield each
+        else:
+            yield from blocks_of(each)
+
+
+def note_outputs(block: Module, outputs: deque[mx.array]) -> None:
+    """Changes the block in place, by its class, so that it adds what it returns to the outputs."""
+    kind: Any = type(block)
+
+    class Noting(kind):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().__call__(*args, **kwargs)
+            if isinstance(found, mx.array):
+                outputs.append(found)
+            return found
+
+    block.__class__ = Noting
+
+
 class BorrowedTower(Tower):
-    """One of mlx-vlm's models without its language model. It encodes an image in one part.
+    """One of mlx-vlm's models without its language model. Each of its blocks is a part: MLX computes nothing before it
+    is asked to, so what the blocks return is noted while the model is called, and computed later.
 
     inputs: makes its pixel values of those of images. divisor: the text model multiplies embeddings by it. grid: None
     if the model finds it by itself.
@@ -102,6 +128,9 @@ class BorrowedTower(Tower):
     ) -> None:
         super().__init__()
         self.model, self.form, self.inputs, self.divisor, self.patches = model, form, inputs, divisor, grid
+        self.outputs: deque[mx.array] = deque()  # of the blocks; MLX's modules keep lists as weights, and no deque
+        for block in blocks_of(model):
+            note_outputs(block, self.outputs)
 
     def encode(self, pixels: mx.array) -> Iterator[mx.array]:
         weights: Any = tree_flatten(self.model.parameters())
@@ -110,7 +139,12 @@ class BorrowedTower(Tower):
         rows, columns = self.form.grid(width, height)
         ids = mx.full((n, rows * columns), self.form.placeholder)
         more = {} if self.patches is None else self.patches.of(n, width, height)
+        self.outputs.clear()  # an error may have left some
         found = self.model.get_input_embeddings(ids, self.inputs(pixels).astype(dtype), **more).inputs_embeds
+        parts = self.outputs.copy()
+        self.outputs.clear()
+        while parts:  # none is kept after its turn
+            yield parts.popleft()
         yield (found.astype(mx.float32) / self.divisor).astype(dtype)
 
 

@@ -395,6 +395,8 @@ def test_borrowed_towers(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPa
     served = load_model(str(path))
     assert served.vision is not None, served.no_vision_because
     form, tower = served.vision.format, served.vision.tower
+    parts = list(tower.encode(mx.zeros((1, *reversed(form.size(24, 16)), 3), mx.uint8)))
+    assert len(parts) >= LAYERS["num_hidden_layers"] + 1, "each block is a part of the work"
     if kind == "muse_glimmer":
         tower = Normed(tower, model_config.text_config.rms_norm_eps)
     processor = getattr(package, borrowed.processor)(patch_size=4, **colours, **borrowed.limits)

@@ -65,16 +65,27 @@ class Seeing(Module):
         return SimpleNamespace(inputs_embeds=features.reshape(embedded.shape))
 
 
+class Double(Module):
+    """A block of a tower."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return 2 * x
+
+
 class Llama4(Seeing):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.vision_model = {"embedding": Linear(3 * (SIDE // 2) ** 2, 24, bias=False)}
+        self.layers = [Double(), Double()]
         self.multi_modal_projector = {"linear_1": Linear(24, WIDTH, bias=False)}
 
     def get_input_embeddings(self, ids: mx.array, pixel_values: mx.array) -> Any:
         half = SIDE // 2
         patches = pixel_values.reshape(-1, 3, 2, half, 2, half).transpose(0, 2, 4, 1, 3, 5).reshape(-1, 3 * half**2)
-        return self.put(ids, self.multi_modal_projector["linear_1"](self.vision_model["embedding"](patches)))
+        state = self.vision_model["embedding"](patches)
+        for layer in self.layers:
+            state = layer(state)
+        return self.put(ids, self.multi_modal_projector["linear_1"](state))
 
 
 class Gemma3n(Seeing):
@@ -206,13 +217,31 @@ def test_llama4_sees_tiles_and_the_whole_image(make: Make) -> None:
     left, right = pixels[:, :8], np.concatenate([pixels[:, 8:], np.zeros((8, 4, 3), np.uint8)], axis=1)
     found = features(vision, np.stack([pixels, pixels[::-1]]))
     assert found.shape == (2, 12, WIDTH)
-    projection = weights["multi_modal_projector.linear_1.weight"] @ weights["vision_model.embedding.weight"]
+    projection = 4 * weights["multi_modal_projector.linear_1.weight"] @ weights["vision_model.embedding.weight"]
     for tile, rows in ((left, found[0, :4]), (right, found[0, 4:8])):
         colours = (tile / 255 - 0.5) / 0.5
         corners = [colours[i : i + 4, j : j + 4].transpose(2, 0, 1).reshape(-1) for i in (0, 4) for j in (0, 4)]
         assert rows == pytest.approx(np.array(corners) @ np.array(projection).T, abs=1e-3)
     grey = features(vision, np.full((1, 8, 12, 3), 90, np.uint8))[0]
     assert grey[8:] == pytest.approx(grey[:4], abs=1e-3)
+
+
+def test_each_block_of_a_tower_is_a_part_of_the_work(make: Make) -> None:
+    """Two images at once do not take each other's parts."""
+    served, weights = make("llama4", LLAMA, {"size": {"height": SIDE, "width": SIDE}})
+    vision = served.vision
+    assert vision is not None, served.no_vision_because
+    both = images(2, SIDE, SIDE)
+    works = [vision.tower.encode(mx.array(pixels[None])) for pixels in both]
+    parts = [[np.array(part) for part in each] for each in zip(*works, strict=True)]
+    assert len(parts) == 3
+    projection = np.array(weights["multi_modal_projector.linear_1.weight"]).T
+    for i, pixels in enumerate(both):
+        once, twice, found = (part[i] for part in parts)
+        assert twice == pytest.approx(2 * once)
+        assert found[0] == pytest.approx(twice @ projection, abs=1e-3)
+        assert found == pytest.approx(features(vision, pixels[None]), abs=1e-3)
+    assert vision.tower.nbytes == sum(array.nbytes for array in weights.values())
 
 
 def test_gemma3n_sees_features_that_its_text_model_multiplies(make: Make) -> None:
