@@ -390,7 +390,7 @@ def slots_of(
     contexts = lengths.host_context_lens
     if index.max() >= table.shape[1]:
         raise ValueError(f"block tables are too short for contexts of {contexts} tokens")
-    slots: IntArray = table[owner, index] * lengths.block_size + offset
+    slots: IntArray = table.take(owner * table.shape[1] + index) * lengths.block_size + offset
     if slots.min() < 0:
         raise ValueError(f"block tables lack blocks for contexts of {contexts} tokens")
     return slots

@@ -108,7 +108,7 @@ class RunningRequest:
         elif reason is not None:
             text += self.stop_strings.finish()
         self.sent_chars += len(text)
-        logprobs = self._release_logprobs(reason, stopped)
+        logprobs = self._release_logprobs(reason, stopped) if self.held_logprobs else ()
         return self.output(now, reason, text=text, token_ids=(sampled.token_id,), logprobs=logprobs)
 
     def resume(self, token_ids: ListOf[int], now: float) -> None:

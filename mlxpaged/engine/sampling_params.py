@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -55,7 +56,7 @@ class SamplingParams:
     def penalizes(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    @property
+    @functools.cached_property
     def plain(self) -> bool:
         """Whether the sampler only has to take the most likely token."""
         return self.greedy and not self.penalizes and not self.logit_bias and self.logprobs is None

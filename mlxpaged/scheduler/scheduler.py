@@ -257,7 +257,8 @@ class Scheduler:
                 sequence.fill_tokens(sampled)
                 if len(sampled) < row.num_sampled:
                     sequence.take_back(row.num_sampled - len(sampled))
-                self._queue_forks(sequence)
+                if self._forks:
+                    self._queue_forks(sequence)
                 if is_running:  # the last token may fill a block that the step in flight computes
                     self.blocks.publish(sequence)
 
@@ -501,7 +502,7 @@ class Scheduler:
 
     def _queue_forks(self, parent: Sequence) -> None:
         """Queue the forks of a sequence whose prompt is computed, or which has ended."""
-        for fork in self._forks.pop(parent.sequence_id, ()) if self._forks else ():
+        for fork in self._forks.pop(parent.sequence_id, ()):
             self.waiting.add(fork)
 
 
