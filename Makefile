@@ -122,7 +122,7 @@ test-cli: $(STAMP)
 	$(BIN)/python -m pytest -m terminal tests/terminal $(ARGS)
 
 # Needs prometheus, promtool and haproxy: apt install prometheus haproxy, or brew install prometheus haproxy.
-# MLXPAGED_LITELLM=PATH, a LiteLLM proxy, tests that one too.
+# MLXPAGED_LITELLM=PATH, a LiteLLM proxy, and MLXPAGED_SMG=PATH, SMG's command, test those too.
 test-deploy: $(STAMP)
 	$(BIN)/python -m pytest -m deploy tests/deploy
 
@@ -138,7 +138,7 @@ test-lowest: $(TOOLS)/.installed
 	$(TOOLS)/bin/uv pip install --quiet --python $(VENV)/lowest/bin/python -r $(VENV)/lowest.txt -e '.[dev]'
 	$(VENV)/lowest/bin/python -m pytest --more -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Two replicas and a router on loopback. ARGS='--router litellm --program PATH' takes LiteLLM's proxy.
+# Two replicas and a router on loopback. ARGS='--router litellm --program PATH' takes LiteLLM's proxy, smg SMG's router.
 try-replicas: $(STAMP)
 	$(BIN)/python deploy/replicas/try_replicas.py $(ARGS)
 

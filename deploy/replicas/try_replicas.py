@@ -1,6 +1,6 @@
 """Runs two replicas of the demo model and a router on loopback, and shows what happens to conversations and requests.
 
-python deploy/replicas/try_replicas.py [--router litellm --program PATH]
+python deploy/replicas/try_replicas.py [--router litellm|smg --program PATH]
 
 Conversations of several turns show whether each stays with the replica that has its prefix. Then one replica is drained
 under load, and one is killed. A request is lost if it gets an error before a part of its answer. It is cut off if the
@@ -35,8 +35,8 @@ from typing import Any
 import httpx
 
 FOLDER = Path(__file__).parent
-CONFIGS = {"haproxy": "haproxy.cfg", "litellm": "litellm.yaml"}
-PORTS = {"haproxy": (8080, 8079, 8081, 8082), "litellm": (8080, 8081, 8082)}
+CONFIGS = {"haproxy": "haproxy.cfg", "litellm": "litellm.yaml", "smg": "smg.sh"}
+PORTS = {"haproxy": (8080, 8079, 8081, 8082), "litellm": (8080, 8081, 8082), "smg": (8080, 8079, 8081, 8082)}
 """The ports in the files: the router's first, the replicas' last."""
 
 CONVERSATIONS, TURNS, CLIENTS = 12, 4, 12
@@ -190,6 +190,8 @@ def router_program(router: str, program: str, folder: Path, port: str) -> Progra
     config, url = str(folder / CONFIGS[router]), f"http://127.0.0.1:{port}"
     if router == "haproxy":
         return Program([program, "-f", config], url, "/health", folder / "router.log")
+    if router == "smg":
+        return Program(["env", f"SMG={program}", "sh", config], url, "/readiness", folder / "router.log")
     command = [program, "--config", config, "--host", "127.0.0.1", "--port", port]
     return Program(command, url, "/health/liveliness", folder / "router.log")
 
@@ -305,10 +307,11 @@ def main() -> int:
 def show_conversations(router: Program, replicas: Sequence[Program]) -> Iterator[str]:
     """Yields what is wrong."""
     conversations = converse(router.url)
-    show_replicas(conversations)
+    show_replicas(conversations)  # SMG does not say which replica has answered
     moved = sum(not each.stayed for each in conversations)
     missed = sum(not each.hit for each in conversations)
-    print(f"{moved} of {len(conversations)} conversations moved, {missed} missed their prefix")
+    known = f"{moved} of {len(conversations)} conversations moved, " if conversations[0].turns[0].replica else ""
+    print(f"{known}{missed} missed their prefix")
     direct, routed = first_token_ms(replicas[0].url), first_token_ms(router.url)
     print(f"first token after {direct:.1f} ms, through the router {routed:.1f} ms\n")
     if moved or missed:
