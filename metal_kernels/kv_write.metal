@@ -2,8 +2,8 @@
 // their const is cast away. A token with slot -1 is skipped.
 //
 // new_keys, new_values [T, KV_HEADS, DK or DV]; slot_mapping [T]: block * BLOCK + slot; key_pool, value_pool
-// [blocks, KV_HEADS, BLOCK, KEY_PITCH or VALUE_PITCH]: values begin at column VALUE_START; DV = 0: only keys are written.
-// So the two parts of a latent layer's rows go into one pool; after: token of the last kernel that touched the pools
+// [blocks, KV_HEADS, BLOCK, KEY_PITCH or VALUE_PITCH]: values begin at column VALUE_START, so that latents and k_pe go
+// into one pool; after: token of the last kernel that touched the pools
 // done [1]: the token
 //
 // grid (max(DK, DV) / 4, KV_HEADS, T), threadgroup (max(DK, DV) / 4, 1, 1): a thread moves four elements of each

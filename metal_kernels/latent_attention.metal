@@ -13,12 +13,12 @@
 //
 // The lanes fill their elements of a matrix themselves, as in matrix_attention.metal: a lane loads four neighbouring
 // elements of a key, two for each of a pair of matrices. Column j of matrix f of a pair is element
-// `j / 2 * 4 + f * 2 + j % 2` of 16. Pairs of a value's columns come first, then those of the rest of a key.
+// `j / 2 * 4 + f * 2 + j % 2` of 16. Pairs of a value's columns come first, then those of a key's rotary part.
 //
 // Slots outside the range are zero instead of being read: a product of a weight of zero and a NaN would be a NaN. A NaN
 // in a row that one query of the tile sees reaches all its queries, which are of the same sequence.
 //
-// queries [T, GROUP, DV] and rest [T, GROUP, DK - DV]: the two parts of the queries; rows: the pool, [blocks, 1, BLOCK,
+// queries [T, GROUP, DV]: their latents; q_pe [T, GROUP, DK - DV]: their rotary part; rows: the pool, [blocks, 1, BLOCK,
 // DK]; block_tables [S, max_blocks]
 // items [N, 8]: sequence, first query row, queries, position of the first query, first key, end of keys,
 //   first row of `out`, last key of the image that all its queries belong to or 0
@@ -81,7 +81,7 @@ for (int p = 0; p < PAIRS_EACH; p++) {
         const int head = first_head + row % HEADS;
         if (row < used_rows && head < GROUP && column < end_of_pair) {
           const size_t of_query = size_t(first_query + row / HEADS) * GROUP + head;
-          two[e] = column < DV ? queries[of_query * DV + column] : rest[of_query * (DK - DV) + column - DV];
+          two[e] = column < DV ? queries[of_query * DV + column] : q_pe[of_query * (DK - DV) + column - DV];
         }
       }
       query_part[(p * 2 + f) * ROW_TILES + r] = two;

@@ -50,30 +50,29 @@ class GatherPool:
     """A plane is seen as rows of one token and KV head each."""
 
     def __init__(self, layout: KVLayout, memory: Memory) -> None:
-        self._num_kv_heads, self._value_size = layout.num_kv_heads, layout.value_size
-        self._quantization = layout.quantization
+        self._layout, self._num_kv_heads = layout, layout.num_kv_heads
         self._shapes = [(-1, plane.shape[-1]) for plane in layout.planes]
         self._memory = memory
 
-    def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
+    def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
         heads, size = self._num_kv_heads, meta.block_size
         if ("written rows", heads) not in meta.derived:
             slots = meta.slot_mapping[:, None]
             matrices = slots // size * heads + mx.arange(heads)
             meta.derived["written rows", heads] = matrices * size + slots % size
         rows = meta.derived["written rows", heads]
-        new = [keys] if values is None else [keys, values]
-        self._memory.write(self._shapes, rows, new if self._quantization is None else self._quantization.quantize(*new))
+        self._memory.write(self._shapes, rows, self._layout.rows(keys, values))
 
     def _read(self, rows: mx.array) -> tuple[mx.array, mx.array]:
         """Keys and values at rows of the planes."""
         planes = [plane[rows] for plane in self._memory.seen_as(self._shapes)]
-        if self._quantization is not None:
-            planes = self._quantization.dequantize(planes)
+        if self._layout.quantization is not None:
+            planes = self._layout.quantization.dequantize(planes)
         k, *others = planes
-        return k, others[0] if others else k[..., : self._value_size]
+        return k, others[0] if others else k[..., : self._layout.value_size]
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
+        queries = options.whole(queries)
         key = ("gather", options.locality, self._num_kv_heads)
         if key not in meta.derived:
             make = make_groups if meta.num_repeats is None else make_ranges

@@ -34,7 +34,7 @@ INPUTS_AND_OUTPUTS: dict[str, tuple[list[str], list[str]]] = {
         ["out", "done"],
     ),
     "latent_attention": (
-        ["queries", "rest", "rows", "block_tables", "items", "sinks", "scale", "window", "softcap", "after"],
+        ["queries", "q_pe", "rows", "block_tables", "items", "sinks", "scale", "window", "softcap", "after"],
         ["out", "done"],
     ),
     "merge_partials": (["partials", "ranges", "sinks"], ["out"]),

@@ -138,28 +138,20 @@ class LayerKVCache:
     def nbytes(self) -> int:
         return sum(int(plane.nbytes) for plane in self._memory.planes)
 
-    def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
+    def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
         """Store the keys and values [T, num_kv_heads, size] of the step's query tokens in their slots.
 
-        A latent layout takes its rows as keys and None for values, or the latents and the rest of the rows.
+        A latent layout takes the latents for keys, and for values the rotary part of the keys, k_pe.
         """
         self._check_meta(meta)
         layout = self.layout
-        if values is None and not layout.latent:
-            raise ValueError("values must not be None")
-        sizes = layout.key_size, layout.value_size
-        if layout.latent and values is not None:
-            sizes = layout.value_size, layout.key_size - layout.value_size
-        for name, array, size in (("keys", keys, sizes[0]), ("values", values, sizes[1])):
-            if array is None:
-                continue
+        names = ("latents", "k_pe") if layout.latent else ("keys", "values")
+        for name, array, size in zip(names, (keys, values), layout.input_sizes, strict=True):
             expected = (meta.num_tokens, layout.num_kv_heads, size)
             if array.shape != expected:
                 raise ValueError(f"{name} must have shape {expected}, got {array.shape}")
             if array.dtype != layout.dtype:
                 raise ValueError(f"{name} must be {layout.dtype}, the type of the pool, got {array.dtype}")
-        if layout.latent and values is not None and not isinstance(self._pool, MetalPool):
-            keys, values = mx.concatenate([keys, values], axis=-1), None
         self._pool.write(keys, values, meta)
 
     def write_rows(self, rows: mx.array, qkv: Qkv, meta: AttentionMetadata) -> mx.array:
@@ -186,22 +178,23 @@ class LayerKVCache:
         sinks: mx.array | None = None,
         chunk: int | None = None,
         mutual: bool = False,
-        rest: mx.array | None = None,
+        q_pe: mx.array | None = None,
     ) -> mx.array:
         """Causal attention of the query tokens over their contexts, [T, Hq, key_size] -> [T, Hq, value_size].
+
+        A latent layout takes the queries' latents [T, Hq, value_size], and their rotary part as q_pe.
 
         window: a query sees only the last `window` keys, its own included. chunk: a query at position p sees only keys
         from position `p // chunk * chunk` on (Llama 4). softcap: scores become `softcap * tanh(scores / softcap)`.
         sinks[Hq]: one logit per head that is added to the softmax's denominator. mutual: a query of an image in the
-        step's spans also sees the keys after it up to the image's end (Gemma 3). rest: the columns of a latent layout's
-        queries from value_size on, if `queries` has the others.
+        step's spans also sees the keys after it up to the image's end (Gemma 3).
 
         All keys of the contexts must have been written by `write` or `write_blocks` of the same backend, which may rely
         on how it left the unused slots of a block.
         """
         self._check_meta(meta)
         layout = self.layout
-        columns = layout.key_size if rest is None else layout.value_size
+        columns, pe_size = layout.input_sizes
         if queries.ndim != 3 or queries.shape[0] != meta.num_tokens or queries.shape[2] != columns:
             raise ValueError(f"queries must have shape ({meta.num_tokens}, heads, {columns}), got {queries.shape}")
         num_heads = queries.shape[1]
@@ -220,13 +213,10 @@ class LayerKVCache:
             raise ValueError(f"sinks must have shape ({num_heads},), got {sinks.shape}")
         if sinks is not None and not mx.issubdtype(sinks.dtype, mx.floating):
             raise ValueError(f"sinks must be of a float type, got {sinks.dtype}")
-        if rest is not None:
-            needed = (*queries.shape[:2], layout.key_size - layout.value_size)
-            if not layout.latent or rest.shape != needed or rest.dtype != queries.dtype:
-                raise ValueError(f"the rest of a latent layout's queries must be {queries.dtype} {needed}")
-            if not isinstance(self._pool, MetalPool):
-                queries, rest = mx.concatenate([queries, rest], axis=-1), None
-        options = Options(scale, Locality(window, chunk, mutual), softcap, sinks, rest)
+        needed = ((*queries.shape[:2], pe_size), queries.dtype) if layout.latent else None
+        if needed != (given := None if q_pe is None else (q_pe.shape, q_pe.dtype)):
+            raise ValueError(f"q_pe must be {needed}, got {given}: queries of latents have it, others have none")
+        options = Options(scale, Locality(window, chunk, mutual), softcap, sinks, q_pe)
         return self._pool.attend(queries, meta, options)
 
     def planner(

@@ -132,7 +132,7 @@ class LatentLayer(PagedLayer):
         """queries: [T, H, 1, R]; mask: the scaled rotary part of the queries, [T, H, 1, P]. Returns [T, H, 1, R]."""
         if not isinstance(mask, mx.array) or sinks is not None or softcap is not None:
             raise PagedAttentionError("the model's latent attention is called in an unknown way")
-        return self._attend(queries, scale, rest=(mask / scale).squeeze(2).astype(self.kv.layout.dtype))
+        return self._attend(queries, scale, q_pe=(mask / scale).squeeze(2).astype(self.kv.layout.dtype))
 
 
 class ExpandedChunk:
@@ -146,8 +146,7 @@ class ExpandedChunk:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write latents [1, 1, n, R] and rotary parts [1, 1, n, P]. Returns those of the whole context, [1, 1, K, R]
         and [1, 1, K, P]."""
-        rows = mx.concatenate([keys, values], axis=-1).squeeze(0).swapaxes(0, 1)
-        self._kv.write(rows, None, self._group.meta)
+        self._kv.write(keys[0].swapaxes(0, 1), values[0].swapaxes(0, 1), self._group.meta)
         self._step.attention_calls += 1
         context = self._kv.read_context(self._group.meta)[None]
         return context[..., : keys.shape[-1]], context[..., keys.shape[-1] :]

@@ -171,7 +171,7 @@ class PagedLayer:
         scale: float,
         sinks: mx.array | None = None,
         softcap: float | None = None,
-        rest: mx.array | None = None,
+        q_pe: mx.array | None = None,
     ) -> mx.array:
         self._step.attention_calls += 1
         options: dict[str, Any] = {
@@ -180,7 +180,7 @@ class PagedLayer:
             "mutual": self.mutual,
             "sinks": sinks,
             "softcap": softcap,
-            "rest": rest,
+            "q_pe": q_pe,
         }
         # Phi and StableLM attend in float32 with queries of the keys' type. The pools compute in float32 anyway.
         rows = queries.squeeze(2).astype(self.kv.layout.dtype)

@@ -66,15 +66,27 @@ class KVLayout:
             raise ValueError(f"block_size must be a power of two, got {self.block_size}")
         if self.dtype not in KV_DTYPES:
             raise ValueError(f"KV dtype must be float32, float16 or bfloat16, got {self.dtype}")
-        if self.latent and (self.num_kv_heads != 1 or self.value_size > self.key_size):
+        if self.latent and (self.num_kv_heads != 1 or self.value_size >= self.key_size):
             raise ValueError(
-                "a latent layout has one KV head, and values are part of its rows, "
+                "a latent layout has one KV head, and rows that are longer than values, "
                 f"got {self.num_kv_heads} heads, key_size {self.key_size} and value_size {self.value_size}"
             )
         if (kind := self.quantization) is not None and (
             self.latent or self.key_size % kind.key_group or self.value_size % kind.value_group
         ):
             raise ValueError(f"{kind} do not divide heads of {self.key_size} and {self.value_size} elements")
+
+    @property
+    def input_sizes(self) -> tuple[int, int]:
+        """Elements of a key and a value, or of a latent and k_pe, as a layer writes them. Queries have the first size,
+        and q_pe the second."""
+        return (self.value_size, self.key_size - self.value_size) if self.latent else (self.key_size, self.value_size)
+
+    def rows(self, keys: mx.array, values: mx.array) -> list[mx.array]:
+        """What the planes keep of keys and values [..., size], or of latents and k_pe."""
+        if self.quantization is not None:
+            return self.quantization.quantize(keys, values)
+        return [mx.concatenate([keys, values], axis=-1)] if self.latent else [keys, values]
 
     @property
     def stored_value_size(self) -> int:
@@ -136,7 +148,7 @@ class AttentionShape:
         layout = self.layout
         local = f", window {self.window}" * bool(self.window) + f", local chunks of {self.chunk}" * bool(self.chunk)
         extras = local + ", sinks" * self.sinks + ", softcap" * self.softcap + ", images" * self.mutual
-        sizes = f"{layout.key_size}" + f"/{layout.value_size}" * (layout.latent or layout.value_size != layout.key_size)
+        sizes = f"{layout.key_size}" + f"/{layout.value_size}" * (layout.value_size != layout.key_size)
         kv_heads = f"latents of {sizes}" if layout.latent else f"{layout.num_kv_heads} KV heads of {sizes}"
         heads = f"{self.num_query_heads} query heads on {kv_heads}"
         extras += f", {layout.quantization}" * (layout.quantization is not None)

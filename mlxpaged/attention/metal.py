@@ -152,17 +152,14 @@ class MetalPool:
         assert memory.token is not None
         return memory.bound[0], memory.bound[self._values], memory.token
 
-    def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
+    def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
         if self._quantized:
             self._quantize(keys, values, meta)
             return
-        if self.layout.latent:
-            keys, values = self._parts(keys, values)
-        assert values is not None
         template, vectors = self._written
         (self._memory.token,) = kernels.launch(
             "kv_write",
-            [keys, values if values.size else keys, meta.padded_slots, *self._arrays],
+            [keys, values, meta.padded_slots, *self._arrays],
             template,
             grid=(vectors, self.num_kv_heads, meta.num_written),
             threadgroup=(vectors, 1, 1),
@@ -172,10 +169,8 @@ class MetalPool:
     @functools.cached_property
     def _written(self) -> tuple[kernels.Template, int]:
         """The template of kv_write, and the vectors of a row that a thread each writes."""
-        layout = self.layout
-        sizes, pitches = (layout.key_size, layout.value_size), (layout.key_size, layout.value_size)
-        if layout.latent:
-            sizes, pitches = (layout.value_size, layout.key_size - layout.value_size), (layout.key_size,) * 2
+        layout, sizes = self.layout, self.layout.input_sizes
+        pitches = layout.key_size, layout.key_size if layout.latent else layout.value_size
         template: kernels.Template = [
             ("T", layout.dtype),
             *zip(("DK", "DV", "KEY_PITCH", "VALUE_PITCH"), (*sizes, *pitches), strict=True),
@@ -185,13 +180,7 @@ class MetalPool:
         ]
         return template, max(sizes) // VECTOR
 
-    def _parts(self, rows: mx.array, rest: mx.array | None) -> tuple[mx.array, mx.array]:
-        """The latents and the rest of rows or queries, which are given as a whole if `rest` is None."""
-        size = self.layout.value_size
-        return (rows[..., :size], rows[..., size:]) if rest is None else (rows, rest)
-
-    def _quantize(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
-        assert values is not None
+    def _quantize(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
         (self._memory.token,) = kernels.launch(
             "kv_quantize",
             [keys, values, meta.padded_slots, *self._arrays, self._memory.bound[SCALES]],
@@ -241,14 +230,12 @@ class MetalPool:
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
         plan: Plan = meta.plan(self.planner(queries.shape[1], options.locality))
-        parts = self._parts(queries, options.rest) if self.layout.latent else (queries,)
         outputs, tokens = [], []
         for part in plan.parts:
             if isinstance(part, PagedPart):
-                out, token = self._attend_paged(parts, meta, options, part)
+                out, token = self._attend_paged(queries, meta, options, part)
             else:
-                whole = queries if options.rest is None else mx.concatenate([queries, options.rest], axis=-1)
-                out, token = self._attend_contiguous(whole, meta, options, part)
+                out, token = self._attend_contiguous(options.whole(queries), meta, options, part)
             outputs.append(out)
             tokens.append(token)
         self._memory.token = functools.reduce(mx.add, tokens)  # the next writer waits for all readers
@@ -327,12 +314,11 @@ class MetalPool:
         return True
 
     def _attend_paged(
-        self, queries: Sequence[mx.array], meta: AttentionMetadata, options: Options, part: PagedPart
+        self, queries: mx.array, meta: AttentionMetadata, options: Options, part: PagedPart
     ) -> tuple[mx.array, mx.array]:
-        """The part's output rows, in the order of its schedule, and the token of its read of the pools. queries: in two
-        parts for latents."""
+        """The part's output rows, in the order of its schedule, and the token of its read of the pools."""
         schedule = part.schedule
-        heads = queries[0].shape[1]
+        heads = queries.shape[1]
         partial = schedule.ranges is not None
         flags = (
             partial,
@@ -355,9 +341,8 @@ class MetalPool:
         out, token = kernels.launch(
             variant.name,
             [
-                *(queries if queries[-1].size else [queries[0]] * 2),  # a kernel gets no empty array
-                pool_keys,
-                *([] if self.layout.latent else [pool_values]),
+                queries,
+                *([pool_keys, pool_values] if options.q_pe is None else [options.q_pe, pool_keys]),
                 meta.block_tables,
                 meta.arrays[schedule.items],
                 sinks,

@@ -50,13 +50,17 @@ class Locality(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Keyword arguments of `LayerKVCache.attend`."""
+    """Keyword arguments of `LayerKVCache.attend`, and what is computed from them."""
 
     scale: float
     locality: Locality
     softcap: float | None
     sinks: mx.array | None
-    rest: mx.array | None = None
+    q_pe: mx.array | None = None
+
+    def whole(self, queries: mx.array) -> mx.array:
+        """The queries with their rotary part, [..., key_size]."""
+        return queries if self.q_pe is None else mx.concatenate([queries, self.q_pe], axis=-1)
 
 
 Shapes = Sequence[tuple[int, ...]]
@@ -225,7 +229,7 @@ class Memory:
 class KVPool(Protocol):
     """One layer's keys and values. `LayerKVCache` documents the methods and has checked their arguments."""
 
-    def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None: ...
+    def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None: ...
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array: ...
 

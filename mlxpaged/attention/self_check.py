@@ -86,19 +86,20 @@ class CaseRun:
         shape, layout, tokens = self._shape, self._shape.layout, sum(query_lens)
         tables = [self._tables[i % 2] for i in range(len(query_lens))]
         meta = AttentionMetadata.build(query_lens, context_lens, tables, layout.block_size, spans)
-        keys = self._random(tokens, layout.num_kv_heads, layout.key_size)
-        values = None if layout.latent else self._random(tokens, layout.num_kv_heads, layout.value_size)
-        if (kind := layout.quantization) is not None and values is not None:
+        size, pe_size = layout.input_sizes
+        keys, values = (self._random(tokens, layout.num_kv_heads, size) for size in layout.input_sizes)
+        if (kind := layout.quantization) is not None:
             # Elements in the middle between two steps might be rounded to either of them.
             keys, values = kind.dequantize(kind.quantize(keys, values))
         self.kv.write(keys, values, meta)
-        queries = self._random(tokens, shape.num_query_heads, layout.key_size)
+        queries = self._random(tokens, shape.num_query_heads, size)
         options: dict[str, Any] = {
             "window": shape.window,
             "chunk": shape.chunk,
             "mutual": shape.mutual,
             "sinks": self._sinks,
             "softcap": SOFTCAP if shape.softcap else None,
+            "q_pe": self._random(tokens, shape.num_query_heads, pe_size) if layout.latent else None,
         }
         return self.kv.attend(queries, meta, scale=layout.key_size**-0.5, **options)
 

@@ -182,15 +182,16 @@ def prepare(shape: AttentionShape, workload: Workload, choice: Choice) -> Run:
     tables = [[(first + i) % blocks for i in range(count)] for first, count in zip(firsts, needed, strict=True)]
     kv = LayerKVCache.from_layout(blocks, layout, "metal", Tuning(decode=choice, chunks=choice))
     meta = AttentionMetadata.build(workload.query_lens, workload.context_lens, tables, size)
-    queries = mx.zeros((meta.num_tokens, shape.num_query_heads, layout.key_size), layout.dtype)
+    sizes = layout.input_sizes
+    queries, q_pe = (mx.zeros((meta.num_tokens, shape.num_query_heads, size), layout.dtype) for size in sizes)
     sinks = mx.zeros((shape.num_query_heads,), layout.dtype) if shape.sinks else None
-    sizes = layout.key_size, layout.value_size
     options: dict[str, Any] = {
         "scale": layout.key_size**-0.5,
         "window": shape.window,
         "chunk": shape.chunk,
         "sinks": sinks,
         "softcap": 1.0 if shape.softcap else None,
+        "q_pe": q_pe if layout.latent else None,
     }
     one_token = AttentionMetadata.build([1], workload.context_lens[:1], tables[:1], size)
 
@@ -200,8 +201,8 @@ def prepare(shape: AttentionShape, workload: Workload, choice: Choice) -> Run:
             # A write comes first, as in a layer. Without it, a copy of keys would not wait for the previous call's
             # attention and would run beside it.
             keys, values = (of_size(out[:1, : layout.num_kv_heads], size) for size in sizes)
-            kv.write(keys, None if layout.latent else values, one_token)
-            out = kv.attend(of_size(out, layout.key_size), meta, **options)
+            kv.write(keys, values, one_token)
+            out = kv.attend(of_size(out, sizes[0]), meta, **options)
         mx.eval(out)
 
     return run

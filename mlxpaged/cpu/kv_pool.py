@@ -16,16 +16,15 @@ class CpuPool:
     """Keys and values are laid out as `KV` says."""
 
     def __init__(self, layout: KVLayout, memory: Memory) -> None:
-        self._num_kv_heads = layout.num_kv_heads
-        self._value_size = layout.value_size
+        self._layout, self._num_kv_heads = layout, layout.num_kv_heads
         self._shapes = [(-1, *plane.shape[1:]) for plane in layout.planes]
         self._memory = memory
 
-    def write(self, keys: mx.array, values: mx.array | None, meta: AttentionMetadata) -> None:
+    def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
         slots, unused = slot_indices(meta, self._num_kv_heads)
         if unused is not None:  # first: drafts of the step may be written into some of them
             self._memory.write(self._shapes, unused, [0.0] * len(self._shapes))
-        self._memory.write(self._shapes, slots, [keys] if values is None else [keys, values])
+        self._memory.write(self._shapes, slots, self._layout.rows(keys, values))
 
     def attend(self, queries: mx.array, meta: AttentionMetadata, options: Options) -> mx.array:
         heads = queries.shape[1], self._num_kv_heads
@@ -33,8 +32,8 @@ class CpuPool:
         if key not in meta.derived:
             meta.derived[key] = make_plan(meta, options.locality, *heads)
         planes = self._memory.seen_as(self._shapes)
-        kv = KV(planes[0], planes[-1], self._num_kv_heads, self._value_size)
-        return self._memory.has_read(attend(queries, kv, meta.derived[key], options))
+        kv = KV(planes[0], planes[-1], self._num_kv_heads, self._layout.value_size)
+        return self._memory.has_read(attend(options.whole(queries), kv, meta.derived[key], options))
 
     def read_context(self, meta: AttentionMetadata) -> mx.array:
         [num_keys] = meta.host_context_lens

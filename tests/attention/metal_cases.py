@@ -15,6 +15,7 @@ from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.quantization import Quantization
 from mlxpaged.attention.tuning import Choice, Tuning
+from tests.attention.scenes import attend, write
 
 Array = npt.NDArray[np.float64]
 
@@ -132,7 +133,7 @@ class Case:
 
     def write(self) -> None:
         """The step's own keys and values."""
-        self.kv.write(self.of_step(self.keys), None if self.latent else self.of_step(self.values), self.meta)
+        write(self.kv, self.of_step(self.keys), self.of_step(self.values), self.meta)
 
     def of_step(self, rows: Sequence[Array]) -> mx.array:
         return self.array(np.concatenate([part[-query:] for part, (query, _) in zip(rows, self.lens, strict=True)]))
@@ -150,7 +151,7 @@ class Case:
         return {"scale": self.scale, "softcap": self.softcap, "sinks": sinks, **local}
 
     def attend(self) -> Array:
-        out = self.kv.attend(self.array(np.concatenate(self.queries)), self.meta, **self.options)
+        out = attend(self.kv, self.array(np.concatenate(self.queries)), self.meta, **self.options)
         assert out.dtype == self.dtype
         return np.array(out.astype(mx.float32)).astype(np.float64)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -95,6 +96,20 @@ def fill_blocks(kv: LayerKVCache, blocks: Sequence[int], number: float = np.nan)
     kv.write_blocks(blocks, *(mx.full((len(blocks), *plane.shape), number, plane.dtype) for plane in kv.layout.planes))
 
 
+def write(kv: LayerKVCache, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
+    """Write keys and values. The keys of a latent layout are its rows, which values are a part of."""
+    if kv.layout.latent:
+        keys, values = mx.split(keys, [kv.layout.value_size], axis=-1)
+    kv.write(keys, values, meta)
+
+
+def attend(kv: LayerKVCache, queries: mx.array, meta: AttentionMetadata, **options: Any) -> mx.array:
+    """Attend with queries of the keys' size, in latent layouts too."""
+    if kv.layout.latent:
+        queries, options["q_pe"] = mx.split(queries, [kv.layout.value_size], axis=-1)
+    return kv.attend(queries, meta, **options)
+
+
 class Scene:
     """Sequences of (query_len, context_len) in a pool that is NaN wherever no token was written."""
 
@@ -135,20 +150,18 @@ class Scene:
             lens = [earlier[i] for i in some]
             meta = AttentionMetadata.build(lens, lens, [self.tables[i] for i in some], self.shape.block_size)
             keys, values = (self.array([part[i][: earlier[i]] for i in some]) for part in (self.keys, self.values))
-            self.write(keys, values, meta)
+            write(self.kv, keys, values, meta)
         parts = ([part[i][start:] for i, start in enumerate(earlier)] for part in (self.keys, self.values))
         keys, values = map(self.array, parts)
-        self.write(keys, values, self.meta())
-
-    def write(self, keys: mx.array, values: mx.array, meta: AttentionMetadata) -> None:
-        self.kv.write(keys, None if self.shape.latent else values, meta)
+        write(self.kv, keys, values, self.meta())
 
     def meta(self, spans: dict[int, list[tuple[int, int]]] | None = None) -> AttentionMetadata:
         lens = self.query_lens, self.context_lens
         return AttentionMetadata.build(*lens, self.tables, self.shape.block_size, spans)
 
     def attend(self, extras: Extras = Extras(), meta: AttentionMetadata | None = None) -> Array:
-        out = self.kv.attend(
+        out = attend(
+            self.kv,
             self.array(self.queries),
             meta or self.meta(extras.spans),
             scale=self.scale,

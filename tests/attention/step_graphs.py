@@ -265,8 +265,7 @@ def step_of_mlx_lm(known: KnownModel, batch: int) -> list[Operation]:
                 cache._offset = CONTEXT - 1
         elif batch > 1:
             cache._idx = CONTEXT - 1
-        rest = spec.key_size - spec.value_size if spec.latent else spec.value_size
-        sizes = (spec.value_size, rest) if spec.latent else (spec.key_size, rest)
+        sizes = spec.kv_layout(block_size=1).input_sizes
         state += [mx.zeros((batch, spec.num_kv_heads, length, size), mx.bfloat16) for size in sizes]
 
     def run(state: list[mx.array]) -> mx.array:

@@ -24,10 +24,12 @@ from tests.attention.scenes import (
     Extras,
     Scene,
     Shape,
+    attend,
     fill_blocks,
     make_cache,
     reference_attention,
     share,
+    write,
 )
 
 LENGTHS = (1, 31, 32, 33, 511, 512, 513, 1500)
@@ -59,7 +61,6 @@ LAYOUTS = {
     "values smaller than keys": Shape(8, 2, 48, value_size=32),
     "values larger than keys": Shape(3, 3, 16, value_size=40, block_size=8),
     "latent": Shape(20, 1, 72, value_size=64, latent=True),
-    "latent of values alone": Shape(3, 1, 16, value_size=16, latent=True, block_size=8),
     "DeepSeek-V3": Shape(16, 1, 576, value_size=512, latent=True),
 }
 
@@ -237,9 +238,9 @@ def test_values_that_an_earlier_owner_left_in_a_block_do_not_show(latent: bool, 
     for query_len in (20, 50, 26, 1, 1, 1, 1, 1):
         begin, end = end, end + query_len
         meta = AttentionMetadata.build([query_len], [end], [[2, 0, 3, 1]])
-        kv.write(keys[begin:end], None if latent else values[begin:end], meta)
+        write(kv, keys[begin:end], values[begin:end], meta)
         query = mx.array(rng.normal(size=(1, 4, 16)).astype(np.float32))
-        out = kv.attend(query, AttentionMetadata.build([1], [end], [[2, 0, 3, 1]]), scale=0.25)
+        out = attend(kv, query, AttentionMetadata.build([1], [end], [[2, 0, 3, 1]]), scale=0.25)
         q, k, v = (np.array(array, dtype=np.float64) for array in (query, keys[:end], values[:end]))
         expected = reference_attention(q, k, v, 0.25, Extras(), None)
         np.testing.assert_allclose(np.array(out), expected, atol=1e-5)
@@ -546,10 +547,10 @@ def test_a_latent_layout_stores_its_row_once(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "key_size", "value_size"), [(2, 24, 16), (1, 16, 24)], ids=["two heads", "values larger than rows"]
+    ("heads", "key_size", "value_size"), [(2, 24, 16), (1, 16, 16)], ids=["two heads", "values as large as rows"]
 )
 def test_a_latent_layout_that_cannot_be_is_refused(heads: int, key_size: int, value_size: int) -> None:
-    with pytest.raises(ValueError, match="a latent layout has one KV head, and values are part of its rows"):
+    with pytest.raises(ValueError, match="a latent layout has one KV head, and rows that are longer than values"):
         KVLayout(heads, key_size, value_size, mx.float16, 8, latent=True)
 
 
@@ -564,33 +565,23 @@ def test_whole_blocks_of_a_latent_layout_have_one_plane(backend: str) -> None:
         kv.write_blocks([0], rows[:1], rows[:1, ..., :16])
 
 
-def test_only_a_latent_layout_takes_rows_without_values_and_queries_in_two_parts(backend: str) -> None:
+def test_a_latent_layout_takes_rows_and_queries_in_two_parts_and_others_do_not(backend: str) -> None:
     meta = AttentionMetadata.build([1], [1], [[0]])
     rows = mx.zeros((1, 1, 24))
     plain = LayerKVCache(1, 1, 24, mx.float32, backend=backend)
     latent = LayerKVCache(1, 1, 24, mx.float32, backend=backend, value_size=16, latent=True)
-    with pytest.raises(ValueError, match="values must not be None"):
-        plain.write(rows, None, meta)
-    with pytest.raises(ValueError, match=r"keys must have shape \(1, 1, 16\)"):
-        latent.write(rows, rows, meta)
-    with pytest.raises(ValueError, match=r"values must have shape \(1, 1, 8\)"):
-        latent.write(rows[..., :16], rows, meta)
+    latents, pe = rows[..., :16], rows[..., 16:]
+    with pytest.raises(ValueError, match=r"latents must have shape \(1, 1, 16\)"):
+        latent.write(rows, pe, meta)
+    with pytest.raises(ValueError, match=r"k_pe must have shape \(1, 1, 8\)"):
+        latent.write(latents, rows, meta)
     with pytest.raises(ValueError, match=r"queries must have shape \(1, heads, 16\)"):
-        latent.attend(rows, meta, scale=1.0, rest=rows[..., 16:])
-    for kv, rest in ((plain, rows[..., :0]), (latent, rows), (latent, rows[..., 16:].astype(mx.float16))):
-        with pytest.raises(ValueError, match="the rest of a latent layout's queries must be"):
-            kv.attend(rows[..., : kv.layout.value_size], meta, scale=1.0, rest=rest)
-
-
-def test_rows_and_queries_of_latents_may_come_in_two_parts(backend: str) -> None:
-    layout = KVLayout(1, 24, 16, mx.float32, 8, latent=True)
-    meta = AttentionMetadata.build([1, 3], [1, 3], [[2], [0]], block_size=8)
-    rows, queries = (mx.random.normal((4, heads, 24), key=mx.random.key(heads)) for heads in (1, 5))
-    whole, parts = (LayerKVCache.from_layout(4, layout, backend) for _ in range(2))
-    whole.write(rows, None, meta)
-    parts.write(rows[..., :16], rows[..., 16:], meta)
-    expected = whole.attend(queries, meta, scale=0.2)
-    assert mx.array_equal(parts.attend(queries[..., :16], meta, scale=0.2, rest=queries[..., 16:]), expected)
+        latent.attend(rows, meta, scale=1.0, q_pe=pe)
+    for q_pe in (None, rows, pe.astype(mx.float16)):
+        with pytest.raises(ValueError, match=r"q_pe must be \(\(1, 1, 8\), mlx.core.float32\), got"):
+            latent.attend(latents, meta, scale=1.0, q_pe=q_pe)
+    with pytest.raises(ValueError, match="q_pe must be None, got"):
+        plain.attend(rows, meta, scale=1.0, q_pe=pe)
 
 
 def test_the_text_of_a_shape_tells_layouts_apart() -> None:
@@ -598,13 +589,11 @@ def test_the_text_of_a_shape_tells_layouts_apart() -> None:
         KVLayout(1, 24, 24, mx.float16, 8),
         KVLayout(1, 24, 16, mx.float16, 8),
         KVLayout(1, 24, 16, mx.float16, 8, latent=True),
-        KVLayout(1, 24, 24, mx.float16, 8, latent=True),
     ]
     assert [str(AttentionShape(4, layout)).split(",")[0] for layout in layouts] == [
         "4 query heads on 1 KV heads of 24",
         "4 query heads on 1 KV heads of 24/16",
         "4 query heads on latents of 24/16",
-        "4 query heads on latents of 24/24",
     ]
 
 

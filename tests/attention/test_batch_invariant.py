@@ -12,7 +12,7 @@ import pytest
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata, HostStep, step_of
-from tests.attention.scenes import TOLERANCE, Extras, fill_blocks, reference_attention
+from tests.attention.scenes import TOLERANCE, Extras, attend, fill_blocks, reference_attention, write
 from tests.metal_on_cpu import Interpreter
 from tests.support import every
 
@@ -61,7 +61,7 @@ class Rows:
                 keys[..., :16] if layout.latent else self._random(rng, context, layout.num_kv_heads, layout.value_size)
             )
             meta = AttentionMetadata.build([context], [context], [[block for block in table.tolist() if block >= 0]])
-            self.kv.write(keys, None if layout.latent else values, meta)
+            write(self.kv, keys, values, meta)
             self.keys.append(keys)
             self.values.append(values)
 
@@ -82,7 +82,7 @@ class Rows:
         )
         [meta], _ = step.on_device(step.upload())
         sinks = None if self.sinks is None else mx.array(self.sinks)
-        out = self.kv.attend(self.queries[mx.array(tile)], meta, sinks=sinks, **self.options)
+        out = attend(self.kv, self.queries[mx.array(tile)], meta, sinks=sinks, **self.options)
         return np.array(out.astype(mx.float32))
 
 

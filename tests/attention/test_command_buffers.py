@@ -124,8 +124,8 @@ def test_no_kernel_binds_a_whole_pool(metal: None, monkeypatch: pytest.MonkeyPat
         kv.clear()
         packed.write(long_rows, long_rows, meta)
         packed.attend(long_rows, meta, scale=1.0)
-        latents.write(rows[:, :1], None, meta)
-        latents.attend(rows, meta, scale=1.0)
+        latents.write(rows[:, :1, :20], rows[:, :1, 20:], meta)
+        latents.attend(rows[..., :20], meta, scale=1.0, q_pe=rows[..., 20:])
     assert {name for name, _ in bound} == kernels.INPUTS_AND_OUTPUTS.keys() - {"add_rms_norm"}  # it gets no pool
     assert max(size for _, size in bound) <= 3 * rows.size < kv.arrays[0].size / 50
 

@@ -28,7 +28,7 @@ LENS = [(16, 16), (1, 9), (20, 90), (2, 130)]
 
 DEEPSEEK = {"head_dim": 576, "value_size": 512}
 SMALL = {"head_dim": 44, "value_size": 36}
-"""Neither values nor the rest of a key fill their pairs of matrices, and most simdgroups have no columns."""
+"""Neither values nor k_pe fill their pairs of matrices, and most simdgroups have no columns."""
 
 IMAGES = {0: [(3, 16)], 2: [(72, 80), (80, 87)], 3: [(100, 130)]}
 """The first ends a chunk, the second and third meet within one, the last began before it."""
@@ -41,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "local chunks": SMALL | {"group": 5, "chunk": 30, "block_size": 16},
     "images": SMALL | {"group": 3, "window": 60, "block_size": 16, "spans": IMAGES},
     "ranges that begin and end inside 16 keys": SMALL | {"group": 2, "chunk_partition": 24, "decode_partition": 24},
-    "all of a key is the value": {"head_dim": 20, "value_size": 20, "group": 30},
+    "q_pe of four elements": {"head_dim": 24, "value_size": 20, "group": 30},
     "one head": SMALL | {"group": 1, "has_sinks": True},
 }
 
@@ -85,7 +85,7 @@ def test_keys_before_the_window_are_not_read(metal_on_cpu: Interpreter) -> None:
     assert launch.loads["rows"] == (37 + 37) * 44, "two tiles of eight tokens"
 
 
-SIZES = [(576, 512), (320, 256), (288, 256), (44, 36), (20, 20), (4, 4), (1280, 512), (1276, 4)]
+SIZES = [(576, 512), (320, 256), (288, 256), (44, 36), (24, 20), (8, 4), (1280, 512), (1276, 4)]
 
 
 @pytest.mark.parametrize("single_queries", [True, False])

@@ -25,7 +25,7 @@ LENS = [(20, 50), (1, 33), (13, 100)]
 
 
 def latent_case(lens: list[tuple[int, int]] | None = None, **options: Any) -> Case:
-    """Values and the rest of a key end inside a pair of matrices, and most simdgroups have no columns."""
+    """Values and k_pe end inside a pair of matrices, and most simdgroups have no columns."""
     sizes = {"head_dim": 44, "value_size": 36, "latent": True, "kv_heads": 1, "group": 3, "chunk_partition": 4096}
     return Case(lens or LENS, **sizes | options)
 
@@ -84,7 +84,7 @@ MUTANTS: dict[str, Mutant] = {
         "latent_attention", "simdgroup_multiply_accumulate(products",
         "if (has_key) simdgroup_multiply_accumulate(products", plain, Divergence),
     "an image is causal": ("latent_attention", "MUTUAL ? max(here, item[7]) : here", "here", images, None),
-    "the rest of a key is a value": (
+    "k_pe is a value": (
         "latent_attention", "const int end_of_pair = pair < VALUE_PAIRS ? DV : DK;",
         "const int end_of_pair = DK;", plain, None),
     "values of another step": (
@@ -128,7 +128,7 @@ MORE_MUTANTS: dict[str, Mutant] = {
     "elements of a pair in another order": (
         "latent_attention", "matrix_row / 2 * 4 + f * 2 + matrix_row % 2;",
         "matrix_row / 2 * 4 + f * 2 + 1 - matrix_row % 2;", plain, None),
-    "the rest of another query": ("latent_attention", "rest[of_query * (DK - DV)", "rest[0 * (DK - DV)", plain, None),
+    "q_pe of another query": ("latent_attention", "q_pe[of_query * (DK - DV)", "q_pe[0 * (DK - DV)", plain, None),
     "a head of the first tile": (
         "latent_attention", "const int head = first_head + row % HEADS;\n        if",
         "const int head = row % HEADS;\n        if", many_columns, None),

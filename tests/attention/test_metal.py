@@ -20,7 +20,7 @@ from mlxpaged.attention.pool import Memory
 from mlxpaged.attention.tuning import CONTIGUOUS, MATRIX, Choice, Tuning
 from mlxpaged.attention.variants import BLOCK_SIZES
 from tests.attention.metal_cases import HEAD_DIMS, Case
-from tests.attention.scenes import fill_blocks
+from tests.attention.scenes import fill_blocks, write
 from tests.metal_on_cpu import Interpreter, is_supported
 from tests.support import every
 
@@ -361,7 +361,7 @@ def test_writes_copies_and_moves_of_other_layouts_change_their_blocks_and_nothin
     layout = KVLayout(1 if latent else 2, 24, value_size, mx.float32, 8, latent)
     kv = LayerKVCache.from_layout(5, layout, backend="metal")
     keys, values = (mx.random.normal((3, layout.num_kv_heads, size)) for size in (24, value_size))
-    kv.write(keys, None if latent else values, AttentionMetadata.build([3], [10], [[4, 1]], block_size=8))
+    write(kv, keys, values, AttentionMetadata.build([3], [10], [[4, 1]], block_size=8))
     expected = [np.zeros((5, *plane.shape), np.float32) for plane in layout.planes]
     for pool, rows in zip(expected, (keys, values), strict=False):
         for row, (block, slot) in enumerate([(4, 7), (1, 0), (1, 1)]):

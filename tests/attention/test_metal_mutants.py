@@ -12,6 +12,7 @@ import pytest
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
+from tests.attention import scenes
 from tests.attention.metal_cases import TOLERANCE, Case
 from tests.attention.mutants import Mutant, check_mutant, scenarios
 from tests.metal_on_cpu import (
@@ -131,7 +132,7 @@ def wide_split_decode() -> bool:
 def write_layout(layout: KVLayout) -> bool:
     kv = LayerKVCache.from_layout(4, layout, backend="metal")
     keys, values = (mx.random.normal((2, layout.num_kv_heads, size)) for size in (layout.key_size, layout.value_size))
-    kv.write(keys, None if layout.latent else values, AttentionMetadata.build([2], [2], [[1]], block_size=8))
+    scenes.write(kv, keys, values, AttentionMetadata.build([2], [2], [[1]], block_size=8))
     expected = [np.zeros((4, *plane.shape), np.float32) for plane in layout.planes]
     for pool, rows in zip(expected, (keys, values), strict=False):
         pool[1, :, :2] = np.array(rows).swapaxes(0, 1)
@@ -301,7 +302,7 @@ MUTANTS: dict[str, Mutant] = {
         "(const device vec<T, 4>*)(key_pool + to", write, MetalCompileError),
     "values for keys": ("kv_write", "(new_keys + from", "(new_values + from", write, None),
     "values written for a latent": ("kv_write", "if (column < DV)", "if (column < DK)", write_latent, MetalError),
-    "the rest of a row at its start": ("kv_write", "* VALUE_PITCH + VALUE_START", "* VALUE_PITCH", write_latent, None),
+    "k_pe at the start of its row": ("kv_write", "* VALUE_PITCH + VALUE_START", "* VALUE_PITCH", write_latent, None),
     "keys of the values' size": ("kv_write", "if (column < DK)", "if (column < DV)", write_unequal, None),
     "values of the keys' size": ("kv_write", "if (column < DV)", "if (true)", write_unequal, MetalError),
     "first block for all": ("kv_gather", "blocks[key / BLOCK]", "blocks[0]", long_chunk, None),

@@ -59,13 +59,11 @@ class TimedLayer:
     def time_write(self) -> float:
         """Seconds to write one token's keys and values."""
         layout, meta = self._shape.layout, self._meta(1, 1)
-        keys, values = (
-            mx.zeros((1, layout.num_kv_heads, size), layout.dtype) for size in (layout.key_size, layout.value_size)
-        )
+        keys, values = (mx.zeros((1, layout.num_kv_heads, size), layout.dtype) for size in layout.input_sizes)
 
         def run(calls: int) -> None:
             for _ in range(calls):
-                self._kv.write(keys, None if layout.latent else values, meta)
+                self._kv.write(keys, values, meta)
             mx.eval(self._kv.arrays)
 
         return 1e6 * Tuner().time(run)
@@ -73,11 +71,16 @@ class TimedLayer:
     def time_attention(self, queries: int, keys: int) -> Figures:
         shape, layout, options = self._shape, self._shape.layout, self._options
         meta, locality = self._meta(queries, keys), options.locality
+        rows, q_pe, whole = (
+            mx.zeros((queries, shape.num_query_heads, size), layout.dtype)
+            for size in (*layout.input_sizes, layout.key_size)
+        )
         named: dict[str, Any] = {
             "window": shape.window,
             "chunk": shape.chunk,
             "softcap": options.softcap,
             "sinks": options.sinks,
+            "q_pe": q_pe if layout.latent else None,
         }
         position = np.arange(keys)
         first_keys = locality.first_key(position[keys - queries :])
@@ -97,17 +100,15 @@ class TimedLayer:
             out = contiguous_attention(rows[None].swapaxes(1, 2), of_keys, of_values, mask, options)
             return out.squeeze(0).swapaxes(0, 1)
 
-        rows = mx.zeros((queries, shape.num_query_heads, layout.key_size), layout.dtype)
-        return {"us": self._time(paged, rows), "mlx_us": self._time(contiguous, rows)}
+        return {"us": self._time(paged, rows), "mlx_us": self._time(contiguous, whole)}
 
     def _time(self, attend: Callable[[mx.array], mx.array], rows: mx.array) -> float:
         """Each call takes the output of the one before, as layers do."""
-        size = self._shape.layout.key_size
 
         def run(calls: int) -> None:
             out = rows
             for _ in range(calls):
-                out = attend(of_size(out, size))
+                out = attend(of_size(out, rows.shape[-1]))
             mx.eval(out)
 
         return 1e6 * Tuner().time(run)
