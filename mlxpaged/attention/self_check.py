@@ -9,11 +9,10 @@ backend.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -166,22 +165,34 @@ PAGED = Tuning(chunks=Choice(CHUNK_PARTITION))
 IN_RANGES = Tuning(decode=Choice(8), chunks=Choice(8))  # fewer keys than a tile of any chunk sees
 COPIED = Tuning(decode=CONTIGUOUS, chunks=CONTIGUOUS)
 
-Case = tuple[Callable[[CaseRun], list[mx.array]], Tuning]
+
+class Case(NamedTuple):
+    """Steps and their tuning. latent: whether the case is for latent layouts. None: for all layouts."""
+
+    steps: Callable[[CaseRun], list[mx.array]]
+    tuning: Tuning
+    latent: bool | None = None
+
 
 MATRIX_CASES: dict[str, Case] = {
-    "matrix_attention, mixed chunks": (CaseRun.mixed_chunks, Tuning(chunks=MATRIX)),
-    "matrix_attention, ranges of keys": (CaseRun.mixed_chunks, Tuning(chunks=replace(MATRIX, partition=16))),
+    "matrix_attention, mixed chunks": Case(CaseRun.mixed_chunks, Tuning(chunks=MATRIX), latent=False),
+    "matrix_attention, ranges of keys": Case(
+        CaseRun.mixed_chunks, Tuning(chunks=replace(MATRIX, partition=16)), latent=False
+    ),
 }
 """The cases of the matrix kernel. Metal works without it: no default needs it."""
 
 NEEDED_CASES: dict[str, Case] = {
-    "kv_write, paged_attention and paged_decode, overlapped steps": (CaseRun.overlapped_steps, PAGED),
-    "paged_attention, mixed chunks": (CaseRun.mixed_chunks, PAGED),
-    "kv_gather, mixed chunks": (CaseRun.mixed_chunks, COPIED),
-    "merge_partials, mixed chunks": (CaseRun.mixed_chunks, IN_RANGES),
-    "merge_partials, long contexts": (CaseRun.long_contexts, Tuning(decode=Choice(2), chunks=CONTIGUOUS)),
-    "paged_decode, many sequences": (CaseRun.many_sequences, DEFAULT_TUNING),
-    "block_move": (CaseRun.whole_blocks, DEFAULT_TUNING),
+    "kv_write, paged_attention and paged_decode, overlapped steps": Case(CaseRun.overlapped_steps, PAGED, latent=False),
+    "kv_write and latent_attention, overlapped steps": Case(CaseRun.overlapped_steps, PAGED, latent=True),
+    "paged_attention, mixed chunks": Case(CaseRun.mixed_chunks, PAGED, latent=False),
+    "latent_attention, mixed chunks": Case(CaseRun.mixed_chunks, PAGED, latent=True),
+    "kv_gather, mixed chunks": Case(CaseRun.mixed_chunks, COPIED),
+    "merge_partials, mixed chunks": Case(CaseRun.mixed_chunks, IN_RANGES),
+    "merge_partials, long contexts": Case(CaseRun.long_contexts, Tuning(decode=Choice(2), chunks=CONTIGUOUS)),
+    "paged_decode, many sequences": Case(CaseRun.many_sequences, DEFAULT_TUNING, latent=False),
+    "latent_attention, many sequences": Case(CaseRun.many_sequences, DEFAULT_TUNING, latent=True),
+    "block_move": Case(CaseRun.whole_blocks, DEFAULT_TUNING),
 }
 """They run every kernel variant that a tuning can choose, but for the matrix kernel, with inputs of fewer than 8
 elements and of more, as far as serving has both."""
@@ -196,9 +207,9 @@ FUSED_CASE = "qkv_write, mixed chunks"
 def self_check(
     shapes: Iterable[AttentionShape],
     report: ReportAmount = lambda done, total: None,
-    cases: Iterable[str] = CASES,
+    cases: Mapping[str, Case] = CASES,
 ) -> list[KernelCheck]:
-    """The cases for every shape."""
+    """The cases of every shape."""
     jobs = cases_of(shapes, cases, report)
     return [KernelCheck(shape, case, difference_from_gather(shape, case)) for shape, case in jobs]
 
@@ -234,10 +245,15 @@ def warm_up(
 
 
 def cases_of(
-    shapes: Iterable[AttentionShape], cases: Iterable[str], report: ReportAmount
+    shapes: Iterable[AttentionShape], cases: Mapping[str, Case], report: ReportAmount
 ) -> Iterator[tuple[AttentionShape, str]]:
     """Report each case before it runs, and the end."""
-    jobs = list(itertools.product(dict.fromkeys(shapes), cases))
+    jobs = [
+        (shape, name)
+        for shape in dict.fromkeys(shapes)
+        for name, case in cases.items()
+        if case.latent in (None, shape.layout.latent)
+    ]
     for done, job in enumerate(jobs):
         report(done, len(jobs))
         yield job
@@ -245,8 +261,8 @@ def cases_of(
 
 
 def run_case(shape: AttentionShape, case: str, backend: str) -> list[mx.array]:
-    run, tuning = CASES[case]
-    return run(CaseRun(shape, backend, tuning))
+    steps, tuning, _ = CASES[case]
+    return steps(CaseRun(shape, backend, tuning))
 
 
 def difference_from_gather(shape: AttentionShape, case: str) -> str | None:

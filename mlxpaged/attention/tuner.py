@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlxpaged.attention import tuning
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import AttentionShape
+from mlxpaged.attention.matrix import choose_variant
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.self_check import ReportAmount, usable_tuning
 from mlxpaged.attention.tuning import (
@@ -154,15 +155,18 @@ def workload_of(shape_class: ShapeClass, shape: AttentionShape, limits: Limits) 
 
 def candidates(shape_class: ShapeClass, shape: AttentionShape, workload: Workload) -> list[Choice]:
     """The choices to time, the default first. It skips a partition that makes as many ranges as an earlier one, and
-    choices that take too much memory."""
+    choices that take too much memory, and the matrix kernel if it has no variant."""
     longest, tokens = max(workload.context_lens), sum(workload.query_lens)
     copied = sum(workload.context_lens) * shape.layout.unquantized.bytes_per_token
     bytes_per_row = 4 * shape.num_query_heads * (shape.layout.value_size + 4)
-    by_context = decode_ranges(shape.layout, shape.num_query_heads // shape.layout.num_kv_heads)
+    group = shape.num_query_heads // shape.layout.num_kv_heads
+    by_context = decode_ranges(shape.layout, group)
     found: list[Choice] = []
     ranges: set[int] = set()
     for choice in candidate_choices(shape_class):
-        if choice.partition is None:
+        if choice.matrix:
+            fits = choose_variant(shape.layout, group) is not None
+        elif choice.partition is None:
             fits = shape_class.queries > 1 or copied <= POOL_BYTES
         else:
             count = choice.num_ranges(longest, by_context)

@@ -131,7 +131,9 @@ def test_quantized_layers_share_the_memory_of_layers_that_are_not(metal: None) -
 def test_the_self_check_passes_for_quantized_layers(metal: None, kind: Quantization) -> None:
     shape = AttentionShape(4, KVLayout(2, 64, 64, mx.float32, 16, quantization=kind))
     checks = self_check([shape])
-    assert [(check.case, check.problem) for check in checks] == [(case, None) for case in CASES]
+    assert [(check.case, check.problem) for check in checks] == [
+        (name, None) for name, case in CASES.items() if not case.latent
+    ]
 
 
 FUSED = {

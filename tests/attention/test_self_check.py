@@ -14,6 +14,7 @@ from mlxpaged.attention import kernels, precision
 from mlxpaged.attention.kv_cache import resolve_backend
 from mlxpaged.attention.layout import AttentionShape, KVLayout
 from mlxpaged.attention.self_check import (
+    CASES,
     MATRIX_CASES,
     NEEDED_CASES,
     BackendChoice,
@@ -26,9 +27,11 @@ from mlxpaged.attention.tuning import BY_CONTEXT, CONTIGUOUS, DEFAULT_TUNING, MA
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models.loader import load_model
+from tests.metal_on_cpu import Interpreter
 from tests.support import every, make_tiny_model, run_requests
 
 SHAPE = AttentionShape(4, KVLayout(2, 32, 32, mx.float32, 32))
+LATENT = AttentionShape(20, KVLayout(1, 40, 32, mx.float32, 32, latent=True))
 OTHERS = [
     AttentionShape(8, KVLayout(1, 64, 64, mx.float16, 16), window=24),
     AttentionShape(3, KVLayout(3, 128, 128, mx.bfloat16, 8), sinks=True),
@@ -36,7 +39,7 @@ OTHERS = [
     AttentionShape(4, KVLayout(2, 48, 32, mx.float16, 32)),
     AttentionShape(4, KVLayout(2, 32, 32, mx.float16, 32), chunk=24),
     AttentionShape(4, KVLayout(2, 32, 32, mx.float32, 32), softcap=True),
-    AttentionShape(20, KVLayout(1, 40, 32, mx.float32, 32, latent=True)),
+    LATENT,
     AttentionShape(4, KVLayout(2, 32, 32, mx.float32, 32), window=40, mutual=True),
 ]
 
@@ -64,16 +67,27 @@ def break_kernel(directory: Path, name: str) -> str:
 @pytest.mark.parametrize("shape", every(3, [SHAPE, *OTHERS]), ids=str)
 def test_sound_kernels_pass_every_case(shape: AttentionShape) -> None:
     checks = self_check([shape, shape], cases=NEEDED_CASES)
-    assert [check.case for check in checks] == list(NEEDED_CASES), "equal shapes are checked once"
-    assert [check.problem for check in checks] == [None] * len(NEEDED_CASES)
+    names = [name for name, case in NEEDED_CASES.items() if case.latent in (None, shape.layout.latent)]
+    assert [check.case for check in checks] == names, "equal shapes are checked once"
+    assert [check.problem for check in checks] == [None] * len(names)
     assert choose_backend("auto", [shape]) == BackendChoice("metal")
 
 
 @pytest.mark.usefixtures("metal")
-@pytest.mark.parametrize("shape", [SHAPE, *(pytest.param(shape, marks=pytest.mark.slow) for shape in OTHERS)], ids=str)
+@pytest.mark.parametrize("shape", every(10, [shape for shape in (SHAPE, *OTHERS) if shape is not LATENT]), ids=str)
 def test_a_sound_matrix_kernel_may_be_chosen(shape: AttentionShape) -> None:
     assert [check.problem for check in self_check([shape], cases=MATRIX_CASES)] == [None, None]
     assert usable_tuning(shape, BY_MATRICES) is BY_MATRICES
+
+
+@pytest.mark.parametrize("shape", [SHAPE, LATENT], ids=str)
+def test_a_case_is_named_after_kernels_that_it_runs(metal_on_cpu: Interpreter, shape: AttentionShape) -> None:
+    for name, case in CASES.items():
+        metal_on_cpu.launches.clear()
+        if self_check([shape], cases={name: case}):
+            named = {kernel for kernel in kernels.INPUTS_AND_OUTPUTS if kernel in name}
+            assert named
+            assert named <= {launch.kernel for launch in metal_on_cpu.launches}, name
 
 
 @pytest.mark.usefixtures("metal")
@@ -199,7 +213,8 @@ def test_kernels_that_were_asked_for_by_name_are_compiled_too_and_one_that_fails
 ) -> None:
     reports: list[tuple[int, int]] = []
     assert choose_backend("metal", [SHAPE, SHAPE], lambda done, total: reports.append((done, total))).backend == "metal"
-    assert reports == [(done, len(NEEDED_CASES)) for done in range(len(NEEDED_CASES) + 1)]
+    total = sum(not case.latent for case in NEEDED_CASES.values())
+    assert reports == [(done, total) for done in range(total + 1)]
     assert not caplog.records
     case = break_kernel(copied_kernels, "block_move")
     kernels.build.cache_clear()

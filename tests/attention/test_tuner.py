@@ -611,6 +611,13 @@ def test_every_candidate_of_every_class_runs(
     assert tune([shape], limits, cache=cache)[0].times == one.times
 
 
+def test_the_matrix_kernel_is_timed_if_it_has_a_variant() -> None:
+    latent = AttentionShape(20, KVLayout(1, 40, 32, mx.float32, 32, latent=True))
+    large = AttentionShape(1, KVLayout(1, 1280, 64, mx.float32, 32))
+    for shape, is_timed in ((SHAPE, True), (latent, False), (large, False)):
+        assert (MATRIX in tuner.candidates(ShapeClass(255, 1, 1024), shape, Workload([255], [1024]))) == is_timed
+
+
 def test_what_is_timed_is_the_choice_for_the_workload(metal_on_cpu: Interpreter) -> None:
     for choice, kernel in ((CONTIGUOUS, "kv_gather"), (Choice(64), "merge_partials"), (Choice(128), "paged_decode")):
         run = tuner.prepare(SHAPE, Workload([1, 1], [100, 20]), choice)
