@@ -18,8 +18,8 @@
 // Slots outside the range are zero instead of being read: a product of a weight of zero and a NaN would be a NaN. A NaN
 // in a row that one query of the tile sees reaches all its queries, which are of the same sequence.
 //
-// queries [T, GROUP, DV]: their latents; q_pe [T, GROUP, DK - DV]: their rotary part; rows: the pool, [blocks, 1, BLOCK,
-// DK]; block_tables [S, max_blocks]
+// queries [T, GROUP, DV]: their latents; q_pe [T, GROUP, DK - DV]: their rotary part times `scale`; rows: the pool,
+// [blocks, 1, BLOCK, DK]; block_tables [S, max_blocks]
 // items [N, 8]: sequence, first query row, queries, position of the first query, first key, end of keys,
 //   first row of `out`, last key of the image that all its queries belong to or 0
 // sinks [GROUP] if SINKS; after: token of the last write to the pool
@@ -81,7 +81,8 @@ for (int p = 0; p < PAIRS_EACH; p++) {
         const int head = first_head + row % HEADS;
         if (row < used_rows && head < GROUP && column < end_of_pair) {
           const size_t of_query = size_t(first_query + row / HEADS) * GROUP + head;
-          two[e] = column < DV ? queries[of_query * DV + column] : q_pe[of_query * (DK - DV) + column - DV];
+          two[e] = column < DV ? queries[of_query * DV + column]
+                               : static_cast<T>(q_pe[of_query * (DK - DV) + column - DV] / scale);
         }
       }
       query_part[(p * 2 + f) * ROW_TILES + r] = two;

@@ -182,7 +182,7 @@ class LayerKVCache:
     ) -> mx.array:
         """Causal attention of the query tokens over their contexts, [T, Hq, key_size] -> [T, Hq, value_size].
 
-        A latent layout takes the queries' latents [T, Hq, value_size], and their rotary part as q_pe.
+        A latent layout takes the queries' latents [T, Hq, value_size], and their rotary part times `scale` as q_pe.
 
         window: a query sees only the last `window` keys, its own included. chunk: a query at position p sees only keys
         from position `p // chunk * chunk` on (Llama 4). softcap: scores become `softcap * tanh(scores / softcap)`.

@@ -67,6 +67,17 @@ def make_latent_groups(meta: AttentionMetadata, num_heads: int, expand_from: int
     return groups
 
 
+class Identity(mx.array):
+    """An identity matrix. `x @ identity.swapaxes(-1, -2)` is x itself, and no operation of the step: Python first asks
+    the right operand of a product, if its class extends the left one's. MLX's functions see an array like any other."""
+
+    def swapaxes(self, axis1: int, axis2: int, *, stream: Any = None) -> Identity:
+        return self
+
+    def __rmatmul__(self, left: mx.array) -> mx.array:
+        return left
+
+
 class LatentLayer(PagedLayer):
     """Replaces mlx-lm's KVCache of a layer with latent attention.
 
@@ -82,7 +93,7 @@ class LatentLayer(PagedLayer):
     ) -> None:
         super().__init__(kv, step, window, chunk, view)
         # Made once: in a step it would be seven more operations of each layer.
-        self._identity = mx.eye(kv.layout.key_size - kv.layout.value_size, dtype=kv.layout.dtype)
+        self._identity = Identity(mx.eye(kv.layout.key_size - kv.layout.value_size, dtype=kv.layout.dtype))
         mx.eval(self._identity)
         self._group: LatentGroup | None = None
 
@@ -132,7 +143,7 @@ class LatentLayer(PagedLayer):
         """queries: [T, H, 1, R]; mask: the scaled rotary part of the queries, [T, H, 1, P]. Returns [T, H, 1, R]."""
         if not isinstance(mask, mx.array) or sinks is not None or softcap is not None:
             raise PagedAttentionError("the model's latent attention is called in an unknown way")
-        return self._attend(queries, scale, q_pe=(mask / scale).squeeze(2).astype(self.kv.layout.dtype))
+        return self._attend(queries, scale, q_pe=mask.squeeze(2).astype(self.kv.layout.dtype))
 
 
 class ExpandedChunk:

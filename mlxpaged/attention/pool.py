@@ -60,7 +60,7 @@ class Options(NamedTuple):
 
     def whole(self, queries: mx.array) -> mx.array:
         """The queries with their rotary part, [..., key_size]."""
-        return queries if self.q_pe is None else mx.concatenate([queries, self.q_pe], axis=-1)
+        return queries if self.q_pe is None else mx.concatenate([queries, self.q_pe / self.scale], axis=-1)
 
 
 Shapes = Sequence[tuple[int, ...]]

@@ -85,7 +85,7 @@ class CaseRun:
         shape, layout, tokens = self._shape, self._shape.layout, sum(query_lens)
         tables = [self._tables[i % 2] for i in range(len(query_lens))]
         meta = AttentionMetadata.build(query_lens, context_lens, tables, layout.block_size, spans)
-        size, pe_size = layout.input_sizes
+        (size, pe_size), scale = layout.input_sizes, layout.key_size**-0.5
         keys, values = (self._random(tokens, layout.num_kv_heads, size) for size in layout.input_sizes)
         if (kind := layout.quantization) is not None:
             # Elements in the middle between two steps might be rounded to either of them.
@@ -98,9 +98,9 @@ class CaseRun:
             "mutual": shape.mutual,
             "sinks": self._sinks,
             "softcap": SOFTCAP if shape.softcap else None,
-            "q_pe": self._random(tokens, shape.num_query_heads, pe_size) if layout.latent else None,
+            "q_pe": scale * self._random(tokens, shape.num_query_heads, pe_size) if layout.latent else None,
         }
-        return self.kv.attend(queries, meta, scale=layout.key_size**-0.5, **options)
+        return self.kv.attend(queries, meta, scale=scale, **options)
 
     def overlapped_steps(self) -> list[mx.array]:
         """Run decoding steps that are all in flight before the first one is waited for. Each must see its own writes

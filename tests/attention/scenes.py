@@ -106,7 +106,8 @@ def write(kv: LayerKVCache, keys: mx.array, values: mx.array, meta: AttentionMet
 def attend(kv: LayerKVCache, queries: mx.array, meta: AttentionMetadata, **options: Any) -> mx.array:
     """Attend with queries of the keys' size, in latent layouts too."""
     if kv.layout.latent:
-        queries, options["q_pe"] = mx.split(queries, [kv.layout.value_size], axis=-1)
+        queries, q_pe = mx.split(queries, [kv.layout.value_size], axis=-1)
+        options["q_pe"] = q_pe * options["scale"]
     return kv.attend(queries, meta, **options)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlxpaged.attention import latent
-from mlxpaged.attention.latent import ExpandedChunk, LatentLayer, make_latent_groups
+from mlxpaged.attention.latent import ExpandedChunk, Identity, LatentLayer, make_latent_groups
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.step import Step
 from tests.metal_on_cpu.fixtures import metal, metal_on_cpu
@@ -41,6 +41,12 @@ def groups_of(lens: list[int], contexts: list[int], num_heads: int = 4, expand_f
     tables = [list(range(100 * i, 100 * i - (-context // 8))) for i, context in enumerate(contexts)]
     meta = AttentionMetadata.build(lens, contexts, tables, 8)
     return make_latent_groups(meta, num_heads, expand_from)
+
+
+def test_the_product_of_queries_and_the_identity_is_no_operation_and_mlx_sees_a_matrix() -> None:
+    q_pe, k_pe = mx.random.normal((3, 2, 1, 4)), Identity(mx.eye(4))
+    assert (q_pe @ k_pe.swapaxes(-1, -2)) is q_pe
+    assert mx.array_equal(mx.matmul(q_pe, mx.swapaxes(k_pe, -1, -2)), q_pe)
 
 
 def test_a_step_without_a_long_chunk_is_one_call() -> None:
