@@ -56,6 +56,21 @@ def test_models_are_unloaded_while_another_one_loads(paths: dict[str, Path], mon
         assert states(server) == {"demo": "loaded", "small": "available", "other": "available"}
 
 
+def test_lines_of_a_batch_wait_for_another_load_if_theirs_is_ended(
+    paths: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_server(models(paths, "small"), data_dir=tmp_path) as server, server.client() as client:
+        go_on = hold_loads(monkeypatch)
+        batch = submit(client, jsonl([run_on("x", 3, model="small")]))
+        wait_until(lambda: server.registry.models["small"].loading is not None)
+        with raw(server) as other:
+            assert other.post("/v1/models/small/unload").json()["state"] == "available"
+        go_on.set()
+        found = ended(client, batch)
+        assert found.request_counts is not None
+        assert (found.request_counts.completed, found.request_counts.failed) == (1, 0)
+
+
 def test_a_shutdown_refuses_what_waits_for_a_load(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with running_server(models(paths, "small", "other")) as server:
         hold_loads(monkeypatch)

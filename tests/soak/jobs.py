@@ -14,6 +14,8 @@ from tests.soak.http_client import Answer, Connection
 
 BATCH_SECONDS = 300.0
 """Without a finished line of a batch or of those before it. They run one after the other, below other requests."""
+LOAD_ENDED = "was unloaded before its load had ended"
+"""What a request is told that waits for a model while another client unloads it."""
 BATCH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
@@ -22,7 +24,7 @@ class Wrong(Exception):
 
 
 class Refused(Exception):
-    """A 503: the server has no room now."""
+    """The server cannot answer now: a 503, or the end of a stream that waited for a load that was ended."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,14 @@ def changes(rng: random.Random, case: Case) -> dict[str, Any]:
 
 
 def error_in(answer: Answer) -> Any:
-    """The error at the end of a stream, if there is one: an event, a line, or a response that failed."""
+    """The error at the end of a stream, if there is one: an event, a line, a response that failed. Raises Refused."""
     lines = [line.removeprefix(b"data:").strip() for line in answer.body.splitlines()]
     last = json.loads([line for line in lines if line.startswith(b"{")][-1])
     response = last.get("response")
-    return last.get("error") or (response.get("error") if isinstance(response, dict) else None)
+    error = last.get("error") or (response.get("error") if isinstance(response, dict) else None)
+    if LOAD_ENDED in str(error):
+        raise Refused
+    return error
 
 
 async def deadline(client: Client) -> None:

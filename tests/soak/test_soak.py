@@ -58,6 +58,8 @@ def test_the_error_at_the_end_of_a_stream_is_found() -> None:
     assert error_in(stream({"response": {"error": {"code": "x"}}})) == {"code": "x"}
     assert error_in(stream({"response": {"error": None}})) is None
     assert error_in(Answer(200, {}, b'{"response": "text", "done": true}\n')) is None
+    with pytest.raises(Refused):
+        error_in(Answer(200, {}, b"""data: {"error": {"message": "'a' was unloaded before its load had ended"}}\n\n"""))
 
 
 def test_what_is_not_given_back_is_found() -> None:

@@ -333,10 +333,11 @@ class BatchRunner:
                     continue
                 except Exception as error:
                     if isinstance(error, EngineUnavailableError):
-                        if error.state is EngineState.STALLED:
+                        if error.state is not EngineState.STALLED:
+                            self._registry.require_ready()  # raises if it is the whole server, not the line's model
+                        if error.state in (EngineState.STALLED, EngineState.LOADING):  # LOADING: its load was ended
                             await asyncio.sleep(POLL_SECONDS)
                             continue
-                        self._registry.require_ready()  # raises if it is the whole server, and not the line's model
                     answer = from_engine(error)
                     if answer.code in (NO_ROOM, OUT_OF_MEMORY) and answer.headers == RETRY:
                         await asyncio.sleep(NO_ROOM_SECONDS)
