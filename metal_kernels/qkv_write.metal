@@ -2,8 +2,8 @@
 // and keys (NORMS: as mx.fast.rms_norm), rotates them (ROTATED > 0: as mx.fast.rope), and writes keys and values into
 // their slots of the pools, in place. Results are rounded to T wherever MLX's separate kernels round them.
 //
-// rows [T, HEADS * DK + KV_HEADS * DK + KV_HEADS * DV]: queries, keys, values; positions [T]; slot_mapping [>= T]:
-// block * BLOCK + slot, -1: not written; written: the first tokens, whose keys and values are written; query_weight,
+// rows [T, HEADS * QUERY + KV_HEADS * DK + KV_HEADS * DV]: queries, keys, values, and if GATED a gate of DK elements,
+// which is not read, after each head of queries; positions [T]; slot_mapping [>= T]: block * BLOCK + slot, -1: not written; written: the first tokens, whose keys and values are written; query_weight,
 // key_weight [DK] of the norms; frequencies [ROTATED / 2]: wavelengths / 2 pi of the pairs, if FREQUENCIES; settings
 // [5]: the norms' epsilons for queries and keys, log2 of the base if not FREQUENCIES, the factor on positions, the
 // factor on elements that are rotated; key_pool, value_pool [blocks, KV_HEADS, BLOCK, DK or DV]; after: token of the
@@ -16,6 +16,7 @@
 // their second half.
 //
 // grid (32, HEADS + 2 * KV_HEADS, T), threadgroup (32, n, 1): a simdgroup has one head of one token
+constexpr int QUERY = GATED ? 2 * DK : DK;
 constexpr int HALF = ROTATED / 2;
 constexpr int PAIRS = DK / 2;
 constexpr int PAIRS_OF_LANE = (PAIRS + 31) / 32;
@@ -31,9 +32,9 @@ const bool is_query = head < HEADS;
 const bool is_key = !is_query && head < HEADS + KV_HEADS;
 const int kv_head = is_query ? 0 : is_key ? head - HEADS : head - HEADS - KV_HEADS;
 const size_t row = (size_t(slot / BLOCK) * KV_HEADS + kv_head) * BLOCK + slot % BLOCK;
-const device T* from = rows + token * ((HEADS + KV_HEADS) * DK + KV_HEADS * DV);
+const device T* from = rows + token * (HEADS * QUERY + KV_HEADS * DK + KV_HEADS * DV);
 if (is_query || is_key) {
-  from += head * DK;
+  from += is_query ? head * QUERY : HEADS * QUERY + kv_head * DK;
   float first[PAIRS_OF_LANE];
   float second[PAIRS_OF_LANE];
   float squares = 0.0f;
@@ -99,7 +100,7 @@ if (is_query || is_key) {
   }
 #endif
 } else if (slot >= 0) {
-  from += (HEADS + KV_HEADS) * DK + kv_head * DV;
+  from += HEADS * QUERY + KV_HEADS * DK + kv_head * DV;
 #ifdef QUANTIZED
   quantize<VALUE_BITS, VALUE_GROUP, DV>(
       from, (device uint*)value_pool + row * DV * VALUE_BITS / 32,

@@ -108,7 +108,8 @@ def split_rows(inputs: Sequence[Any], t: dict[str, Any]) -> tuple[mx.array, mx.a
     base, freqs = (None, frequencies) if t["FREQUENCIES"] else (2**log_base, None)
     rope = Rope(t["ROTATED"], t["TRADITIONAL"], base, scale, freqs, factor) if t["ROTATED"] else None
     layout = KVLayout(t["KV_HEADS"], t["DK"], t["DV"], t["T"], t["BLOCK"])
-    queries, keys, values = (x.squeeze(2) for x in Qkv(t["HEADS"], norms, rope).split(rows, layout, positions))
+    qkv = Qkv(t["HEADS"], norms, rope, gated=t["GATED"])
+    queries, keys, values = (x.squeeze(2) for x in qkv.split(rows, layout, positions))
     return queries, keys[:written], values[:written], slots
 
 

@@ -158,7 +158,7 @@ class LayerKVCache:
         """Make queries, keys and values of the rows [T, row] of the step's query tokens. Store the keys and values in
         their slots, and return the queries [T, Hq, key_size]."""
         self._check_meta(meta)
-        expected = meta.num_tokens, row_size(self.layout, qkv.num_query_heads)
+        expected = meta.num_tokens, row_size(self.layout, qkv.num_query_heads, qkv.gated)
         if rows.shape != expected or rows.dtype != self.layout.dtype:
             raise ValueError(f"rows must be {self.layout.dtype} {expected}, got {rows.dtype} {rows.shape}")
         if self.fuses and isinstance(self._pool, MetalPool):

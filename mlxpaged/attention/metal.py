@@ -218,6 +218,7 @@ class MetalPool:
                 ("TRADITIONAL", kind.traditional),
                 ("FREQUENCIES", kind.frequencies),
                 ("NORMS", kind.norms),
+                ("GATED", kind.gated),
                 *([("ROWS", rows_at_once)] if self._quantized else []),
             ],
             grid=(32, heads, len(rows)),

@@ -51,18 +51,20 @@ class Rope:
 
 class QkvKind(NamedTuple):
     """What the variant of the kernel depends on in addition to the layout. rotated: the first elements of a head that
-    are rotated. traditional, frequencies: whether Rope has these. norms: whether heads are normalized."""
+    are rotated. traditional, frequencies: whether Rope has these. norms: whether heads are normalized. gated: as in
+    Qkv."""
 
     num_query_heads: int
     rotated: int = 0
     traditional: bool = False
     frequencies: bool = False
     norms: bool = False
+    gated: bool = False
 
     def __str__(self) -> str:
         how = "neighbours" * self.traditional or "halves"
         rope = f"rope of {self.rotated} by {how}{' and frequencies' * self.frequencies}" if self.rotated else "no rope"
-        return f"{self.num_query_heads} query heads, {rope}{', normalized' * self.norms}"
+        return f"{self.num_query_heads} query heads, {rope}{', normalized' * self.norms}{', gated' * self.gated}"
 
 
 @dataclass(frozen=True)
@@ -83,18 +85,20 @@ class QkvShape:
 @dataclass(frozen=True, eq=False)
 class Qkv:
     """A row is [queries | keys | values], each by heads. norms: of queries and keys. own_rope: what `split` calls in
-    place of `rope`, which does the same: on a CPU, the model's own takes its cosines from tables."""
+    place of `rope`, which does the same: on a CPU, the model's own takes its cosines from tables. gated: each head of
+    queries is followed by a gate of its output, of the same size (Qwen3-Next)."""
 
     num_query_heads: int
     norms: tuple[Norm, Norm] | None
     rope: Rope | None
     own_rope: Rotation | None = None
+    gated: bool = False
 
     @functools.cached_property
     def kind(self) -> QkvKind:
         rope = self.rope or Rope(0)
-        norms = self.norms is not None
-        return QkvKind(self.num_query_heads, rope.dims, rope.traditional, rope.freqs is not None, norms)
+        rotation = rope.dims, rope.traditional, rope.freqs is not None
+        return QkvKind(self.num_query_heads, *rotation, self.norms is not None, self.gated)
 
     @functools.cached_property
     def settings(self) -> mx.array:
@@ -106,9 +110,10 @@ class Qkv:
     def split(self, rows: mx.array, layout: KVLayout, positions: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """[T, row] -> queries, keys and values [T, heads, 1, size]."""
         heads, kv_heads, size = self.num_query_heads, layout.num_kv_heads, layout.key_size
-        ends = [heads * size, (heads + kv_heads) * size]
+        ends = [heads * size * (1 + self.gated), (heads * (1 + self.gated) + kv_heads) * size]
         parts = zip(mx.split(rows, ends, axis=-1), (heads, kv_heads, kv_heads), strict=True)
         queries, keys, values = (part.reshape(len(rows), number, 1, -1) for part, number in parts)
+        queries = queries[..., :size]
         if self.norms is not None:
             queries, keys = (norm(x) for norm, x in zip(self.norms, (queries, keys), strict=True))
         rotate = self.rope if self.own_rope is None else self.own_rope  # a module without arrays is false
@@ -116,7 +121,14 @@ class Qkv:
             queries, keys = rotate(queries, positions), rotate(keys, positions)
         return queries, keys, values
 
+    def gate(self, heads: mx.array, rows: mx.array) -> mx.array:
+        """Multiply what attention has returned, [T, heads, 1, size], by the sigmoids of its gates."""
+        count, size = self.num_query_heads, heads.shape[-1]
+        gates = rows[:, : 2 * count * size].reshape(len(rows), count, 1, -1)[..., size:]
+        return heads * mx.sigmoid(gates)
 
-def row_size(layout: KVLayout, num_query_heads: int) -> int:
+
+def row_size(layout: KVLayout, num_query_heads: int, gated: bool = False) -> int:
     """Elements of a row."""
-    return num_query_heads * layout.key_size + layout.num_kv_heads * (layout.key_size + layout.value_size)
+    queries = num_query_heads * layout.key_size * (1 + gated)
+    return queries + layout.num_kv_heads * (layout.key_size + layout.value_size)

@@ -148,14 +148,15 @@ def fused_steps(shape: QkvShape, backend: str) -> list[mx.array]:
     rope = Rope(kind.rotated, kind.traditional, base=1e4, scale=0.5, factor=0.75)
     if kind.frequencies:
         rope = replace(rope, base=None, freqs=freqs)
-    qkv = Qkv(kind.num_query_heads, norms, rope if kind.rotated else None)
+    qkv = Qkv(kind.num_query_heads, norms, rope if kind.rotated else None, gated=kind.gated)
     blocks = -(-LONG_CONTEXT // layout.block_size)
     kv = LayerKVCache.from_layout(2 * blocks, layout, backend)
     tables = [list(range(0, 2 * blocks, 2)), list(range(1, 2 * blocks, 2))]
     queries = []
     for query_lens, context_lens in (([5, 1], [5, LONG_CONTEXT - 9]), ([1, 9], [6, LONG_CONTEXT])):
         meta = AttentionMetadata.build(query_lens, context_lens, tables, layout.block_size)
-        rows = normal((meta.num_tokens, row_size(layout, kind.num_query_heads)), key=mx.random.key(meta.num_tokens))
+        size = row_size(layout, kind.num_query_heads, kind.gated)
+        rows = normal((meta.num_tokens, size), key=mx.random.key(meta.num_tokens))
         queries.append(kv.write_rows(rows, qkv, meta))
     stored = kv.read_blocks(range(2 * blocks))
     return [*queries, *(stored if layout.quantization is None else layout.quantization.dequantize(stored))]

@@ -73,8 +73,10 @@ class Fusion:
 
     def run(self, module: Any, x: mx.array, cache: PagedLayer) -> mx.array:
         """[T, 1, hidden] -> [T, 1, hidden]"""
-        queries = cache.write_rows(module[self.joint](x).squeeze(1), self.qkv)
-        heads = cache.attend(queries, self.scale, None, self.sinks, self.softcap)
+        rows = module[self.joint](x).squeeze(1)
+        heads = cache.attend(cache.write_rows(rows, self.qkv), self.scale, None, self.sinks, self.softcap)
+        if self.qkv.gated:
+            heads = self.qkv.gate(heads, rows)
         output: mx.array = module[self.output](heads.reshape(len(x), 1, -1))
         return output
 
@@ -186,12 +188,13 @@ def fuse(module: Any, dtype: mx.Dtype) -> None:
     rows = joint(x)
     if mask is not None or not isinstance(scale, (int, float)) or rows.dtype != dtype:
         raise CannotFuseError("it attends with a mask, a scale or a type of its own")
-    if rows.shape[-1] != row_size(layout, heads):
+    gated = rows.shape[-1] == row_size(layout, heads, gated=True)
+    if not gated and rows.shape[-1] != row_size(layout, heads):
         raise CannotFuseError("its projections have other outputs in addition")
     arguments = tuple(inspect.signature(module.__call__).parameters)[:3]
     problems = []
     for norms, rope in itertools.product(norms_of(module, layout), ropes_of(module, layout)):
-        fusion = Fusion(arguments, name, output, Qkv(heads, norms, rope), scale, sinks, softcap)
+        fusion = Fusion(arguments, name, output, Qkv(heads, norms, rope, gated=gated), scale, sinks, softcap)
         fused = FusedRecord(layout)
         got = fusion.run({name: joint, output: module[output]}, x, fused)
         problems.append(difference_of(own.arrays | {"outputs": result}, fused.arrays | {"outputs": got}, dtype))

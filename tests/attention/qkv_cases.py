@@ -35,6 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "neither": SMALL | {"rotated": 0},
     "values of another size": {"layout": KVLayout(3, 48, 20, mx.float32, 8), "heads": 3, "norms": True},
     "heads of 256": {"layout": KVLayout(1, 256, 256, mx.float32, 32), "heads": 2, "norms": True},
+    "gates": SMALL | {"rotated": 8, "norms": True, "gated": True},
     "heads of 80": {"layout": KVLayout(1, 80, 80, mx.float32, 32), "heads": 9},
     "tiny heads": {"layout": KVLayout(1, 4, 4, mx.float32, 32), "heads": 1, "freqs": True, "norms": True},
 }
@@ -53,6 +54,7 @@ class QkvCase:
         norms: bool = False,
         scale: float = 1.0,
         factor: float = 1.0,
+        gated: bool = False,
         lens: tuple[tuple[int, int], ...] = ((5, 5), (4, 300)),
     ) -> None:
         rng = np.random.default_rng(0)
@@ -66,7 +68,8 @@ class QkvCase:
         )
         self.epsilons = (0.05, 0.5)
         pair = [Norm(weight, eps) for weight, eps in zip(self.weights, self.epsilons, strict=True)]
-        self.qkv = Qkv(heads, (pair[0], pair[1]) if norms else None, self.rope if self.rotated else None)
+        both = (pair[0], pair[1]) if norms else None
+        self.qkv = Qkv(heads, both, self.rope if self.rotated else None, gated=gated)
         self.lens = lens
         block = layout.block_size
         counts = [-(-context // block) for _, context in lens]
@@ -76,7 +79,7 @@ class QkvCase:
         self.meta = AttentionMetadata.build([n for n, _ in lens], [n for _, n in lens], self.tables, block)
         tokens = self.meta.num_tokens
         self.positions = np.concatenate([np.arange(context - n, context) for n, context in lens])
-        self.rows = self.array(rng.uniform(-2, 2, (tokens, row_size(layout, heads))))
+        self.rows = self.array(rng.uniform(-2, 2, (tokens, row_size(layout, heads, gated))))
 
     def repeat_last(self) -> None:
         """Add the last token, of one in each sequence, once more, as in a tile of a batch-invariant engine."""
@@ -112,11 +115,12 @@ class QkvCase:
     def expected(self, round: Callable[[Array], Array] = lambda x: x) -> tuple[Array, Array, Array]:
         """The same in float64. round: the result of each operation that is a kernel of its own in MLX."""
         layout, rows = self.layout, np.array(self.rows.astype(mx.float32)).astype(np.float64)
-        ends = [self.heads * layout.key_size, (self.heads + layout.num_kv_heads) * layout.key_size]
-        sizes = (layout.key_size, layout.key_size, layout.value_size)
+        sizes = (layout.key_size * (1 + self.qkv.gated), layout.key_size, layout.value_size)
+        ends = np.cumsum([self.heads * sizes[0], layout.num_kv_heads * sizes[1]])
         queries, keys, values = (
             part.reshape(len(rows), -1, size) for part, size in zip(np.split(rows, ends, axis=1), sizes, strict=True)
         )
+        queries = queries[..., : layout.key_size]
         if self.qkv.norms is not None:
             weights = np.array(self.weights.astype(mx.float32)).astype(np.float64)
             queries, keys = (

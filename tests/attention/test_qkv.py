@@ -139,6 +139,7 @@ SHAPES = [
     QkvShape(KVLayout(1, 128, 128, mx.bfloat16, 16), QkvKind(3, 128, norms=True)),
     QkvShape(KVLayout(2, 64, 48, mx.float16, 8), QkvKind(2, 24, traditional=True, frequencies=True, norms=True)),
     QkvShape(KVLayout(2, 64, 64, mx.bfloat16, 8), QkvKind(2)),
+    QkvShape(KVLayout(2, 64, 64, mx.bfloat16, 32), QkvKind(8, 16, norms=True, gated=True)),
 ]
 
 

@@ -42,6 +42,10 @@ def frequencies() -> bool:
     return QkvCase(**KINDS["a factor"]).is_right()
 
 
+def gated() -> bool:
+    return QkvCase(**KINDS["gates"]).is_right()
+
+
 def unequal() -> bool:
     return QkvCase(**KINDS["values of another size"]).is_right()
 
@@ -80,7 +84,12 @@ def skipped() -> bool:
 MUTANTS: dict[str, Mutant] = {
     "a wrong row": ("qkv_write", "rows + token * (", "rows + size_t(0) * (", halves, None),
     "a row without values": ("qkv_write", " + KV_HEADS * DV);", ");", halves, None),
-    "the first head for all": ("qkv_write", "from += head * DK;", "from += 0;", halves, None),
+    "the first head for all": ("qkv_write", "? head * QUERY :", "? 0 :", halves, None),
+    "the first key for all": ("qkv_write", "QUERY + kv_head * DK;", "QUERY;", halves, None),
+    "gates for queries": ("qkv_write", "? head * QUERY :", "? head * DK :", gated, None),
+    "gates for keys": ("qkv_write", ": HEADS * QUERY + kv", ": HEADS * DK + kv", gated, None),
+    "keys for values": ("qkv_write", "from += HEADS * QUERY + KV", "from += HEADS * DK + KV", gated, None),
+    "rows without gates": ("qkv_write", "token * (HEADS * QUERY", "token * (HEADS * DK", gated, None),
     "the first values for all": ("qkv_write", " + kv_head * DV;", ";", halves, None),
     "values of the keys' size": ("qkv_write", "kv_head * DV;", "kv_head * DK;", unequal, MetalError),
     "half of the lanes' pairs": (

@@ -6,13 +6,14 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models import cohere2, llama, qwen3
+from mlx_lm.models import cohere2, llama, qwen3, qwen3_next
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 
@@ -87,6 +88,16 @@ def without_window() -> Any:
     return prepared(cohere2.Attention(args, layer_idx=1))
 
 
+def gated() -> Any:
+    """Qwen3-Next's, whose query projection makes gates too."""
+    mx.random.seed(0)
+    args: Any = SimpleNamespace(**SIZES, attention_bias=False, partial_rotary_factor=0.25, rope_scaling=None)
+    module: Any = qwen3_next.Qwen3NextAttention(args)
+    for norm in (module.q_norm, module.k_norm):
+        norm.weight = mx.random.uniform(0.5, 1.5, (SIZE,))
+    return prepared(module)
+
+
 def half(dtype: mx.Dtype) -> Any:
     module = attention()
     module.set_dtype(dtype)
@@ -106,6 +117,7 @@ FUSED: dict[str, Callable[[], Any]] = {
     "longrope": lambda: changed(rope=SuScaledRoPE(SIZE, long_factor=[2.0] * (SIZE // 2))),
     "a rope that is not called": without_window,
     "no rope": lambda: changed(rope=Unchanged()),
+    "gates": gated,
     "norms that add 1": lambda: changed(q_norm=OneMore(SIZE), k_norm=OneMore(SIZE)),
 }
 
