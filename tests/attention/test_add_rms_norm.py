@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -12,11 +10,10 @@ import pytest
 from mlx import nn
 
 from mlxpaged.models.joined_norms import Addition
-from tests.attention.mutants import Mutant, check_mutant, scenarios
-from tests.metal_on_cpu import DataRace, Divergence, Interpreter, MetalCompileError, UninitialisedOutput, is_supported
+from tests.attention.mutants import Mutant, mutant_tests
+from tests.metal_on_cpu import DataRace, Divergence, Interpreter, MetalCompileError, UninitialisedOutput
 from tests.support import every
 
-needs_kernels = pytest.mark.skipif(not is_supported(), reason="needs the kernels to run on the CPU")
 UNITS = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
 
 
@@ -108,13 +105,4 @@ MUTANTS: dict[str, Mutant] = {
 }  # fmt: skip
 
 
-@needs_kernels
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_mutant(MUTANTS[name], tmp_path, monkeypatch)
-
-
-@needs_kernels
-@pytest.mark.parametrize("scenario", scenarios(MUTANTS), ids=lambda s: s.__name__)
-def test_without_a_mutant_all_is_well(scenario: Callable[[], bool], metal_on_cpu: Interpreter) -> None:
-    assert scenario()
+test_mutant_is_caught, test_without_a_mutant_all_is_well = mutant_tests(MUTANTS)

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import mlx.core as mx
-import pytest
 
 from mlxpaged.attention import metal
 from tests.attention.metal_cases import TOLERANCE, Case
-from tests.attention.mutants import Mutant, check_mutant, scenarios
+from tests.attention.mutants import Mutant, mutant_tests
 from tests.metal_on_cpu import (
     DataRace,
     Divergence,
-    Interpreter,
     MetalCompileError,
     MetalError,
     OutOfBounds,
     ResourceLimit,
     UninitialisedOutput,
-    is_supported,
 )
-
-pytestmark = pytest.mark.skipif(not is_supported(), reason="needs the kernels to run on the CPU")
 
 
 def error_together(case: Case) -> float:
@@ -133,9 +126,6 @@ MUTANTS: dict[str, Mutant] = {
     "the last vector not stored": (
         "paged_decode", "i < ROWS_AT_ONCE * VECTORS; i += THREADS", "i < ROWS_AT_ONCE * VECTORS - 1; i += THREADS",
         decode, UninitialisedOutput),
-}  # fmt: skip
-
-MORE_MUTANTS: dict[str, Mutant] = {
     "a simdgroup barrier after the query heads": (
         "paged_decode", "threadgroup_barrier(mem_flags::mem_threadgroup);\n\nfor (; start",
         "simdgroup_barrier(mem_flags::mem_threadgroup);\n\nfor (; start", decode, DataRace),
@@ -188,14 +178,5 @@ MORE_MUTANTS: dict[str, Mutant] = {
     "an implicit bfloat": (
         "paged_decode", "result[e] = static_cast<O>(sum[e]);", "result[e] = sum[e];", bfloat_decode, MetalCompileError),
 }  # fmt: skip
-"""For `make test-kernels`."""
 
-
-@pytest.mark.parametrize("name", [*MUTANTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_MUTANTS)])
-def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_mutant((MUTANTS | MORE_MUTANTS)[name], tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize("scenario", scenarios(MUTANTS | MORE_MUTANTS), ids=lambda s: s.__name__)
-def test_without_a_mutant_all_is_well(scenario: Callable[[], bool], metal_on_cpu: Interpreter) -> None:
-    assert scenario()
+test_mutant_is_caught, test_without_a_mutant_all_is_well = mutant_tests(MUTANTS)

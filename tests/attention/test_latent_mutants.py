@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.attention.metal_cases import TOLERANCE, Case
-from tests.attention.mutants import Mutant, Scenario, check_mutant, scenarios
+from tests.attention.mutants import Mutant, mutant_tests
 from tests.metal_on_cpu import (
     DataRace,
     Divergence,
@@ -16,10 +13,7 @@ from tests.metal_on_cpu import (
     MetalError,
     MetalRunError,
     OutOfBounds,
-    is_supported,
 )
-
-pytestmark = pytest.mark.skipif(not is_supported(), reason="needs the kernels to run on the CPU")
 
 LENS = [(20, 50), (1, 33), (13, 100)]
 
@@ -90,9 +84,6 @@ MUTANTS: dict[str, Mutant] = {
     "values of another step": (
         "latent_attention", "static_cast<float>(part[k * PAIRS_EACH + p][f * 2]);",
         "static_cast<float>(part[p][f * 2]);", plain, None),
-}  # fmt: skip
-
-MORE_MUTANTS: dict[str, Mutant] = {
     "no barrier before the output": (
         "latent_attention", "}\n" + BARRIER[2:] + "\n#pragma", "}\n\n#pragma", plain, DataRace),
     "a fence for the wrong memory": (
@@ -143,20 +134,5 @@ MORE_MUTANTS: dict[str, Mutant] = {
         "latent_attention", "SIMDGROUPS * KEYS * PITCH / 2]", "(SIMDGROUPS - 1) * KEYS * PITCH / 2]", plain,
         OutOfBounds),
 }  # fmt: skip
-"""For `make test-kernels`."""
 
-
-@pytest.mark.parametrize("name", [*MUTANTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_MUTANTS)])
-def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_mutant((MUTANTS | MORE_MUTANTS)[name], tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize("scenario", scenarios(MUTANTS), ids=lambda s: s.__name__)
-def test_without_a_mutant_all_is_well(scenario: Scenario, metal_on_cpu: Interpreter) -> None:
-    assert scenario()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scenario", scenarios(MORE_MUTANTS), ids=lambda s: s.__name__)
-def test_without_one_of_the_other_mutants_all_is_well(scenario: Scenario, metal_on_cpu: Interpreter) -> None:
-    assert scenario()
+test_mutant_is_caught, test_without_a_mutant_all_is_well = mutant_tests(MUTANTS)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-
-import pytest
 
 from mlxpaged.attention.tuning import MATRIX, Tuning
 from tests.attention.metal_cases import TOLERANCE, Case
-from tests.attention.mutants import Mutant, Scenario, check_mutant, scenarios
+from tests.attention.mutants import Mutant, mutant_tests
 from tests.metal_on_cpu import (
     DataRace,
     Divergence,
@@ -17,10 +14,7 @@ from tests.metal_on_cpu import (
     MetalError,
     MetalRunError,
     OutOfBounds,
-    is_supported,
 )
-
-pytestmark = pytest.mark.skipif(not is_supported(), reason="needs the kernels to run on the CPU")
 
 SIZES = {"head_dim": 12, "value_size": 20, "group": 3}
 """Neither keys nor values fill their pairs of matrices, and two simdgroups have no columns."""
@@ -85,9 +79,6 @@ MUTANTS: dict[str, Mutant] = {
     "scores not transposed": (
         "matrix_attention", "(r * 8 + matrix_column + e) * PITCH + simdgroup * 8 + matrix_row",
         "(r * 8 + matrix_row) * PITCH + simdgroup * 8 + matrix_column + e", plain, None),
-}  # fmt: skip
-
-MORE_MUTANTS: dict[str, Mutant] = {
     "one tile of scores": ("matrix_attention", "start / KEYS % 2 *", "0 *", plain, DataRace),
     "keys before the range": (
         "matrix_attention", "key >= first_key && key < key_end", "key < key_end", each_key_once, None),
@@ -136,20 +127,5 @@ MORE_MUTANTS: dict[str, Mutant] = {
         "matrix_attention", "KEY_PAIRS * 2 * ROW_TILES * 32]", "(KEY_PAIRS * 2 * ROW_TILES - 1) * 32]", plain,
         OutOfBounds),
 }  # fmt: skip
-"""For `make test-kernels`."""
 
-
-@pytest.mark.parametrize("name", [*MUTANTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_MUTANTS)])
-def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_mutant((MUTANTS | MORE_MUTANTS)[name], tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize("scenario", scenarios(MUTANTS), ids=lambda s: s.__name__)
-def test_without_a_mutant_all_is_well(scenario: Scenario, metal_on_cpu: Interpreter) -> None:
-    assert scenario()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scenario", scenarios(MORE_MUTANTS), ids=lambda s: s.__name__)
-def test_without_one_of_the_other_mutants_all_is_well(scenario: Scenario, metal_on_cpu: Interpreter) -> None:
-    assert scenario()
+test_mutant_is_caught, test_without_a_mutant_all_is_well = mutant_tests(MUTANTS)

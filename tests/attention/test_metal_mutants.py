@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
-import pytest
 
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
 from tests.attention import scenes
 from tests.attention.metal_cases import TOLERANCE, Case
-from tests.attention.mutants import Mutant, check_mutant, scenarios
+from tests.attention.mutants import Mutant, mutant_tests
 from tests.metal_on_cpu import (
     DataRace,
     Divergence,
-    Interpreter,
     MetalCompileError,
     MetalError,
     MetalRunError,
     OutOfBounds,
     ResourceLimit,
     UninitialisedOutput,
-    is_supported,
 )
-from tests.support import every
-
-pytestmark = pytest.mark.skipif(not is_supported(), reason="needs the kernels to run on the CPU")
-
 
 # What is run, and whether its numbers are right.
 
@@ -322,12 +312,4 @@ MUTANTS: dict[str, Mutant] = {
     "no token of a move": ("block_move", "  done[0] = 1;\n", "", move, UninitialisedOutput),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", every(4, MUTANTS))
-def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_mutant(MUTANTS[name], tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize("scenario", scenarios(MUTANTS), ids=lambda s: s.__name__)
-def test_without_a_mutant_all_is_well(scenario: Callable[[], bool], metal_on_cpu: Interpreter) -> None:
-    assert scenario()
+test_mutant_is_caught, test_without_a_mutant_all_is_well = mutant_tests(MUTANTS)

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
-import pytest
 
-from tests.attention.mutants import Mutant, check_mutant, scenarios
+from tests.attention.mutants import Mutant, mutant_tests
 from tests.attention.qkv_cases import KINDS, SMALL, QkvCase, retyped
 from tests.metal_on_cpu import (
     DataRace,
     Divergence,
-    Interpreter,
     MetalCompileError,
     MetalError,
     OutOfBounds,
     UninitialisedOutput,
-    is_supported,
 )
-
-pytestmark = pytest.mark.skipif(not is_supported(), reason="needs the kernels to run on the CPU")
 
 
 def halves() -> bool:
@@ -152,12 +144,4 @@ MUTANTS: dict[str, Mutant] = {
     "an implicit bfloat": ("qkv_write", "to[at] = static_cast<T>(x);", "to[at] = x;", bfloat, MetalCompileError),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_mutant(MUTANTS[name], tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize("scenario", scenarios(MUTANTS), ids=lambda s: s.__name__)
-def test_without_a_mutant_all_is_well(scenario: Callable[[], bool], metal_on_cpu: Interpreter) -> None:
-    assert scenario()
+test_mutant_is_caught, test_without_a_mutant_all_is_well = mutant_tests(MUTANTS)
