@@ -191,17 +191,20 @@ class AttentionLayer:
         self._pool.write_blocks(order, *whole)
         sizes = (layout.key_size, layout.value_size)
         self._keys, self._values = (mx.random.normal((batch, heads, context, size)).astype(dtype) for size in sizes)
-        self._queries = mx.random.normal((batch, spec.num_query_heads, layout.key_size)).astype(dtype)
-        mx.eval(self._pool.arrays, self._keys, self._values, self._queries)
+        shapes = [(batch, spec.num_query_heads, size) for size in layout.input_sizes]
+        self._queries, q_pe = (mx.random.normal(shape).astype(dtype) for shape in shapes)
+        self._whole = mx.concatenate([self._queries, q_pe], axis=-1) if layout.latent else self._queries
+        self._q_pe = q_pe if layout.latent else None
+        mx.eval(self._pool.arrays, self._keys, self._values, self._queries, self._whole, q_pe)
 
     def ours(self) -> float:
         start = time.perf_counter()
-        mx.eval(self._pool.attend(self._queries, self._build(), scale=0.125))
+        mx.eval(self._pool.attend(self._queries, self._build(), scale=0.125, q_pe=self._q_pe))
         return time.perf_counter() - start
 
     def contiguous(self) -> float:
         start = time.perf_counter()
-        queries = self._queries[:, :, None]
+        queries = self._whole[:, :, None]
         with blas_threads():
             mx.eval(mx.fast.scaled_dot_product_attention(queries, self._keys, self._values, scale=0.125))
             return time.perf_counter() - start
