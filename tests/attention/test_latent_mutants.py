@@ -120,6 +120,7 @@ MUTANTS: dict[str, Mutant] = {
         "latent_attention", "matrix_row / 2 * 4 + f * 2 + matrix_row % 2;",
         "matrix_row / 2 * 4 + f * 2 + 1 - matrix_row % 2;", plain, None),
     "q_pe of another query": ("latent_attention", "q_pe[of_query * (DK - DV)", "q_pe[0 * (DK - DV)", plain, None),
+    "q_pe not divided": ("latent_attention", "+ column - DV] / scale)", "+ column - DV])", plain, None),
     "a head of the first tile": (
         "latent_attention", "const int head = first_head + row % HEADS;\n        if",
         "const int head = row % HEADS;\n        if", many_columns, None),
