@@ -139,7 +139,6 @@ class ClusterEngine(threading.Thread):
         self._processes: Processes | None = None
         self._tokenizer: Future[Tokenizer] | None = None
         self._hellos: dict[int, Hello] = {}
-        self._heard_at: dict[int, float] = {}
         self._join_by = 0.0
         self._beat_at = 0.0
         self._is_ready = False
@@ -246,7 +245,7 @@ class ClusterEngine(threading.Thread):
     def _launch(self) -> None:
         """Start the processes of all ranks."""
         assert self._slot is not None
-        self._hellos, self._heard_at, self._blames = {}, {}, []
+        self._hellos, self._blames = {}, []
         self._is_ready = False
         self._join_by = time.monotonic() + JOIN_SECONDS
         on_joined, on_message, on_lost = (
@@ -265,7 +264,6 @@ class ClusterEngine(threading.Thread):
         if processes is not self._processes:
             return
         self._hellos[hello.rank] = hello
-        self._heard_at[hello.rank] = time.monotonic()
         if hello.versions != versions():
             theirs, ours = (" and ".join(sorted(each)) for each in differences(hello.versions, versions()))
             self._blame(3, Failure(f"{self._hosts.label(hello.rank)} has {theirs}, but the server has {ours}"))
@@ -283,7 +281,6 @@ class ClusterEngine(threading.Thread):
     def _on_message(self, processes: Processes, rank: int, message: object) -> None:
         if processes is not self._processes or self._slot is None:
             return
-        self._heard_at[rank] = time.monotonic()
         callbacks = self._slot.callbacks
         if isinstance(message, Stepped):
             callbacks.on_step([self._note(output) for output in message.outputs], message.stats)
@@ -381,9 +378,8 @@ class ClusterEngine(threading.Thread):
         if self._processes is None:
             return
         self._beat()
-        for rank, heard_at in self._heard_at.items():
-            if now - heard_at >= LOST_SECONDS:
-                self._blame(1, Failure(f"{self._hosts.label(rank)} has not been heard from for {LOST_SECONDS:.0f} s"))
+        for rank in self._processes.silence.lost():
+            self._blame(1, Failure(f"{self._hosts.label(rank)} has not been heard from for {LOST_SECONDS:.0f} s"))
         missing = [self._hosts.label(rank) for rank in range(len(self._hosts)) if rank not in self._hellos]
         if missing and (status := self._processes.launch_status) is not None:
             self._blame(0, Failure(f"{' and '.join(missing)} did not start: mlx.launch ended with status {status}"))

@@ -18,6 +18,7 @@ from functools import partial
 from mlxpaged.cluster.channel import Channel, Listener
 from mlxpaged.cluster.hosts import Hosts
 from mlxpaged.cluster.messages import Hello
+from mlxpaged.cluster.silence import Silence
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Processes:
         self._on_joined, self._on_message, self._on_lost = on_joined, on_message, on_lost
         self.channels: dict[int, Channel] = {}
         self.pids: dict[int, int] = {}
+        self.silence = Silence()  # of the ranks
         secret = secrets.token_bytes(SECRET_BYTES)
         self._listener = Listener(hosts.hosts[0].ips[0], hosts.addresses, secret)
         self._hostfile = tempfile.NamedTemporaryFile("w", prefix="mlxpaged-hosts-")  # noqa: SIM115
@@ -86,9 +88,12 @@ class Processes:
             assert isinstance(hello, Hello)
             rank = hello.rank
             self.channels[rank], self.pids[rank] = channel, hello.pid
+            self.silence.heard(rank)
             self._on_joined(self, hello)
             while True:
-                self._on_message(self, rank, channel.receive())
+                message = channel.receive()
+                self.silence.heard(rank)
+                self._on_message(self, rank, message)
         if rank is not None:
             self._on_lost(self, rank)
 

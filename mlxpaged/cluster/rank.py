@@ -35,6 +35,7 @@ from mlxpaged.cluster.messages import (
     Submit,
     versions,
 )
+from mlxpaged.cluster.silence import Silence
 from mlxpaged.engine.builder import load_core
 from mlxpaged.engine.engine_thread import EXPECTED, Callbacks, EngineThread, Failure, ModelSlot
 from mlxpaged.engine.follower import follow
@@ -77,7 +78,8 @@ class Rank:
         self._channel = channel
         self._secret = secret
         self._accepts = accepts
-        self._heard_at = time.monotonic()
+        self._silence = Silence()  # of the server
+        self._silence.heard()
         self._thread = EngineThread()
         self._slot: ModelSlot | None = None
         self._link: Link | None = None
@@ -88,7 +90,7 @@ class Rank:
         try:
             while True:
                 message = self._channel.receive()
-                self._heard_at = time.monotonic()
+                self._silence.heard()
                 self._handle(message)
         except (OSError, EOFError):
             logger.debug("the server has ended")
@@ -97,7 +99,7 @@ class Rank:
 
     def _beat(self) -> None:
         """Tell the server that this process is alive, and end it if the server is not."""
-        while time.monotonic() - self._heard_at < LOST_SECONDS:
+        while not self._silence.lost():
             self._send(Beat())
             time.sleep(BEAT_SECONDS)
         logger.critical("the server has not been heard from for %.0f s", LOST_SECONDS)
