@@ -22,7 +22,6 @@ from tests.support import wait_until
 
 START_SECONDS = 180.0
 PROMPTS = ["Once upon a time", "The sum of 3 and 4", "Hello there, my", "A list: one, two"]
-LENGTH = 64
 LISTEN = "0A"
 """The state of a socket in /proc/net/tcp."""
 LOCAL = {"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}
@@ -30,9 +29,12 @@ LOCAL = {"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}
 
 @dataclass
 class Cluster:
+    """length: tokens of an answer."""
+
     command: Command
     url: str
     home: Path
+    length: int
     expected: dict[str, str] = field(default_factory=dict)
 
     def health(self) -> tuple[int, dict[str, Any]]:
@@ -59,7 +61,7 @@ class Cluster:
 
     def complete(self, prompt: str, begun: threading.Event | None = None) -> Answer:
         """begun: set when a part of the answer is there."""
-        body = {"prompt": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True, "stream": True}
+        body = {"prompt": prompt, "max_tokens": self.length, "temperature": 0, "ignore_eos": True, "stream": True}
         answer = Answer()
         with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=180, trust_env=False) as response:
             if response.status_code != 200:
@@ -177,9 +179,10 @@ def cluster_of(
     *flags: str,
     model: str = "demo",
     hosts: list[dict[str, Any]] | None = None,
+    length: int = 64,
     env: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Cluster]:
-    """hosts: of the hostfile; by default two ranks of this machine."""
+    """hosts: of the hostfile; by default two ranks of this machine. length: tokens of an answer."""
     directory.mkdir(parents=True, exist_ok=True)
     hostfile = directory / "hosts.json"
     hostfile.write_text(json.dumps(hosts or [LOCAL] * 2))
@@ -187,6 +190,6 @@ def cluster_of(
     with mlxpaged(directory, *arguments, env={"OPENBLAS_NUM_THREADS": "1", **env}, fork=False) as command:
         wait_until(lambda: "http://" in command.stdout or command.process.poll() is not None, START_SECONDS)
         assert command.process.poll() is None, command.stderr
-        cluster = Cluster(command, command.url, directory)
+        cluster = Cluster(command, command.url, directory, length)
         cluster.expected = {prompt: cluster.complete(prompt).text for prompt in PROMPTS}
         yield cluster

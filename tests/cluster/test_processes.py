@@ -28,6 +28,8 @@ NUM_RANKS = int(os.environ.get("MLXPAGED_RANKS", "2"))
 NOTICED_SECONDS = 60.0
 
 HOSTS = [LOCAL] * NUM_RANKS
+LENGTH = 64 if NUM_RANKS <= 2 else 16
+"""Tokens of an answer. Four ranks that wait for each other on two cores take 0.3 s for one."""
 
 each_rank = pytest.mark.parametrize("rank", range(NUM_RANKS))
 
@@ -45,7 +47,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def restarting(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Of the four requests of a load, two wait in the queue."""
     directory = tmp_path_factory.mktemp("restarting")
-    with cluster_of(directory, "--restart-ranks", "--max-num-seqs", "2", model=model, hosts=HOSTS) as cluster:
+    flags = ("--restart-ranks", "--max-num-seqs", "2")
+    with cluster_of(directory, *flags, model=model, hosts=HOSTS, length=LENGTH) as cluster:
         yield cluster
 
 
