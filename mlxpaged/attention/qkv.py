@@ -113,7 +113,8 @@ class Qkv:
         ends = [heads * size * (1 + self.gated), (heads * (1 + self.gated) + kv_heads) * size]
         parts = zip(mx.split(rows, ends, axis=-1), (heads, kv_heads, kv_heads), strict=True)
         queries, keys, values = (part.reshape(len(rows), number, 1, -1) for part, number in parts)
-        queries = queries[..., :size]
+        if self.gated:
+            queries = queries[..., :size]
         if self.norms is not None:
             queries, keys = (norm(x) for norm, x in zip(self.norms, (queries, keys), strict=True))
         rotate = self.rope if self.own_rope is None else self.own_rope  # a module without arrays is false
