@@ -12,12 +12,15 @@ import pytest
 
 from mlxpaged.api.batches import runner
 from mlxpaged.api.errors import ApiError, no_room
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.errors import EngineState
 from mlxpaged.models.turns import Turns
 from mlxpaged.registry.errors import NoRoomError
-from mlxpaged.registry.registry import Limits
+from mlxpaged.registry.model import Model
+from mlxpaged.registry.registry import Limits, Registry
 from tests.api.helpers import DEADLINE, Background, FakeClock, StepGate, post, raw, run_on
 from tests.api.test_batches import ended, jsonl, lines_of, submit
-from tests.registry.helpers import hold_loads, models, refusal, states
+from tests.registry.helpers import POOL, hold_loads, models, refusal, states
 from tests.support import RunningServer, running_server, wait_until
 
 
@@ -69,6 +72,33 @@ def test_lines_of_a_batch_wait_for_another_load_if_theirs_is_ended(
         found = ended(client, batch)
         assert found.request_counts is not None
         assert (found.request_counts.completed, found.request_counts.failed) == (1, 0)
+
+
+def test_a_batch_waits_while_the_ranks_of_the_server_start_again(
+    paths: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = list[EngineState]()
+
+    class Watched(Registry):
+        def require_ready(self) -> None:
+            looks.append(self.state)
+            super().require_ready()
+
+    base = EngineConfig(kv_cache_bytes=POOL)
+    registry = Watched({"demo": Model("demo", base)}, base)
+    with running_server(registry, data_dir=tmp_path) as server, server.client() as client, StepGate(server) as gate:
+        batch = submit(client, jsonl([run_on("x", 3)] * 2))
+        gate.wait_held()
+        engine = server.engine
+        engine.slot.callbacks.on_restart("rank 1 died")
+        wait_until(lambda: looks[-3:] == [EngineState.LOADING] * 3)
+        gate.open()
+        assert engine.info is not None
+        assert engine.stats is not None
+        engine.slot.callbacks.on_ready(engine.info, engine.stats)
+        found = ended(client, batch)
+        assert found.request_counts is not None
+        assert (found.request_counts.completed, found.request_counts.failed) == (2, 0)
 
 
 def test_a_shutdown_refuses_what_waits_for_a_load(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,10 @@ CLIENT = "batches"
 POLL_SECONDS = 0.1
 """A batch checks at this interval whether there is room, and whether the batch or the server has to stop."""
 
+PASSING_STATES = (EngineState.STALLED, EngineState.LOADING)
+"""A batch waits while the server or a line's model is in one of these: its ranks start again, or the load of the model
+was ended and begins anew."""
+
 DISK_SECONDS = 2.0
 """What could not be saved is tried again after this time."""
 
@@ -269,15 +273,20 @@ class BatchRunner:
             await append([(place, failure_line(place, "batch_expired", message)) for place in left])
 
     def _is_over(self, batch: BatchRecord) -> bool:
-        """Whether the batch was cancelled or has expired. Raises EngineUnavailableError. A stall may end."""
-        try:
-            self._registry.require_ready()
-        except EngineUnavailableError as error:
-            if error.state is not EngineState.STALLED:
-                raise
+        """Whether the batch was cancelled or has expired. Raises EngineUnavailableError."""
+        self._require_server()
         if batch.status != "cancelling" and batch.expired_at is None and now() >= batch.expires_at:
             batch.expired_at = now()
         return batch.status == "cancelling" or batch.expired_at is not None
+
+    def _require_server(self) -> None:
+        """Raises EngineUnavailableError if the server ends or its engine has failed. A stall may end, and ranks start
+        again."""
+        try:
+            self._registry.require_ready()
+        except EngineUnavailableError as error:
+            if error.state not in PASSING_STATES:
+                raise
 
     def _has_room(self, count: int) -> bool:
         """Whether `count` sequences may start: batches use at most half of the slots, unless nothing else runs."""
@@ -333,9 +342,8 @@ class BatchRunner:
                     continue
                 except Exception as error:
                     if isinstance(error, EngineUnavailableError):
-                        if error.state is not EngineState.STALLED:
-                            self._registry.require_ready()  # raises if it is the whole server, not the line's model
-                        if error.state in (EngineState.STALLED, EngineState.LOADING):  # LOADING: its load was ended
+                        self._require_server()  # it may be the line's model alone
+                        if error.state in PASSING_STATES:
                             await asyncio.sleep(POLL_SECONDS)
                             continue
                     answer = from_engine(error)
