@@ -18,19 +18,22 @@ class Silence:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._checked_at = clock()
+        self._looked_at = clock()
         self._lock = threading.Lock()
         self._seconds: dict[int, float] = {}
 
     def heard(self, peer: int = 0) -> None:
         """Note that something came from a peer, by default from the only one. For any thread."""
         with self._lock:
-            self._seconds[peer] = 0.0
+            self._seconds[peer] = -self._since_last_look()  # which the next look adds
 
     def lost(self) -> list[int]:
         """The peers that have been silent for LOST_SECONDS since they were heard."""
-        now = self._clock()
-        passed, self._checked_at = min(now - self._checked_at, BEAT_SECONDS), now
         with self._lock:
+            passed = self._since_last_look()
+            self._looked_at = self._clock()
             self._seconds = {peer: silent + passed for peer, silent in self._seconds.items()}
             return [peer for peer, silent in self._seconds.items() if silent >= LOST_SECONDS]
+
+    def _since_last_look(self) -> float:
+        return min(self._clock() - self._looked_at, BEAT_SECONDS)

@@ -22,6 +22,18 @@ def test_a_peer_is_lost_after_six_silent_seconds_and_back_when_it_is_heard() -> 
     assert silence.lost() == []
 
 
+def test_what_was_before_a_message_is_no_silence() -> None:
+    clock = FakeClock()
+    silence = Silence(clock)
+    clock.now += 0.9
+    silence.heard()
+    clock.now += 0.1
+    for _ in range(6):
+        assert silence.lost() == []
+        clock.now += 1.0
+    assert silence.lost() == [0]
+
+
 def test_a_pause_of_the_one_that_waits_is_not_the_silence_of_its_peers() -> None:
     """When it goes on, it may look before it has read what they have sent."""
     clock = FakeClock()
