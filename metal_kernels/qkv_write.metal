@@ -2,12 +2,13 @@
 // and keys (NORMS: as mx.fast.rms_norm), rotates them (ROTATED > 0: as mx.fast.rope), and writes keys and values into
 // their slots of the pools, in place. Results are rounded to T wherever MLX's separate kernels round them.
 //
-// rows [T, HEADS * QUERY + KV_HEADS * DK + KV_HEADS * DV]: queries, keys, values, and if GATED a gate of DK elements,
-// which is not read, after each head of queries; positions [T]; slot_mapping [>= T]: block * BLOCK + slot, -1: not written; written: the first tokens, whose keys and values are written; query_weight,
-// key_weight [DK] of the norms; frequencies [ROTATED / 2]: wavelengths / 2 pi of the pairs, if FREQUENCIES; settings
-// [5]: the norms' epsilons for queries and keys, log2 of the base if not FREQUENCIES, the factor on positions, the
-// factor on elements that are rotated; key_pool, value_pool [blocks, KV_HEADS, BLOCK, DK or DV]; after: token of the
-// last kernel that touched the pools. Inputs that a variant does not read have any value.
+// rows [T, HEADS * DK + KV_HEADS * DK + KV_HEADS * DV]: queries, keys, values; if GATED, each head of queries is followed
+// by DK elements that are not read; positions [T]; slot_mapping [>= T]: block * BLOCK + slot, -1: not written; written:
+// the first tokens, whose keys and values are written; query_weight, key_weight [DK] of the norms; frequencies
+// [ROTATED / 2]: wavelengths / 2 pi of the pairs, if FREQUENCIES; settings [5]: the norms' epsilons for queries and keys,
+// log2 of the base if not FREQUENCIES, the factor on positions, the factor on elements that are rotated; key_pool,
+// value_pool [blocks, KV_HEADS, BLOCK, DK or DV]; after: token of the last kernel that touched the pools. Inputs that a
+// variant does not read have any value.
 // queries [T, HEADS, DK]; done [1]: the token
 // If QUANTIZED, the pools are packed, and scales are as in kv_quantize.metal. Keys go through threadgroup memory, one for
 // each of ROWS simdgroups, because a group's elements are not those of neighbouring lanes.

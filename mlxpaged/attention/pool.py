@@ -60,7 +60,11 @@ class Options(NamedTuple):
 
     def whole(self, queries: mx.array) -> mx.array:
         """The queries with their rotary part, [..., key_size]."""
-        return queries if self.q_pe is None else mx.concatenate([queries, self.q_pe / self.scale], axis=-1)
+        if self.q_pe is None:
+            return queries
+        # By the scale itself, as the kernel does: half types have another one.
+        q_pe = (self.q_pe.astype(mx.float32) / self.scale).astype(queries.dtype)
+        return mx.concatenate([queries, q_pe], axis=-1)
 
 
 Shapes = Sequence[tuple[int, ...]]

@@ -188,7 +188,7 @@ def fuse(module: Any, dtype: mx.Dtype) -> None:
     rows = joint(x)
     if mask is not None or not isinstance(scale, (int, float)) or rows.dtype != dtype:
         raise CannotFuseError("it attends with a mask, a scale or a type of its own")
-    gated = rows.shape[-1] == row_size(layout, heads, gated=True)
+    gated = layout.key_size == layout.value_size and rows.shape[-1] == row_size(layout, heads, gated=True)
     if not gated and rows.shape[-1] != row_size(layout, heads):
         raise CannotFuseError("its projections have other outputs in addition")
     arguments = tuple(inspect.signature(module.__call__).parameters)[:3]
