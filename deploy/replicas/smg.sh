@@ -4,7 +4,8 @@
 listen=127.0.0.1:8080
 metrics=127.0.0.1:8079
 
-# By default it asks a replica every 60 seconds whether it is healthy, and takes one that failed back after two answers.
+# By default it asks a replica every 60 seconds whether it is healthy, takes one that failed back after two answers, and
+# sends it nothing for 60 seconds after several failures.
 exec "${SMG:-smg}" launch --policy cache_aware --host "${listen%:*}" --port "${listen#*:}" \
 	--prometheus-host "${metrics%:*}" --prometheus-port "${metrics#*:}" \
 	--health-check-interval-secs 1 --health-success-threshold 1 --cb-timeout-duration-secs 2 \

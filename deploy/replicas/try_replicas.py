@@ -298,19 +298,19 @@ def main() -> int:
         replicas = [replica_program("mac-1", folder, first), replica_program("mac-2", folder, second)]
         router = router_program(args.router, program, folder, front)
         with running([*replicas, router]):
-            problems = [*show_conversations(router, replicas), *show_ends(router, replicas)]
+            problems = [*show_conversations(router, replicas, args.router != "smg"), *show_ends(router, replicas)]
     for problem in problems:
         print(f"NOT AS IT SHOULD BE: {problem}")
     return 1 if problems else 0
 
 
-def show_conversations(router: Program, replicas: Sequence[Program]) -> Iterator[str]:
-    """Yields what is wrong."""
+def show_conversations(router: Program, replicas: Sequence[Program], names_replicas: bool) -> Iterator[str]:
+    """Yields what is wrong. names_replicas: whether the router says which replica has answered."""
     conversations = converse(router.url)
-    show_replicas(conversations)  # SMG does not say which replica has answered
+    show_replicas(conversations)
     moved = sum(not each.stayed for each in conversations)
     missed = sum(not each.hit for each in conversations)
-    known = f"{moved} of {len(conversations)} conversations moved, " if conversations[0].turns[0].replica else ""
+    known = f"{moved} of {len(conversations)} conversations moved, " if names_replicas else ""
     print(f"{known}{missed} missed their prefix")
     direct, routed = first_token_ms(replicas[0].url), first_token_ms(router.url)
     print(f"first token after {direct:.1f} ms, through the router {routed:.1f} ms\n")
