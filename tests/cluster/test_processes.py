@@ -163,9 +163,28 @@ def test_no_orphan_stays_when_the_server_ends(model: str, tmp_path: Path, number
         wait_until(lambda: not cluster.processes(), 15)
 
 
+def with_start(directory: Path, code: str) -> str:
+    """A PYTHONPATH with which every interpreter first runs `code`."""
+    start = directory / "start"
+    start.mkdir()
+    (start / "sitecustomize.py").write_text(code)
+    return os.pathsep.join((str(start), *filter(None, [os.environ.get("PYTHONPATH")])))
+
+
+WAITING_RANK_1 = """\
+import os, pathlib, time
+
+while os.environ.get("MLX_RANK") == "1" and not pathlib.Path({reached!r}).exists():
+    time.sleep(0.05)
+"""
+"""Until all ranks are there, the server and rank 0 listen."""
+
+
 def test_connections_that_prove_nothing_keep_no_rank_from_starting(model: str, tmp_path: Path) -> None:
-    with Storm(tmp_path) as storm, cluster_of(tmp_path, model=model, hosts=HOSTS) as cluster:
-        assert len(storm.ports) >= 3  # of the server for its ranks, of rank 0 for the others, and of HTTP
+    reached = tmp_path / "reached"
+    env = {"PYTHONPATH": with_start(tmp_path, WAITING_RANK_1.format(reached=str(reached)))}
+    with Storm(tmp_path, reached) as storm, cluster_of(tmp_path, model=model, hosts=HOSTS, env=env) as cluster:
+        wait_until(lambda: len(storm.ports) >= 3)  # of the server for its ranks, of rank 0 for the others, and of HTTP
         assert set(cluster.ranks()) == {*range(NUM_RANKS)}
         answer = cluster.complete(PROMPTS[0])
         assert (answer.text, answer.error) == (cluster.expected[PROMPTS[0]], None)
@@ -193,15 +212,11 @@ if os.environ.get("MLX_RANK") == "1":
 
 
 def test_a_rank_with_other_versions_is_refused_and_named(tmp_path: Path) -> None:
-    start = tmp_path / "start"  # every interpreter runs its sitecustomize.py
-    start.mkdir()
-    (start / "sitecustomize.py").write_text(OTHER_MLX_ON_RANK_1)
     hostfile = tmp_path / "hosts.json"
     hostfile.write_text(json.dumps([LOCAL] * 2))
-    path = os.pathsep.join((str(start), *filter(None, [os.environ.get("PYTHONPATH")])))
-    with mlxpaged(
-        tmp_path, "serve", "demo", "--port", "0", "--hosts", str(hostfile), env={"PYTHONPATH": path}, fork=False
-    ) as command:
+    arguments = ["serve", "demo", "--port", "0", "--hosts", str(hostfile)]
+    env = {"PYTHONPATH": with_start(tmp_path, OTHER_MLX_ON_RANK_1)}
+    with mlxpaged(tmp_path, *arguments, env=env, fork=False) as command:
         assert command.process.wait(START_SECONDS) == 1
         assert f"rank 1 (127.0.0.1) has mlx 0.1, but the server has mlx {version('mlx')}\n" in command.stderr
     wait_until(lambda: not processes_of(tmp_path))
