@@ -13,6 +13,7 @@ import pytest
 from mlxpaged.attention import latent
 from mlxpaged.attention.latent import ExpandedChunk, Identity, LatentLayer, make_latent_groups
 from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.pool import Locality, Options
 from mlxpaged.step import Step
 from tests.metal_on_cpu.fixtures import metal, metal_on_cpu
 from tests.models.architectures import is_installed, make_architecture
@@ -47,6 +48,14 @@ def test_the_product_of_queries_and_the_identity_is_no_operation_and_mlx_sees_a_
     q_pe, k_pe = mx.random.normal((3, 2, 1, 4)), Identity(mx.eye(4))
     assert (q_pe @ k_pe.swapaxes(-1, -2)) is q_pe
     assert mx.array_equal(mx.matmul(q_pe, mx.swapaxes(k_pe, -1, -2)), q_pe)
+
+
+def test_copied_rows_are_divided_by_the_scale_itself_as_in_the_kernel() -> None:
+    """In bfloat16, the scale of DeepSeek V3 is 0.3 % smaller."""
+    scale, q_pe = 0.13523, mx.random.normal((64, 2, 8), key=mx.random.key(0)).astype(mx.bfloat16)
+    whole = Options(scale, Locality(), None, None, q_pe).whole(mx.zeros((64, 2, 4), mx.bfloat16))
+    ratios = np.array(whole[..., 4:].astype(mx.float32)) / (np.array(q_pe.astype(mx.float32)) / scale)
+    assert abs(ratios.mean() - 1) < 1e-3
 
 
 def test_a_step_without_a_long_chunk_is_one_call() -> None:
