@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -104,6 +105,13 @@ def test_the_benchmark_of_the_engine_measures(run: Callable[..., str], hybrid: s
     ratios = {line.split(", contexts")[0].strip(): float(line.split()[-1]) for line in graphs.splitlines()[1:]}
     assert list(ratios) == [f"{kind}, batch {n}" for kind in ("dense", "hybrid") for n in (1, 4)]
     assert min(ratios.values()) > 0
+
+
+def test_the_counts_of_the_house_have_the_files_that_every_decode_step_runs(run: Callable[..., str]) -> None:
+    counts, files = run("house.py").split("a decode step runs functions of ")
+    assert len(re.findall(r"^(.+): [\d,]+( lines in \d+ files)?$", counts, re.MULTILINE)) == 4
+    assert {"step.py", "engine/step_loop.py", "scheduler/scheduler.py", "attention/layer.py"} <= set(files.split())
+    assert not {"engine/images.py", "models/loader.py", "api/app.py"} & set(files.split())
 
 
 def test_the_benchmark_of_the_host_builds_both_graphs(
