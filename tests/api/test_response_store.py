@@ -44,6 +44,21 @@ def test_a_conversation_outlives_the_responses_before_it() -> None:
     assert store.num_bytes == 0
 
 
+def test_a_response_that_is_deleted_while_it_is_continued_counts_again() -> None:
+    store = ResponseStore()
+    first = put(store, "anna", 1000)
+    second = store.responses[put(store, "anna", 2000, first)]
+    held = store.num_bytes
+    for response in (first, second.response["id"]):  # the next request has read the conversation
+        store.delete(response)
+    store.add("anna", {"id": "third", "output": []}, second, [])
+    third = store.responses["third"]
+    assert [text_of(item) for item in third.conversation] == ["x" * 1000, "Yes.", "x" * 2000, "Yes."]
+    assert store.num_bytes == held + third.num_bytes
+    store.delete("third")
+    assert store.num_bytes == 0
+
+
 def test_what_a_conversation_holds_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each response continues the one before: deleting those frees nothing, until the chain itself is too long."""
     monkeypatch.setattr(response_store, "MAX_BYTES", 100_000)

@@ -29,14 +29,14 @@ OUTPUT: TypeAdapter[list[OutputItem]] = TypeAdapter(list[OutputItem])
 class StoredResponse:
     """owner: the name of its API key, if any. body: the response. previous: the one that it continues. inputs, outputs:
     the items of the request and of the answer, by their ids. All but the owner are JSON. uses: how many hold it, the
-    store and the responses that continue it."""
+    store and the responses that continue it; its bytes count while it has any."""
 
     owner: str | None
     body: bytes
     previous: StoredResponse | None
     inputs: dict[str, bytes]
     outputs: dict[str, bytes]
-    uses: int = field(default=1, init=False)
+    uses: int = field(default=0, init=False)
 
     @property
     def response(self) -> dict[str, Any]:
@@ -99,19 +99,29 @@ class ResponseStore:
         stored = StoredResponse(owner, json.dumps(response).encode(), previous, inputs, outputs)
         self.responses[response["id"]] = stored
         self._holders |= dict.fromkeys((*inputs, *outputs), stored)
-        self._num_bytes[owner] += stored.num_bytes
-        if previous is not None:
-            previous.uses += 1
+        self._hold(stored)
         while len(self.responses) > MAX_RESPONSES:
             self._delete_oldest(Counter(each.owner for each in self.responses.values()))
         while self.num_bytes > MAX_BYTES:
             self._delete_oldest(self._num_bytes)
 
     def delete(self, response_id: str) -> None:
-        stored: StoredResponse | None = self.responses.pop(response_id)
-        assert stored is not None
+        stored = self.responses.pop(response_id)
         for item_id in (*stored.inputs, *stored.outputs):
             del self._holders[item_id]
+        self._release(stored)
+
+    def _hold(self, stored: StoredResponse | None) -> None:
+        """Holds a response, and those before it that nothing else holds: they may have been deleted since the request
+        that continues them began."""
+        while stored is not None:
+            stored.uses += 1
+            if stored.uses > 1:
+                return
+            self._num_bytes[stored.owner] += stored.num_bytes
+            stored = stored.previous
+
+    def _release(self, stored: StoredResponse | None) -> None:
         while stored is not None:  # those before it, if nothing else holds them
             stored.uses -= 1
             if stored.uses:
