@@ -66,9 +66,20 @@ def test_what_a_conversation_holds_counts(monkeypatch: pytest.MonkeyPatch) -> No
     for _ in range(300):
         last = put(store, "anna", 2000, last if last in store.responses else None)
         assert store.num_bytes <= 100_000
+    assert store.responses
+    assert put(store, "anna", 200_000) not in store.responses
+
+
+def test_nothing_is_deleted_for_a_conversation_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_store, "MAX_BYTES", 100_000)
+    store, other = ResponseStore(), None
+    last = put(store, "anna", 60_000)
+    for size in (1000, 30_000):
+        other, last = put(store, "anna", 1, other), put(store, "anna", size, last)
     assert last in store.responses
-    big = put(store, "anna", 200_000)
-    assert (store.responses, store.num_bytes, big in store.responses) == ({}, 0, False)
+    kept = dict(store.responses)
+    assert put(store, "anna", 30_000, last) not in store.responses
+    assert store.responses == kept
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_BYTES", 60_000), ("MAX_RESPONSES", 20)])

@@ -48,14 +48,19 @@ class StoredResponse:
         return len(self.body) + sum(len(item) for items in (self.inputs, self.outputs) for item in items.values())
 
     @property
-    def conversation(self) -> list[Item]:
-        """Returns all items up to the end of the answer, without the instructions."""
+    def chain(self) -> list[StoredResponse]:
+        """Returns this response and those before it, the newest first."""
         chain = [self]
         while (previous := chain[-1].previous) is not None:
             chain.append(previous)
+        return chain
+
+    @property
+    def conversation(self) -> list[Item]:
+        """Returns all items up to the end of the answer, without the instructions."""
         return [
             ITEM.validate_json(item)
-            for stored in reversed(chain)
+            for stored in reversed(self.chain)
             for items in (stored.inputs, stored.outputs)
             for item in items.values()
         ]
@@ -87,7 +92,8 @@ class ResponseStore:
         self, owner: str | None, response: dict[str, Any], previous: StoredResponse | None, items: Sequence[Item]
     ) -> None:
         """Stores a response, and deletes old ones if there are too many. previous: the response that it continues.
-        items: the request's own. A conversation that is too long for the store is not stored."""
+        items: the request's own. A conversation that is too long for the store is not stored, and nothing is deleted
+        for it."""
         inputs = {
             f"{response['id']}-input-{index}": ITEM.dump_json(item, exclude_none=True)
             for index, item in enumerate(items)
@@ -97,6 +103,8 @@ class ResponseStore:
             for item in OUTPUT.validate_python(response["output"])
         }
         stored = StoredResponse(owner, json.dumps(response).encode(), previous, inputs, outputs)
+        if sum(each.num_bytes for each in stored.chain) > MAX_BYTES:
+            return
         self.responses[response["id"]] = stored
         self._holders |= dict.fromkeys((*inputs, *outputs), stored)
         self._hold(stored)
