@@ -200,6 +200,9 @@ def test_several_calls_or_one(client: OpenAI) -> None:
     one = client.responses.create(**question("Both?", parallel_tool_calls=False))
     assert [item.type for item in one.output] == ["message", "function_call"]
     assert (both.parallel_tool_calls, one.parallel_tool_calls) == (True, False)
+    for parallel, status in ((True, "incomplete"), (False, "completed")):  # cut in the second call
+        cut = client.responses.create(**question("Both?", parallel_tool_calls=parallel, max_output_tokens=100))
+        assert cut.status == status
 
 
 def test_a_malformed_call_is_text(client: OpenAI, server: RunningServer) -> None:

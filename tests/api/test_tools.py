@@ -133,6 +133,15 @@ def test_one_call_where_no_parallel_ones_are_wanted(client: OpenAI) -> None:
     assert [call["name"] for call in streamed(client, body)["calls"]] == ["weather"]
 
 
+def test_what_is_cut_off_after_the_only_call_does_not_count(client: OpenAI) -> None:
+    both = client.chat.completions.create(**question("Both?", max_tokens=100)).choices[0]
+    assert both.finish_reason == "length"
+    body = question("Both?", parallel_tool_calls=False, max_tokens=100)
+    assert client.chat.completions.create(**body).choices[0].finish_reason == "tool_calls"
+    message = streamed(client, body)
+    assert ([call["name"] for call in message["calls"]], message["finish_reason"]) == (["weather"], "tool_calls")
+
+
 @pytest.mark.parametrize("text", ["Broken?", "King?"])
 def test_what_is_no_call_comes_as_text(client: OpenAI, text: str) -> None:
     choice = client.chat.completions.create(**question(text)).choices[0]

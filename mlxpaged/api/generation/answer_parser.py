@@ -54,6 +54,11 @@ class AnswerParser(ABC):
         """Whether what comes next is inside a think block, as far as is known."""
         return self._section is Section.THINKING
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all that follows is dropped."""
+        return self._section is Section.DONE
+
     def feed(self, text: str) -> list[Delta]:
         """Returns the deltas that no further text can change."""
         self._buffer += text

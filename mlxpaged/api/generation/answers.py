@@ -110,7 +110,10 @@ class Answers:
         if thinking:
             self._thinking_tokens += len(output.token_ids)
         if output.finish_reason is not None:
-            finish = Finish(output.finish_reason.value, output.stop_string, num_calls, output.timeline)
+            reason, stop_string = output.finish_reason.value, output.stop_string
+            if parser is not None and parser.is_done:  # it ended with its only call, whatever ended the rest
+                reason, stop_string = "stop", None
+            finish = Finish(reason, stop_string, num_calls, output.timeline)
         if output.prompt_logprobs is not None and self._prompts.echoes:
             deltas.insert(0, Text(self._echo(choice)))
         return Update(choice, deltas, output.logprobs, thinking, finish, output.prompt_logprobs)
