@@ -11,6 +11,10 @@ from mlxpaged.formats.source import NotACall
 MAX_DEPTH = 20
 """References and unions that are followed, one in another."""
 
+MAX_NESTING = 100
+"""Objects and lists, one in another. Clients could not send back what is nested deeper than 200: the parser of bodies
+takes no more."""
+
 TYPES: dict[type, str] = {
     str: "string",
     bool: "boolean",
@@ -35,13 +39,20 @@ def once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def loads(text: str) -> Any:
-    """Reads strict JSON. Raises NotACall, also for NaN, half a surrogate pair and a key that is there twice."""
+    """Reads strict JSON. Raises NotACall, also for NaN, half a surrogate pair, a key that is there twice, and more than
+    MAX_NESTING."""
     try:
         value = json.loads(text, parse_constant=refuse, object_pairs_hook=once)
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise NotACall from None
-    return value
+    level = [value]
+    for _ in range(MAX_NESTING + 1):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list))]
+        if not inner:
+            return value
+        level = [each for values in inner for each in values]
+    raise NotACall
 
 
 def resolved(schema: Any, root: Schema) -> Schema:

@@ -449,6 +449,15 @@ def test_the_deltas_do_not_depend_on_the_cuts(
             assert as_json(value)[1:-1] in text or value in text, (value, text)
 
 
+@pytest.mark.parametrize(("brackets", "is_call"), [(98, True), (300, False)])
+def test_a_call_that_is_nested_too_deep_is_text(brackets: int, is_call: bool) -> None:
+    value = "[" * brackets + "]" * brackets
+    text = f'<tool_call>{{"name": "say", "arguments": {{"text": {value}}}}}</tool_call>'
+    deltas = parse([text])
+    assert [name for name, _ in calls_of(deltas)] == ["say"] * is_call
+    assert said(deltas) == ("" if is_call else text)
+
+
 def leaves(value: Any) -> Iterator[str]:
     """The strings in a value."""
     if isinstance(value, str):
