@@ -147,7 +147,7 @@ class Scheduler:
     @property
     def num_runnable(self) -> int:
         """Sequences that wait for nothing but room, or run."""
-        return len(self.sequences) - len(self.held) - len(self.loading)
+        return len(self.running) + len(self.waiting)
 
     def _value(self, chain: ListOf[CachedBlock]) -> None:
         """Mark a prefix if it takes long to compute."""

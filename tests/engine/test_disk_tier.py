@@ -217,6 +217,17 @@ def test_requests_for_one_prefix_read_it_once(make_core: MakeCore) -> None:
     assert num_loaded(core) == 6
 
 
+def test_a_fork_waits_with_its_parent_for_their_prefix(make_core: MakeCore) -> None:
+    core, prompt = make_core(), prompt_of(1)
+    expected = answer_twice(core, prompt)
+    end(core)
+    core = make_core()
+    add(core, "parent", prompt)
+    add(core, "fork", prompt, fork_of="parent")
+    assert run(core) == {"parent": expected, "fork": expected}
+    assert num_loaded(core) == 6
+
+
 @pytest.mark.usefixtures("overlaps")
 def test_a_request_that_ends_while_its_prefix_is_loaded_leaves_nothing(
     make_core: MakeCore, monkeypatch: pytest.MonkeyPatch

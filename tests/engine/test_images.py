@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlxpaged.engine import image_encoder
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.constraint import Constraint
@@ -234,6 +235,22 @@ def test_forks(path: Path, seeing: tuple[ServedModel, PatchTower]) -> None:
     last = finish(core)
     wanted = expected_answer(path, *PROMPTS[1])
     assert [list(last[name].token_ids) for name in "ab"] == [wanted, wanted]
+
+
+def test_forks_wait_with_their_parent_for_images_that_take_several_steps(
+    path: Path, seeing: tuple[ServedModel, PatchTower], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_encoder, "MOST_SECONDS", 0.0)  # one part between two steps
+    core = make_core(seeing[0], blocks=10)
+    assert not core.resizer.can_wait
+    core.add(request("a", PROMPTS[1]))
+    core.add(request("b", PROMPTS[1], fork_of="a"))
+    for _ in range(20):
+        if core.scheduler.held:
+            core.step()
+            assert core.pause() == 0.0
+    assert not core.scheduler.held
+    assert list(finish(core)["b"].token_ids) == expected_answer(path, *PROMPTS[1])
 
 
 def test_features_that_were_dropped_are_made_again(
