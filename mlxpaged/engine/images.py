@@ -51,9 +51,9 @@ class Shown:
     needed_until: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
 
     def is_needed(self, held: Container[int] = ()) -> bool:
-        """Whether a sequence has rows of it to compute, apart from those that are held."""
+        """Whether a sequence has rows of it to compute, apart from those that are held, and their forks."""
         return any(
-            owner.num_committed_tokens < end and owner.sequence_id not in held
+            owner.num_committed_tokens < end and (owner.fork_of or owner).sequence_id not in held
             for owner, end in self.needed_until.values()
         )
 

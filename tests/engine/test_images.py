@@ -237,11 +237,14 @@ def test_forks(path: Path, seeing: tuple[ServedModel, PatchTower]) -> None:
     assert [list(last[name].token_ids) for name in "ab"] == [wanted, wanted]
 
 
+@pytest.mark.parametrize("budget", [0, 2**28])
 def test_forks_wait_with_their_parent_for_images_that_take_several_steps(
-    path: Path, seeing: tuple[ServedModel, PatchTower], monkeypatch: pytest.MonkeyPatch
+    path: Path, seeing: tuple[ServedModel, PatchTower], monkeypatch: pytest.MonkeyPatch, budget: int
 ) -> None:
     monkeypatch.setattr(image_encoder, "MOST_SECONDS", 0.0)  # one part between two steps
     core = make_core(seeing[0], blocks=10)
+    assert core.images is not None
+    core.images.budget = budget
     assert not core.resizer.can_wait
     core.add(request("a", PROMPTS[1]))
     core.add(request("b", PROMPTS[1], fork_of="a"))
