@@ -47,7 +47,7 @@ def clear_cache(worker: Worker) -> tuple[int, Outputs]:
 
 
 def give_back(worker: Worker) -> tuple[int, Outputs]:
-    return worker.give_back(), []
+    return worker.give_back(), worker.finish_step()
 
 
 def keep_prefixes(worker: Worker) -> tuple[None, Outputs]:

@@ -168,9 +168,8 @@ class EngineCore(Worker):
 
     def give_back(self) -> int:
         """Shrink the pool to what running requests and its least size need."""
-        self.loop.finish_in_flight()
         before = self.runner.kv_cache_bytes
-        self.resizer.shrink_to_least()
+        self.loop.give_back()
         return before - self.runner.kv_cache_bytes
 
     def clear_cache(self) -> int:

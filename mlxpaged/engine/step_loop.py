@@ -369,6 +369,14 @@ class StepLoop:
             self._resizer.advance()
         return True
 
+    def give_back(self) -> None:
+        """Shrink the KV pools, after the step in flight, to what running requests and their least size need."""
+        try:
+            self._finish_in_flight()
+            self._resizer.shrink_to_least()
+        except DeviceError as error:
+            self._rebuild_pools(error)
+
     def step_size(self) -> StepSize:
         """The size of the step that was scheduled last, and the time of all that run. The watchdog asks on its own
         thread while a step runs, so this only reads what does not change."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.stand_in_device import stand_in_device
+from mlxpaged.engine import builder, commands
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.constraint import Constraint
@@ -186,6 +187,43 @@ def test_a_failing_step_whose_prefix_was_shared_and_whose_owner_was_aborted_spoi
     monkeypatch.setattr(InFlightStep, "read", failing)
     outputs = finish(core)
     assert [token for output in outputs["sharer"] for token in output.token_ids] == expected
+
+
+def test_an_answer_that_ends_while_memory_is_given_back_reaches_its_client(
+    served: ServedModel, overlapped: Callable[[bool], None]
+) -> None:
+    overlapped(True)
+    core = make_core(served)
+    add(core, "a", [5, 6, 7], max_tokens=1)
+    assert core.step() == []
+    _, outputs = commands.give_back(core)
+    assert [output.finish_reason for output in outputs] == [FinishReason.LENGTH]
+    assert not core.has_work()
+
+
+def test_pools_that_are_lost_while_memory_is_given_back_are_not_read_again(
+    served: ServedModel, overlapped: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlapped(True)
+    monkeypatch.setattr(builder, "START_TOKENS", 64)
+    prompts = [[i + 1] * 100 for i in range(2)]
+    expected = run_requests(make_core(served), prompts, max_tokens=12)
+    core = make_core(served)
+    run_requests(core, [[40 + i] * 100 for i in range(6)], max_tokens=12)  # so that the pool has grown
+    for i, prompt in enumerate(prompts):
+        add(core, str(i), prompt)
+    core.step()
+
+    def losing(*_: object) -> None:
+        for layer in core.runner.layers:
+            layer.kv.clear()
+        raise DeviceError("the device is gone")
+
+    monkeypatch.setattr(core.runner, "copy_blocks", losing)
+    _, first = commands.give_back(core)
+    rest = finish(core)
+    answers = [[*(each for each in first if each.request_id == name), *rest[name]] for name in ("0", "1")]
+    assert [[token for output in outputs for token in output.token_ids] for outputs in answers] == expected
 
 
 def test_tokens_of_a_step_that_failed_do_not_count_for_penalties(
