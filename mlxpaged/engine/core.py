@@ -88,7 +88,7 @@ class EngineCore(Worker):
         self.requests = RequestTable(served, scheduler, grammars, clock, self._forget, images, tier)
         self.drafting = None
         if drafter is not None or network is not None:
-            self.drafting = Drafting(scheduler, self.requests, drafter, network)
+            self.drafting = Drafting(scheduler, self.requests, served.vocab_size, drafter, network)
         encoder = None
         if images is not None:
             if scheduler.prefix_cache is not None:

@@ -7,6 +7,7 @@ the tokens of an answer are those that are sampled without drafts, whatever is d
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
@@ -57,18 +58,21 @@ NOTHING = Proposal([])
 
 
 class Drafting:
-    """Belongs to the engine thread. drafter: finds drafts in the text; None if only grammars and the network draft.
-    network: a draft head or a smaller model; None if there is none. budget: decides how many drafts are verified."""
+    """Belongs to the engine thread. vocab_size: logits of the model. drafter: finds drafts in the text; None if only
+    grammars and the network draft. network: a draft head or a smaller model; None if there is none. budget: decides how
+    many drafts are verified."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         requests: RequestTable,
+        vocab_size: int,
         drafter: Drafter | None,
         network: NetworkDrafter | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._requests = requests
+        self._vocab_size = vocab_size
         self.drafter = drafter
         self.network = network
         config = scheduler.config
@@ -96,7 +100,7 @@ class Drafting:
         if not can_pay:
             return False
         searched: list[int] = []
-        proposals = [self._propose(sequence, searched) for sequence in decoding]
+        proposals = [self._in_vocabulary(self._propose(sequence, searched)) for sequence in decoding]
         if not any(proposal.drafts for proposal in proposals):
             self.budget.choose_none(searched)
             return False
@@ -191,6 +195,14 @@ class Drafting:
         if len(found) < 2:
             return found[0] if found else NOTHING
         return max(found, key=lambda each: sum(self._chances(sequence, each)))
+
+    def _in_vocabulary(self, proposal: Proposal) -> Proposal:
+        """The drafts before the first one that the model does not know: its tokenizer may have more tokens than it has
+        embeddings, and so may what a grammar forces, and a prediction."""
+        if max(proposal.drafts, default=0) < self._vocab_size:
+            return proposal
+        known = itertools.takewhile(lambda token: token < self._vocab_size, proposal.drafts)
+        return proposal._replace(drafts=list(known))
 
     def note_seconds(self, step: Step, seconds: float) -> None:
         """A step has taken so long."""

@@ -227,6 +227,34 @@ def test_log_probabilities_of_drafts(either: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("source", ["prediction", "grammar"])
+def test_tokens_that_the_model_does_not_know_are_no_drafts(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """The tokenizer has more tokens than the model has embeddings and logits."""
+    plain, core = both(llama)
+    size, run, unknown = core.served.vocab_size, core.runner.forward, list[int]()
+
+    def checking(step: Step, *args: Any) -> Any:
+        unknown.extend(token for token in step.token_ids if token >= size)
+        if unknown:
+            raise ValueError("memory outside of the embedding would be read")
+        return run(step, *args)
+
+    monkeypatch.setattr(core.runner, "forward", checking)
+    assert len(core.served.tokenizer.reader) > size
+    asked = Request("r", prompt(1, 9), SamplingParams(temperature=0.0, max_tokens=12, frequency_penalty=0.1), 0.0)
+    params = replace(asked.params, constraint=Constraint("regex", "[a-e]{3}the the[a-e]{3}"))
+    if source == "prediction":
+        params = replace(asked.params, predicted=(*answers(plain, [asked])["r"].token_ids[:4], size, size + 1))
+    assert core.drafting is not None
+    core.drafting.budget.lengths = as_many
+    core.add(replace(asked, params=params))
+    while core.has_work():
+        core.step()
+    assert unknown == []
+
+
 def test_batch_invariant_answers_are_equal_to_the_bit(llama: Path) -> None:
     plain, core = both(llama, batch_invariant=True)
     expected = answers(plain, requests())
