@@ -290,8 +290,17 @@ class ModelDrafter(NetworkDrafter):
         self._keep(drafting, read_columns(made))
 
     def _behind(self, sequences: ListOf[Sequence]) -> list[tuple[Sequence, int]]:
-        """Each sequence with the first token to compute, of which it always has one: the last one is new."""
-        return [(each, min(self._computed.get(each.sequence_id, 0), len(each.token_ids) - 1)) for each in sequences]
+        """Each sequence with the first token to compute, of which it always has one: the last one is new. Tokens are
+        left out if blocks that they see have left a window since: the model did not run for long."""
+        firsts = [max(self._computed.get(each.sequence_id, 0), self._first_whole(each)) for each in sequences]
+        return [(each, min(first, len(each.token_ids) - 1)) for each, first in zip(sequences, firsts, strict=True)]
+
+    def _first_whole(self, sequence: Sequence) -> int:
+        """The first token all of whose windows are in blocks."""
+        table, groups = sequence.kv.table, self._scheduler.blocks.groups
+        assert table is not None
+        seen = zip(table.firsts, groups.windows, strict=True)
+        return max((first * groups.block_size + window - 1 for first, window in seen if first and window), default=0)
 
 
 def read_columns(made: ListOf[mx.array]) -> list[list[int]]:

@@ -90,6 +90,23 @@ def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path) -> None:
     assert core.stats().steps_total < plain.stats().steps_total / 2
 
 
+def test_a_model_that_did_not_run_for_longer_than_a_window_goes_on_drafting(tmp_path: Path) -> None:
+    path = make_architecture(tmp_path / "m", "gemma3_text", sliding_window=5)
+    core, plain = core_of((path, path)), core_of((path, path), drafts=False)
+    assert core.drafting is not None
+    asked = Request("a", prompt(1, 20), SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True), 0.0)
+    core.drafting.budget.lengths = lambda contexts, *_: [0] * len(contexts)
+    core.add(asked)
+    tokens: list[int] = []
+    while core.has_work():
+        tokens += (token for output in core.step() for token in output.token_ids)
+        if len(tokens) == 100:
+            core.drafting.budget.lengths = as_many
+    assert tuple(tokens) == answers(plain, [asked])["a"].token_ids
+    assert core.drafting.network is not None
+    assert core.stats().drafts.drafted_total > 0
+
+
 def test_later_turns_find_the_small_models_entries_in_the_prefix_cache(paths: tuple[Path, Path]) -> None:
     core, plain = core_of(paths), core_of(paths, drafts=False)
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
