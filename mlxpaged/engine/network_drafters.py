@@ -230,14 +230,20 @@ class ModelDrafter(NetworkDrafter):
         super().__init__(scheduler, runner, sampler, cost)
         self._computed: dict[int, int] = {}  # by sequence: leading tokens whose keys and values it has
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that it has computed a part of."""
+        return len(self._computed)
+
     def forget(self, sequence_id: int) -> None:
         super().forget(sequence_id)
         self._computed.pop(sequence_id, None)
 
     def skip(self, step: Step) -> None:
         for row in step.rows:
-            computed = self._computed.get(row.sequence_id, row.start)
-            self._computed[row.sequence_id] = min(computed, row.start)
+            if row.sequence_id in self._scheduler.sequences:  # else it has ended since the step was launched
+                computed = self._computed.get(row.sequence_id, row.start)
+                self._computed[row.sequence_id] = min(computed, row.start)
 
     def launch(
         self, step: Step, sampling: ListOf[SamplingRow], tokens: mx.array | None, sequences: Mapping[int, Sequence]
@@ -245,6 +251,8 @@ class ModelDrafter(NetworkDrafter):
         """Compute the chunks of the step. What a prefix hit has, the model has too, unless it did not run then."""
         chunks = [row for row in step.rows if not row.decodes]
         for row in step.rows:
+            if row.sequence_id not in sequences:  # it has ended since the step was launched
+                continue
             computed = self._computed.setdefault(row.sequence_id, row.start)
             if not row.decodes:
                 is_next = computed >= row.start

@@ -14,6 +14,8 @@ from mlx_lm.utils import load_model as load_plain_model
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.draft_loading import with_draft_model
+from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.network_drafters import ModelDrafter
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.errors import UnsupportedModelError
@@ -105,6 +107,24 @@ def test_a_model_that_did_not_run_for_longer_than_a_window_goes_on_drafting(tmp_
     assert tuple(tokens) == answers(plain, [asked])["a"].token_ids
     assert core.drafting.network is not None
     assert core.stats().drafts.drafted_total > 0
+
+
+def test_nothing_is_kept_of_requests_that_end_beside_one_with_penalties(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step was launched before they ended, and its sampler waits for the penalties."""
+    monkeypatch.setattr(ModelRunner, "overlaps", True)
+    path = make_architecture(tmp_path / "m", "qwen3")
+    core, plain = core_of((path, path)), core_of((path, path), drafts=False)
+    assert core.drafting is not None
+    core.drafting.budget.lengths = lambda contexts, *_: [0] * len(contexts)
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    stops = answers(plain, [Request("a", prompt(1, 9), params, 0.0)])["a"].token_ids[3]
+    ended = replace(params, stop_token_ids=frozenset({stops}))
+    asked = [Request(f"r{i}", prompt(1, 9), ended, 0.0) for i in range(4)]
+    answers(core, [*asked, Request("penalties", prompt(2, 9), replace(params, presence_penalty=0.5), 0.0)])
+    assert isinstance(core.drafting.network, ModelDrafter)
+    assert core.drafting.network.num_sequences == 0
 
 
 def test_later_turns_find_the_small_models_entries_in_the_prefix_cache(paths: tuple[Path, Path]) -> None:
