@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -413,11 +414,11 @@ class EngineThread(threading.Thread):
         core, slot.core = slot.core, None
         if core is not None:
             try:
-                if error is None:
-                    slot.callbacks.on_step(slot.outputs + core.abort_all(why), core.stats())
-                    logger.info("engine stopped: %s; KV blocks: %s", why, core.stats().scheduler.blocks)
-                    core.keep_prefixes()
-                core.close()
+                with contextlib.closing(core):
+                    if error is None:
+                        slot.callbacks.on_step(slot.outputs + core.abort_all(why), core.stats())
+                        logger.info("engine stopped: %s; KV blocks: %s", why, core.stats().scheduler.blocks)
+                        core.keep_prefixes()
             except Exception:  # the state of a failed engine is not known; its requests end below
                 logger.exception("a model did not end cleanly")
         # Not the error itself: its traceback refers to the model's weights.

@@ -8,6 +8,7 @@ import pytest
 
 from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.sampling_params import SamplingParams
 
@@ -42,3 +43,15 @@ def test_an_observer_that_raises_costs_no_output(caplog: pytest.LogCaptureFixtur
     assert asyncio.run(answers(engine, 3)) == expected
     assert sorted(seen) == sorted(["0", "1", "2"] * 4)
     assert caplog.text.count("ValueError: injected") == 12
+
+
+def test_a_model_whose_prefixes_cannot_be_stored_gives_back_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[EngineCore] = []
+
+    def fail(core: EngineCore) -> None:
+        raise OSError("injected")
+
+    monkeypatch.setattr(EngineCore, "keep_prefixes", fail)
+    monkeypatch.setattr(EngineCore, "close", lambda core: closed.append(core))
+    assert asyncio.run(answers(AsyncEngine(EngineConfig(kv_cache_bytes=4_000_000)), 1))
+    assert len(closed) == 1
