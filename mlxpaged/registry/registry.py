@@ -27,7 +27,7 @@ from mlxpaged.models.sources.other_apps import app_path
 from mlxpaged.models.sources.short_names import LATEST, full_name, without_address
 from mlxpaged.registry.catalog import Catalog, Found
 from mlxpaged.registry.errors import LoadFailedError, ModelBusyError, ModelUnknownError, NoRoomError
-from mlxpaged.registry.model import Model
+from mlxpaged.registry.model import Model, ModelState
 
 logger = logging.getLogger(__name__)
 
@@ -440,7 +440,7 @@ class Registry:
         model.error = None
         if model.engine is None:
             return
-        if not model.is_idle:
+        if model.state is not ModelState.FAILED and not model.is_idle:
             raise ModelBusyError(f"{model.name!r} runs requests or is about to: {model.engine.num_unfinished} now")
         await self._drop(model)
 

@@ -390,6 +390,18 @@ def check_failure(server: RunningServer, broken: str) -> None:
     assert post(server, run_on("x", 2, model="small"))["usage"]["completion_tokens"] == 2
 
 
+def test_a_model_whose_engine_failed_can_be_unloaded(paths: dict[str, Path]) -> None:
+    with running_server(models(paths, "small")) as server:
+        post(server, run_on("x", 2, model="small"))
+        core: Any = server.core_of("small")
+        core.scheduler.schedule = lambda: 1 / 0
+        refusal(server, "/v1/completions", run_on("x", 2, model="small"))
+        assert states(server)["small"] == "failed"
+        with raw(server) as client:
+            assert client.post("/v1/models/small/unload").json()["state"] == "available"
+        assert post(server, run_on("x", 2, model="small"))["usage"]["completion_tokens"] == 2
+
+
 def test_names_that_cannot_be_served_are_refused_at_the_start(paths: dict[str, Path]) -> None:
     base = EngineConfig()
     for found, options, words in (
