@@ -206,3 +206,20 @@ def test_a_line_for_a_model_whose_engine_failed_fails_alone(paths: dict[str, Pat
         assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
         [failed] = lines_of(client, batch.output_file_id).keys() ^ {"line-0", "line-1"}
         assert failed == "line-0"
+
+
+def test_a_batch_waits_until_a_default_model_whose_engine_failed_is_loaded_again(
+    paths: dict[str, Path], tmp_path: Path
+) -> None:
+    with running_server(models(paths, "small"), data_dir=tmp_path) as server, server.client() as client:
+        core: Any = server.core_of("demo")
+        core.scheduler.schedule = lambda: 1 / 0
+        waiting = submit(client, jsonl([run_on("x", 3, model=name) for name in ("demo", "small")]))
+        wait_until(lambda: (counts := client.batches.retrieve(waiting.id).request_counts) and counts.completed == 1)
+        assert states(server) == {"demo": "failed", "small": "loaded"}
+        with raw(server) as other:
+            assert other.post("/v1/models/demo/load").json()["state"] == "loaded"
+        for batch, count in ((waiting, 2), (submit(client, jsonl([run_on("x", 3)])), 1)):
+            found = ended(client, batch).request_counts
+            assert found is not None
+            assert (found.completed, found.failed) == (count, 0)

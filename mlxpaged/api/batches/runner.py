@@ -49,8 +49,8 @@ POLL_SECONDS = 0.1
 """A batch checks at this interval whether there is room, and whether the batch or the server has to stop."""
 
 PASSING_STATES = (EngineState.STALLED, EngineState.LOADING)
-"""A batch waits while the server or a line's model is in one of these: its ranks start again, or the load of the model
-was ended and begins anew."""
+"""A line waits while its model is in one of these: its ranks start again, or the load of the model was ended and begins
+anew. It waits too while the default model is dead, which only another load or a restart of the server ends."""
 
 DISK_SECONDS = 2.0
 """What could not be saved is tried again after this time."""
@@ -65,7 +65,7 @@ NO_ROOM_SECONDS = 2.0
 class BatchRunner:
     """Runs batches on the event loop. Each request has LOW priority and takes the same code path as one over HTTP.
 
-    The runner ends when the engine takes no more requests. The next start of the server runs what is left.
+    The runner ends when the server shuts down. The next start of the server runs what is left.
     """
 
     def __init__(self, app: Starlette, registry: Registry, store: Store) -> None:
@@ -280,12 +280,12 @@ class BatchRunner:
         return batch.status == "cancelling" or batch.expired_at is not None
 
     def _require_server(self) -> None:
-        """Raises EngineUnavailableError if the server ends or its engine has failed. A stall may end, and ranks start
-        again."""
+        """Raises EngineUnavailableError if the server ends. A stall may end, ranks start again, and a model that failed
+        may be loaded again."""
         try:
             self._registry.require_ready()
         except EngineUnavailableError as error:
-            if error.state not in PASSING_STATES:
+            if error.state is EngineState.DRAINING:
                 raise
 
     def _has_room(self, count: int) -> bool:
@@ -343,7 +343,7 @@ class BatchRunner:
                 except Exception as error:
                     if isinstance(error, EngineUnavailableError):
                         self._require_server()  # it may be the line's model alone
-                        if error.state in PASSING_STATES:
+                        if error.state in PASSING_STATES or self._registry.state is EngineState.DEAD:
                             await asyncio.sleep(POLL_SECONDS)
                             continue
                     answer = from_engine(error)
