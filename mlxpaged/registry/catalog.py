@@ -63,7 +63,7 @@ class Catalog:
         """A directory anywhere on the machine, by its absolute path."""
         try:
             path = Path(name).expanduser()
-        except RuntimeError:  # there is no such user
+        except (RuntimeError, ValueError):  # there is no such user, or the name has a null byte
             return None
         return described(str(path), path)
 

@@ -156,7 +156,7 @@ def test_directories_and_downloaded_repositories_are_served_by_name(
         before = states(server)
         for name in ("./other", "other/.", "other:latest", str(paths["other"]), f"{paths['other']}/../other"):
             assert post(server, run_on("x", 3, model=name))["model"] == "other"
-        for name in ("../other", "org/other", "nothing", "org/..", "a//b", "x" * 5000, "~no-such-user/x", "é\0"):
+        for name in ("../other", "org/other", "nothing", "org/..", "a//b", "x" * 5000, "~no-such-user/x", "é\0", "~\0"):
             assert refusal(server, "/v1/completions", run_on("x", 3, model=name))[0] == 404, name
         assert states(server) == before  # no directory is served twice
 
