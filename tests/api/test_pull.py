@@ -221,7 +221,10 @@ def asked_from(address: str, http: HttpConfig, **headers: str) -> httpx.Response
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize(("address", "status"), [("127.0.0.1", 200), ("::1", 200), ("10.0.0.7", 403)])
+@pytest.mark.parametrize(
+    ("address", "status"),
+    [("127.0.0.1", 200), ("::1", 200), ("::ffff:127.0.0.1", 200), ("10.0.0.7", 403), ("::ffff:10.0.0.7", 403)],
+)
 def test_without_keys_only_this_machine_may_download(address: str, status: int) -> None:
     response = asked_from(address, ALLOWED)
     assert response.status_code == status

@@ -9,7 +9,8 @@ from starlette.requests import Request
 from mlxpaged.api.access.rate_limit import Allowance
 from mlxpaged.scheduler.sequence import Priority
 
-LOOPBACK = ("127.0.0.1", "::1")
+LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+"""The last one is 127.0.0.1 for a server that listens on `::`."""
 
 
 @dataclass(frozen=True)
