@@ -134,9 +134,10 @@ class Append(argparse.Action):
 
 
 def models_of(args: argparse.Namespace) -> tuple[str, ...]:
-    """The models of the command line, or else those of the variable; MODEL is the first one."""
-    first = () if args.model is None else (args.model,)
-    return (*first, *args.models) or (args.default_model,)
+    """The models of the command line, or else those of the variable or the file; MODEL is the first one."""
+    if args.model is None:
+        return args.models or (args.default_model,)
+    return (args.model, *(() if args.models is args.parser.get_default("models") else args.models))
 
 
 def from_flags(config: type[Config], args: argparse.Namespace, **fields: Any) -> Config:

@@ -246,7 +246,11 @@ def test_the_port_and_the_model_can_be_variables_too(started: dict[str, Any], mo
     assert (started["port"], started["model"]) == (port, "someone/model")
     assert main(["serve", "--port", "0", "demo"]) == 0
     assert started["port"] != port
-    assert started["model"] == "demo"
+    assert list(started["models"]) == ["demo"]
+    assert main(["serve", "someone/model", "--model", "b/c"]) == 0
+    assert list(started["models"]) == ["someone/model", "b/c"]
+    assert main(["serve", "none"]) == 0
+    assert started["config"] is None
     monkeypatch.setenv("MLXPAGED_MODEL", "none")
     assert main(["serve"]) == 0
     assert started["config"] is None
