@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from mlxpaged.models.architectures import Source, source_at
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.json_files import CONFIG
 from mlxpaged.models.kinds import Kind, kind_of
 from mlxpaged.models.sources.downloads import repositories
 from mlxpaged.models.sources.gguf.choice import begins_model, choose, gguf_sizes, split_name
@@ -91,9 +93,20 @@ class Catalog:
 
 
 def model_paths(directory: Path) -> set[Path]:
-    """Directories with a config.json, and GGUF files, the first ones of models in parts."""
-    files = {path for path in directory.glob(f"**/*{GGUF}") if begins_model(path.name)}
-    return {path.parent for path in directory.glob("**/config.json")} | files
+    """Directories with a config.json, and GGUF files, the first ones of models in parts. Links to directories are
+    followed, but a directory is searched once: a link can lead back."""
+    found, searched = set[Path](), set[Path]()
+    for parent, folders, files in os.walk(directory, followlinks=True):
+        path = Path(parent)
+        if (real := path.resolve()) in searched:
+            folders.clear()
+            continue
+        searched.add(real)
+        folders.sort(key=lambda name: (path / name).is_symlink())
+        found |= {path / name for name in files if begins_model(name)}
+        if CONFIG in files:
+            found.add(path)
+    return found - {directory}
 
 
 def described(name: str, path: Path, wanted: str = "") -> Found | None:
@@ -103,7 +116,7 @@ def described(name: str, path: Path, wanted: str = "") -> Found | None:
         if path.is_file():
             return Found(name, path, gguf_bytes(path)) if path.suffix.lower() == GGUF else None
         if has_safetensors(path):
-            sizes = weight_files(local_file_sizes(path)) if (path / "config.json").is_file() else {}
+            sizes = weight_files(local_file_sizes(path)) if (path / CONFIG).is_file() else {}
             return Found(name, path, sum(size or 0 for size in sizes.values())) if sizes else None
         found = gguf_sizes(path) if path.is_dir() else {}
         file = path / choose(found, wanted, free_device_memory())[0]

@@ -161,6 +161,22 @@ def test_directories_and_downloaded_repositories_are_served_by_name(
         assert states(server) == before  # no directory is served twice
 
 
+def test_links_in_a_directory_of_models_are_listed_as_they_are_found(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    root = tmp_path / "models"
+    shutil.copytree(paths["small"], root / "someone" / "small")
+    (root / "other").symlink_to(paths["other"])
+    (root / "again").symlink_to(root / "someone")
+    (root / "someone" / "back").symlink_to(root)
+    catalog = Catalog((root, paths["hybrid"]))  # a directory that is itself a model has no name
+    names = [found.name for found in catalog.all()]
+    assert names == ["other", "someone/small"]
+    assert all(catalog.find(name) is not None for name in [*names, "again/small", "someone/back/other"])
+
+
 LONG = "lmstudio:someone/" + 300 * "x"
 """A name that no file can have."""
 
