@@ -119,7 +119,7 @@ ENDPOINTS = (
     reads(
         "/api/embeddings", ollama.embed_prompt, "Embed a text", ollama_schema.OllamaEmbeddingsRequest, cancellable=True
     ),
-    get("/api/tags", ollama_models.tags, "The models that are served, as Ollama lists them"),
+    get("/api/tags", ollama_models.tags, "The models that are served, and those on this machine"),
     get("/api/ps", ollama_models.ps, "The models that are loaded"),
     reads("/api/show", ollama_models.show, "One model", ollama_schema.OllamaShowRequest),
     get("/api/version", ollama_models.version, "The version of Ollama's API"),

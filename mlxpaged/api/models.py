@@ -8,10 +8,13 @@ from starlette.requests import Request
 
 from mlxpaged.api.access.caller import allows, caller_of
 from mlxpaged.api.capabilities import capabilities
+from mlxpaged.api.errors import model_not_found
 from mlxpaged.api.server import Server
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.models.architectures import Source
 from mlxpaged.models.kinds import Kind
+from mlxpaged.registry.catalog import Found
+from mlxpaged.registry.errors import ModelUnknownError
 from mlxpaged.registry.model import Model, ModelState
 
 OWNER = "mlxpaged"
@@ -23,6 +26,25 @@ def models_for(request: Request, server: Server) -> list[Model]:
         return []
     caller = caller_of(request)
     return [model for model in server.registry.models.values() if allows(caller, model.name)]
+
+
+async def on_disk(request: Request, server: Server) -> list[Found]:
+    """The models on this machine that are loaded if a request names them, and that the caller may use."""
+    found = [] if server.registry is None else await server.registry.on_disk()
+    caller = caller_of(request)
+    return [each for each in found if allows(caller, each.name)]
+
+
+async def known_model(request: Request, server: Server, name: str) -> tuple[Model, str | None]:
+    """A model that is served or on this machine, also while none can be loaded, and the adapter in its name. Raises
+    ApiError."""
+    try:
+        model = None if server.registry is None else await server.registry.find(name)
+    except ModelUnknownError:
+        model = None
+    if server.registry is None or model is None or not allows(caller_of(request), model.name):
+        raise model_not_found(name, server.names_for(request))
+    return model, server.registry.adapter_in(name)
 
 
 def describe(model: Model) -> dict[str, Any]:

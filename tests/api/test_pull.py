@@ -82,6 +82,10 @@ def test_a_model_is_downloaded_with_its_progress_and_then_answers(
         assert client.post("/api/pull", json={"name": NAME, "stream": False}).json() == {"status": "success"}
         assert sum("GET" in request and requested_weights([request]) for request in requests) == 1
         assert NAME in [model["id"] for model in client.get("/v1/models").json()["data"]]
+        [tagged] = [model for model in client.get("/api/tags").json()["models"] if model["name"] == f"{NAME}:latest"]
+        assert tagged["size"] == sizes_of(DEMO_PATH)[WEIGHTS]
+        for name in ("qwen3:4b", tagged["model"]):  # as `ollama run` asks after it has pulled a model
+            assert client.post("/api/show", json={"model": name}).json()["modelfile"] == f"FROM {NAME}\n"
         body = {"model": "qwen3:4b", "messages": [{"role": "user", "content": "What is 17 + 25?"}], "stream": False}
         answer = client.post("/api/chat", json=body, timeout=DEADLINE).json()
         assert answer["message"]["content"] == "42"

@@ -8,10 +8,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from mlxpaged.api.access.caller import allows, caller_of
 from mlxpaged.api.capabilities import capabilities
-from mlxpaged.api.errors import ApiError, model_not_found
-from mlxpaged.api.models import models_for
+from mlxpaged.api.errors import ApiError
+from mlxpaged.api.models import known_model, models_for, on_disk
 from mlxpaged.api.ollama.renderer import timestamp
 from mlxpaged.api.ollama.schema import OllamaShowRequest
 from mlxpaged.api.server import server_of
@@ -60,8 +59,11 @@ async def version(request: Request) -> Response:
 
 
 async def tags(request: Request) -> Response:
-    models = models_for(request, server_of(request))
-    return JSONResponse({"models": [entry(model, name) for model in models for name in model.names]})
+    """The models that are served, then those that are on this machine and are loaded if a request names them."""
+    server = server_of(request)
+    others = [listed(each.name, each.size_bytes) for each in await on_disk(request, server)]
+    served = [entry(model, name) for model in models_for(request, server) for name in model.names]
+    return JSONResponse({"models": served + others})
 
 
 async def ps(request: Request) -> Response:
@@ -76,13 +78,9 @@ async def ps(request: Request) -> Response:
 
 async def show(request: Request, body: OllamaShowRequest) -> Response:
     """A model that is not loaded is not loaded for this: only its name is known."""
-    server, asked = server_of(request), body.model or body.name or ""
-    found = None if server.registry is None else server.registry.served(served_name(request, asked))
-    if found is None or not allows(caller_of(request), found.name):
-        raise model_not_found(asked, server.names_for(request))
+    found, adapter = await known_model(request, server_of(request), body.model or body.name or "")
     info = loaded_info(found)
-    name = served_name(request, asked)
-    details = details_of(info) | {"parent_model": "" if name == found.name else found.name}
+    details = details_of(info) | {"parent_model": "" if adapter is None else found.name}
     family = details["family"]
     facts: dict[str, Any] = {"general.architecture": family}
     if info is not None:
@@ -114,15 +112,23 @@ def loaded_info(model: Model) -> EngineInfo | EmbeddingInfo | None:
 
 
 def entry(model: Model, name: str) -> dict[str, Any]:
-    """name: of the model, or with an adapter. digest: of the name, because the weights are not hashed."""
-    info = loaded_info(model)
+    """name: of the model, or with an adapter."""
+    info, parent = loaded_info(model), "" if name == model.name else model.name
+    return listed(name, (model.size_bytes or 0) if info is None else info.weight_bytes, info, parent)
+
+
+def listed(
+    name: str, size_bytes: int, info: EngineInfo | EmbeddingInfo | None = None, parent: str = ""
+) -> dict[str, Any]:
+    """A model in a list. info: None if it is not loaded. The digest is that of the name, because the weights are not
+    hashed."""
     return {
         "name": tagged(name),
         "model": tagged(name),
         "modified_at": timestamp(0 if info is None else info.created),
-        "size": 0 if info is None else info.weight_bytes,
+        "size": size_bytes,
         "digest": hashlib.sha256(name.encode()).hexdigest(),
-        "details": details_of(info) | {"parent_model": "" if name == model.name else model.name},
+        "details": details_of(info) | {"parent_model": parent},
         "capabilities": capabilities_of(info),
     }
 

@@ -5,43 +5,40 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlxpaged.api.access.caller import allows, caller_of
-from mlxpaged.api.errors import ApiError, load_failed, model_not_found, no_room
-from mlxpaged.api.models import OWNER, describe, describe_adapter, models_for, state_fields
+from mlxpaged.api.errors import ApiError, load_failed, no_room
+from mlxpaged.api.models import (
+    OWNER,
+    describe,
+    describe_adapter,
+    known_model,
+    models_for,
+    on_disk,
+    state_fields,
+)
 from mlxpaged.api.server import server_of
-from mlxpaged.registry.errors import LoadFailedError, ModelBusyError, ModelUnknownError, NoRoomError
+from mlxpaged.registry.errors import LoadFailedError, ModelBusyError, NoRoomError
 from mlxpaged.registry.model import ModelState
 
 
 async def list_models(request: Request) -> Response:
     """The models that are served, then those that are on this machine and are loaded if a request names them."""
     server = server_of(request)
-    found = [] if server.registry is None else await server.registry.on_disk()
+    found = await on_disk(request, server)
     served = [
         described
         for model in models_for(request, server)
         for described in (describe(model), *(describe_adapter(model, adapter) for adapter in model.adapters))
     ]
-    caller = caller_of(request)
-    on_disk = [
+    others = [
         {"id": each.name, "object": "model", "created": 0, "owned_by": OWNER}
         | state_fields(ModelState.AVAILABLE, each.kind, each.source, each.size_bytes)
         for each in found
-        if allows(caller, each.name)
     ]
-    return JSONResponse({"object": "list", "data": served + on_disk})
+    return JSONResponse({"object": "list", "data": served + others})
 
 
 async def get_model(request: Request) -> Response:
-    """Any model that the list has, also while none can be loaded."""
-    server, name = server_of(request), request.path_params["model"]
-    try:
-        model = None if server.registry is None else await server.registry.find(name)
-    except ModelUnknownError:
-        model = None
-    if server.registry is None or model is None or not allows(caller_of(request), model.name):
-        raise model_not_found(name, server.names_for(request))
-    adapter = server.registry.adapter_in(name)
+    model, adapter = await known_model(request, server_of(request), request.path_params["model"])
     return JSONResponse(describe(model) if adapter is None else describe_adapter(model, adapter))
 
 
