@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from mlxpaged.cli.banner import megabytes
+from mlxpaged.cli.flags import path
 from mlxpaged.cli.table import print_table
 
 
@@ -22,7 +22,7 @@ def add_parser(commands: Any) -> None:
     show = verbs.add_parser("ls", help="show how much each model has")
     clear = verbs.add_parser("clear", help="delete the prefixes of all models, or of one")
     for verb in (show, clear):
-        verb.add_argument("directory", type=Path, metavar="DIR", help="the directory of --prefix-cache-dir")
+        verb.add_argument("directory", type=path, metavar="DIR", help="the directory of --prefix-cache-dir")
         verb.set_defaults(run=run)
     clear.add_argument("model", nargs="?", metavar="MODEL", help="only those of this model, as `cache ls` names it")
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from mlxpaged.cache.disk_index import INDEX
     from mlxpaged.cache.disk_store import RANK_DIRECTORY, DiskStore, StoreError
 
-    directory = args.directory.expanduser()
+    directory = args.directory
     found = [
         each
         for each in (directory, *sorted(directory.glob(RANK_DIRECTORY.format("*", "*"))))

@@ -243,10 +243,18 @@ def positive_ints(text: str) -> tuple[int, ...]:
     return tuple(positive_int(number) for number in text.split(","))
 
 
+def path(text: str) -> Path:
+    """~ is the home directory: shells put it in for a word of its own, but not for a variable or the file."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"there is no such home directory: {text!r}") from None
+
+
 def directory(text: str) -> Path:
-    if not text.strip() or not Path(text).is_dir():
+    if not text.strip() or not path(text).is_dir():
         raise argparse.ArgumentTypeError(f"not a directory: {text!r}")
-    return Path(text)
+    return path(text)
 
 
 def output_file(text: str) -> str:

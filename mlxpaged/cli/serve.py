@@ -85,7 +85,7 @@ def add_parser(commands: Any) -> None:
 
     tier = groups.group("prefix cache on a disk", DEFAULTS)
     kept = "directory in which prefixes outlive the server, an idle unload and their blocks"
-    tier.field("--prefix-cache-dir", Path, kept, "none; they are in memory only")
+    tier.field("--prefix-cache-dir", flags.path, kept, "none; they are in memory only")
     most = "most bytes there, for all models"
     tier.value("--prefix-cache-disk", size, "20GB", most, dest="prefix_cache_disk_bytes")
     writes = "most bytes that are written there a day; 0: what is there is only read"
@@ -93,7 +93,7 @@ def add_parser(commands: Any) -> None:
 
     machines = groups.group("several machines")
     hostfile = "hostfile of `mlx.launch`: MODEL runs on all hosts together, rank 0 on this one, by tensor parallelism"
-    machines.value("--hosts", Path, None, hostfile, "this machine alone")
+    machines.value("--hosts", flags.path, None, hostfile, "this machine alone")
     again = "start the ranks again if one fails, and go on with the requests; otherwise these end with an error"
     machines.switch("--restart-ranks", again)
 
@@ -111,7 +111,7 @@ def add_parser(commands: Any) -> None:
     network.value("--drain-timeout", flags.seconds, 30, "seconds that running requests have at shutdown to finish")
 
     access = groups.group("access", HttpConfig())
-    access.field("--api-keys", Path, "file made by `mlxpaged keys add`", "no key is needed")
+    access.field("--api-keys", flags.path, "file made by `mlxpaged keys add`", "no key is needed")
     access.switch("--insecure", "allow other machines to use the server without an API key")
     fetched = "let programs on this machine, or admin keys, download models with POST /api/pull"
     access.switch("--allow-downloads", fetched)
@@ -135,7 +135,7 @@ def add_parser(commands: Any) -> None:
     requests.field("--ttft-timeout", timeout, f"time for the first token, {limit}", "0")
     requests.switch("--strict", "refuse unknown fields and hints in requests, which are ignored otherwise")
     requests.switch("--timelines", "add the times of waiting, prefill and decoding to every answer")
-    requests.value("--data-dir", Path, None, "directory for /v1/files and /v1/batches", "both are off")
+    requests.value("--data-dir", flags.path, None, "directory for /v1/files and /v1/batches", "both are off")
 
     stalls = groups.group("stalls")
     longest = "seconds after which a step that has not ended counts as stalled; 0: never"
@@ -181,7 +181,7 @@ def adapter_path(text: str) -> AdapterPath:
     name, equals, path = text.partition("=")
     if not (name and equals and path):
         raise ValueError(f"must be NAME=DIR or MODEL:NAME=DIR, got {text!r}")
-    return AdapterPath(name, Path(path).expanduser())
+    return AdapterPath(name, flags.path(path))
 
 
 def server_models(args: argparse.Namespace) -> Registry | None:
@@ -249,7 +249,7 @@ def cluster_registry(args: argparse.Namespace, models: Sequence[Model]) -> Regis
     for what in (name for name, value in given.items() if value):
         raise ValueError(f"{what} cannot be used together with --hosts")
     if args.prefix_cache_dir is not None:  # the ranks have other working directories
-        directory = args.prefix_cache_dir.expanduser().absolute()
+        directory = args.prefix_cache_dir.absolute()
         models[0].config = dataclasses.replace(models[0].config, prefix_cache_dir=directory)
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's library is imported: each rank loads from its own disk
     with heavy_imports():

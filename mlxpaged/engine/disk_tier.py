@@ -363,7 +363,7 @@ STORES: dict[Path, tuple[DiskStore, int]] = {}
 
 def open_store(directory: Path, budget: int, write_budget: int) -> DiskStore:
     """The store of a directory, which all models of the process share. Raises StoreError."""
-    path = directory.expanduser().absolute()
+    path = directory.absolute()
     store, users = STORES.get(path) or (DiskStore(path, budget, write_budget), 0)
     STORES[path] = store, users + 1
     return store

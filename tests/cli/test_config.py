@@ -48,6 +48,23 @@ def test_every_kind_of_flag_takes_its_value_from_the_file(write: Write) -> None:
     assert (args["model"], args["max_num_seqs"], args["concurrency"]) == ("a/b", 7, (2, 4))
 
 
+def test_a_tilde_is_the_home_directory_in_every_path(
+    write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "models").mkdir()
+    write('data-dir = "~/data"\nprefix-cache-dir = "~/prefixes"\nmodel-dir = ["~/models"]\nadapter = "a=~/a"\n')
+    monkeypatch.setenv("MLXPAGED_API_KEYS", "~/keys.json")
+    args = parsed(ConfigFile.read(), "serve", "--hosts=~/hosts.json")
+    found = [args[name] for name in ("data_dir", "prefix_cache_dir", "api_keys", "hosts")]
+    assert found == [tmp_path / name for name in ("data", "prefixes", "keys.json", "hosts.json")]
+    assert (args["model_dirs"], args["adapter_paths"]) == ((tmp_path / "models",), (("a", tmp_path / "a"),))
+    assert parsed(ConfigFile.read(), "keys", "list")["api_keys"] == tmp_path / "keys.json"
+    with pytest.raises(SystemExit):
+        parsed(ConfigFile.read(), "serve", "--data-dir", "~no-such-user/data")
+    assert "--data-dir: there is no such home directory: '~no-such-user/data'" in capsys.readouterr().err
+
+
 def test_the_command_line_wins_over_the_variable_and_that_over_the_file(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:

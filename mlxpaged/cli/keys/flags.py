@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpaged.api.access.key_names import NAME_PATTERN, TIERS
-from mlxpaged.cli.flags import Flags, fitting, one_of, positive_int
+from mlxpaged.cli.flags import Flags, fitting, one_of, path, positive_int
 from mlxpaged.cli.parser import heavy_imports
 
 key_name = fitting(str, "1 to 64 of A-Z, a-z, 0-9, '.', '_' and '-'", re.compile(NAME_PATTERN).fullmatch)
@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
     remove = verbs.add_parser("remove", help="revoke a key")
     remove.add_argument("name", metavar="NAME")
     for verb in (add, show, remove):
-        Flags(verb).value("--api-keys", Path, DEFAULT_PATH, "file of the keys")
+        Flags(verb).value("--api-keys", path, DEFAULT_PATH, "file of the keys")
         verb.set_defaults(run=run)
 
 
