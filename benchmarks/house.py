@@ -74,4 +74,4 @@ def main(checkout: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(*(sys.argv[1:] or [Path(__file__).parent.parent])).resolve())
+    main(Path(sys.argv[1]).resolve() if sys.argv[1:] else Path(__file__).resolve().parents[1])
