@@ -30,6 +30,7 @@ class Download:
         """Must be called on the event loop."""
         self.name = name
         self.total = 0
+        self._files: list[str] = []
         self._directory: Path | None = None
         self._ended = asyncio.wrap_future(in_daemon_thread(self._fetch, "mlxpaged-download"))
         self._ended.add_done_callback(self._log)
@@ -47,14 +48,16 @@ class Download:
         self._ended.result()
 
     def completed(self) -> int:
-        """Bytes that are on the disk, at most `total`. It reads the disk."""
+        """Bytes that are on the disk, at most `total`. It reads the disk. Other files of the repository do not count,
+        for it may have several quantizations."""
         if self._directory is None:
             return 0
         found = 0
-        for path in (self._directory.parent.parent / "blobs").glob("*"):
+        parts = (self._directory.parent.parent / "blobs").glob("*.incomplete")
+        for path in (*(self._directory / file for file in self._files), *parts):
             try:
                 found += path.stat().st_size
-            except OSError:  # a part that has just got its final name
+            except OSError:  # it is not there yet, or a part has just got its final name
                 continue
         return min(found, self.total)
 
@@ -67,8 +70,8 @@ class Download:
             check_disk(directory, sizes)
             weights = tuple(weight_files(sizes))
             wanted = [*hub.SMALL_FILES, *weights]
-            named = (file for file in sizes if any(fnmatch(file, pattern) for pattern in wanted))
-            self.total = sum(sizes[file] or 0 for file in named)
+            self._files = [file for file in sizes if any(fnmatch(file, pattern) for pattern in wanted)]
+            self.total = sum(sizes[file] or 0 for file in self._files)
             self._directory = directory
         return hub.download_weights(self.name, weights)
 

@@ -120,6 +120,20 @@ def test_one_download_serves_all_who_ask_and_goes_on_without_them(
     wait_until(lambda: not pulling[0].is_alive(), DEADLINE)
 
 
+def test_other_files_of_the_repository_are_no_progress(
+    server: RunningServer, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = cache / f"models--{NAME.replace('/', '--')}" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "another").write_bytes(bytes(sum(sizes_of(DEMO_PATH).values())))
+    with online(monkeypatch, stalls=WEIGHTS), raw(server) as client:
+        with client.stream("POST", "/api/pull", json={"model": NAME}) as response:
+            found = next(found for line in response.iter_lines() if (found := json.loads(line)).get("completed"))
+        assert found["completed"] < found["total"]
+        pulling = [thread for thread in threading.enumerate() if thread.name == "mlxpaged-download"]
+    wait_until(lambda: not any(thread.is_alive() for thread in pulling), DEADLINE)
+
+
 @pytest.mark.usefixtures("cache")
 def test_only_so_many_repositories_are_downloaded_at_once(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
