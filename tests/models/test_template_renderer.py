@@ -53,6 +53,18 @@ def test_a_template_without_an_end_is_stopped(name: str) -> None:
         render(ENDLESS[name], {})
 
 
+def test_a_process_whose_first_line_no_one_reads_ends_without_a_word() -> None:
+    """As when the server ends while it starts."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with subprocess.Popen(
+        [sys.executable, str(renderer.PROGRAM), "1"], stdin=subprocess.PIPE, stdout=writer, stderr=subprocess.PIPE
+    ) as child:
+        os.close(writer)
+        assert child.stderr is not None
+        assert child.stderr.read() == b""
+
+
 def test_a_rendering_that_is_not_watched_any_more_ends() -> None:
     """As when the server is killed. The processor time is that of each request."""
     command = [sys.executable, str(renderer.PROGRAM), "1"]

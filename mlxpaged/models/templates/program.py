@@ -17,6 +17,7 @@ import functools
 import json
 import math
 import resource
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -119,6 +120,7 @@ def limit_time(seconds: int) -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # it ends without a word after the process that reads it
     output = sys.stdout.buffer
     output.write(b"\n")
     output.flush()
