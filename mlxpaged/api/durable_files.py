@@ -43,7 +43,9 @@ def flush_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Yields a new file that replaces `path` once it is on the disk. After an error, `path` is unchanged."""
+    """Yields a new file that replaces `path` once it is on the disk, or what a link leads to. After an error, `path` is
+    unchanged."""
+    path = path.resolve()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWNER_ONLY), "wb") as file:
