@@ -158,11 +158,11 @@ class Sampler:
 
 
 def biased(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Add every row's logit_bias, and -inf to its forbidden tokens. A tokenizer may have end tokens for which the model
-    has no logits: these are skipped."""
-    entries = [(i, token, bias) for i, row in enumerate(rows) for token, bias in row.params.logit_bias.items()]
-    size = logits.shape[-1]
-    entries += [(i, token, -np.inf) for i, row in enumerate(rows) for token in row.forbidden if token < size]
+    """Add every row's logit_bias, and -inf to its forbidden tokens. Tokens without logits are skipped: a tokenizer may
+    have such end tokens, and a draft model may have fewer logits than the model."""
+    found = [(i, token, bias) for i, row in enumerate(rows) for token, bias in row.params.logit_bias.items()]
+    found += [(i, token, -np.inf) for i, row in enumerate(rows) for token in row.forbidden]
+    entries = [entry for entry in found if entry[1] < logits.shape[-1]]
     if not entries:
         return logits
     at, tokens, bias = zip(*entries, strict=True)

@@ -19,20 +19,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftModel:
-    """vocab_size: logits of the larger model, which may have other unused ones at the end."""
+    """own_size: its logits. vocab_size: those of the larger model. Either may have more unused ones at the end."""
 
     name: str
     model: Module
     rows: RowSelection
     layers: list[LayerSpec]
+    own_size: int
     vocab_size: int
     nbytes: int
 
     def __call__(self, tokens: mx.array, wanted: Sequence[int], caches: Sequence[Any]) -> mx.array:
-        """Logits [W, V] after the tokens [T] at these indices. caches: the last ones are its own."""
+        """Logits [W, V] after the tokens [T] at these indices. caches: the last ones are its own. A token that only the
+        larger model has becomes the last one: MLX reads beyond the embedding for it."""
         self.rows.rows = mx.array(list(wanted))
+        known = mx.minimum(tokens, self.own_size - 1)
         try:
-            logits: mx.array = self.model(tokens[:, None], cache=list(caches[-len(self.layers) :]))
+            logits: mx.array = self.model(known[:, None], cache=list(caches[-len(self.layers) :]))
         finally:
             self.rows.rows = None
         return logits[:, -1, : self.vocab_size]
@@ -49,5 +52,5 @@ def draft_model(draft: ServedModel, served: ServedModel) -> DraftModel:
         reason = "its output head is not found"
     if reason or draft.rows is None:
         raise UnsupportedModelError(f"{draft.name} cannot draft: {reason}")
-    sizes = served.vocab_size, draft.weight_bytes
+    sizes = draft.vocab_size, served.vocab_size, draft.weight_bytes
     return DraftModel(draft.name, draft.model, draft.rows, draft.layers, *sizes)

@@ -183,3 +183,29 @@ def test_a_model_that_cannot_draft_is_refused(tmp_path: Path, kind: str, reason:
     small = "demo-vision" if kind == "demo" else str(make_architecture(tmp_path / "small", kind))
     with pytest.raises(UnsupportedModelError, match=f"cannot draft: .*{reason}"):
         with_draft_model(EngineConfig(speculative="draft", draft_model=small), served, Turns())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logit_bias"),
+    [(prompt(1, 30), {767: -1.0}), ([640 + i for i in range(30)], {}), ([*prompt(1, 29), 767], {767: -1.0, 9: -2.0})],
+    ids=["bias", "prompt", "both"],
+)
+def test_a_small_model_with_fewer_logits(tmp_path: Path, tokens: list[int], logit_bias: dict[int, float]) -> None:
+    """Heads of one family are padded to different sizes. A token that only the larger one has would crash the
+    process."""
+    paths = (
+        make_architecture(tmp_path / "m", "llama", vocab_size=768),
+        make_architecture(tmp_path / "small", "qwen3", vocab_size=640),
+    )
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, logit_bias=logit_bias)
+    asked = [Request("r", tokens, params, 0.0)]
+    core = core_of(paths)
+    drafts = logged(core)
+    assert tokens_of(answers(core, asked)) == tokens_of(answers(core_of(paths, drafts=False), asked))
+    assert core.drafting is not None
+    assert core.drafting.network is not None
+    assert drafts
+    if not logit_bias:
+        model: Any = load_plain_model(paths[1])[0]
+        for _, text, found in drafts:
+            assert continuation(model, [min(token, 639) for token in text], len(found)) == found

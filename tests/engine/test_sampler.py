@@ -319,6 +319,13 @@ def test_greedy_rows_are_the_same_beside_any_neighbour() -> None:
     assert sample(logits, rows)[1::2] == best[1::2]
 
 
+def test_a_bias_on_a_token_without_a_logit_changes_no_other_row() -> None:
+    """A draft model may have fewer logits than the model. MLX writes beyond a row, into the next one."""
+    logits, bias = logits_of(2), {VOCAB + 4: 100.0}
+    rows = [row(0, logit_bias=bias, temperature=0.0), row(1, temperature=0.0)]
+    assert Sampler(VOCAB + 10).guess(logits, rows).tolist() == mx.argmax(logits, axis=-1).tolist()
+
+
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 3}, {"logprobs": 2}, {"presence_penalty": 1.0}])
 def test_forbidden_tokens_are_not_drawn_and_the_neighbours_do_not_notice(params: dict[str, Any]) -> None:
     logits = logits_of(3)
