@@ -85,7 +85,7 @@ def png(data: bytes) -> Header:
 
 def jpeg(data: bytes) -> Header:
     """The segments are those of ITU-T T.81, B.1. Only those stay that the pixels and their colours need."""
-    size, orientation, place = None, 1, 2
+    size, orientation, place, pixels = None, 1, 2, b""
     kept = [data[:2]]
     for _ in bounded("JPEG"):
         fill = FILL.match(data, place)
@@ -99,7 +99,10 @@ def jpeg(data: bytes) -> Header:
         elif marker == 0xE1 and segment[2:8] == b"Exif\0\0":
             orientation = orientation_of(segment[8:])
         if marker == 0xDA:  # the pixels follow; among them, 0xFF is followed by 0
-            if data.count(b"\xff\xda", place) >= MAX_SCANS:
+            # Phones write a video or another image after the end. A video has these two bytes every 64 KiB.
+            end = data.find(b"\xff\xd9", place)
+            pixels = data[place:] if end < 0 else data[place : end + 2]
+            if pixels.count(b"\xff\xda") >= MAX_SCANS:
                 raise ImageError(f"is a JPEG with more than {MAX_SCANS} scans")
             break
         if marker in SIZES | TABLES | COLOURS:
@@ -107,7 +110,7 @@ def jpeg(data: bytes) -> Header:
         place += length
     if size is None:
         raise ImageError("is a JPEG without a size")
-    return Header("JPEG", size[1], size[0], orientation, b"".join([*kept, b"\xff\xda", data[place:]]))
+    return Header("JPEG", size[1], size[0], orientation, b"".join([*kept, b"\xff\xda", pixels]))
 
 
 def gif(data: bytes) -> Header:

@@ -300,6 +300,15 @@ def test_a_jpeg_of_many_scans_is_refused() -> None:
             assert corners(pixels_of(many)) == [RED, BLUE, RED, BLUE]
 
 
+@pytest.mark.parametrize("progressive", [False, True])
+def test_what_follows_a_jpeg_is_no_part_of_it(progressive: bool) -> None:
+    """A phone's photo with motion has a video there, which has all bytes: 7 MiB of it look like 100 scans."""
+    data = encoded(halves(), "JPEG", progressive=progressive)
+    video = b"ftypmp42" + b"\xff\xda\0" * (MAX_SCANS + 1) + data
+    assert read_header(data + video).data == read_header(data).data
+    assert corners(pixels_of(data + video)) == [RED, BLUE, RED, BLUE]
+
+
 def test_a_file_with_two_sizes_is_refused() -> None:
     """The limits are checked by the header as this server reads it. A decoder may take a later one."""
     header = struct.pack(">IIBBBBB", 9000, 9000, 8, 2, 0, 0, 0)
