@@ -98,13 +98,14 @@ class Fetch:
             plain.settimeout(self._left())
             plain.connect(address)
             if self._parts.scheme == "http":
-                return self._ask(plain)
-            with ssl.create_default_context().wrap_socket(plain, server_hostname=self._name) as encrypted:
+                return self._ask(http.client.HTTPConnection(self._name, self._port), plain)
+            context = ssl.create_default_context()
+            with context.wrap_socket(plain, server_hostname=self._name) as encrypted:
                 self._socket = encrypted
-                return self._ask(encrypted)
+                return self._ask(http.client.HTTPSConnection(self._name, self._port, context=context), encrypted)
 
-    def _ask(self, connected: socket.socket) -> bytes:
-        connection = http.client.HTTPConnection(self._name, self._port)
+    def _ask(self, connection: http.client.HTTPConnection, connected: socket.socket) -> bytes:
+        """connection: of the URL's scheme, whose port its header Host leaves out."""
         connection.sock = connected
         path = (self._parts.path or "/") + (f"?{self._parts.query}" if self._parts.query else "")
         connection.request("GET", path, headers={"User-Agent": f"mlxpaged/{__version__}", "Accept": "image/*"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -140,6 +141,23 @@ def test_a_name_with_an_address_that_is_not_public(address: str) -> None:
 
     hosts = ImageHosts(["images.example"], resolve)
     assert "address is not public" in refusal(hosts, "https://IMAGES.example/a.png")
+
+
+class PlainContext(ssl.SSLContext):
+    def wrap_socket(self, sock: socket.socket, *_: Any, **__: Any) -> Any:
+        return sock
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:8443"])
+def test_the_host_of_https_is_named_as_in_the_url(server: Any, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RFC 9112, 3.2. A signed URL is signed with the name of its host."""
+
+    def resolve(name: str, port: int, type: int) -> Any:
+        return [(socket.AF_INET, type, 0, "", (name, server.server_port))]
+
+    monkeypatch.setattr(ssl, "create_default_context", lambda: PlainContext(ssl.PROTOCOL_TLS_CLIENT))
+    assert fetched(ImageHosts([host], resolve), f"https://{host}/ok") == PIXELS
+    assert server.seen == [("/ok", host)]
 
 
 def test_a_name_is_resolved_once_and_its_address_is_used(server: Any) -> None:
