@@ -51,7 +51,7 @@ from mlxpaged.models.gated_delta import route_gated_delta
 from mlxpaged.models.generation_config import end_tokens_of, read_generation_config
 from mlxpaged.models.head import RowSelection, select_rows_before_head
 from mlxpaged.models.joins import join
-from mlxpaged.models.json_files import CONFIG, model_config
+from mlxpaged.models.json_files import CONFIG, model_config, read_object
 from mlxpaged.models.kinds import is_encoder, judges_pairs, kind_of
 from mlxpaged.models.layer_finder import Way, layer_specs
 from mlxpaged.models.layers import KV, LayerSpec, kv_layers, mutual
@@ -309,7 +309,18 @@ def tokenizer_in(path: Path, tool_parser: str | None, end_tokens: Sequence[int])
     growth = check_tokenizer_file(path)
     # Not those that mlx-lm finds: it takes them from generation_config.json without checking it.
     ends = end_tokens or end_tokens_of(CONFIG, model_config(path)) or None
-    return guarded(lambda: Tokenizer(load_tokenizer(path, eos_token_ids=ends), tool_parser, growth))()
+    more = processor_template(path)
+    return guarded(lambda: Tokenizer(load_tokenizer(path, more, eos_token_ids=ends), tool_parser, growth))()
+
+
+def processor_template(path: Path) -> dict[str, Any]:
+    """The setting of a tokenizer that has no chat template of its own: that of the processor, which transformers 4
+    wrote into another file. Mistral Small 3.1 has it there only. Raises UnsupportedModelError."""
+    own = read_object(path / "tokenizer_config.json", missing_is_empty=True).get("chat_template")
+    if own or (path / "chat_template.jinja").exists():
+        return {}
+    found = read_object(path / "chat_template.json", missing_is_empty=True).get("chat_template")
+    return {"chat_template": found} if isinstance(found, str) else {}
 
 
 def read_tokenizer(name: str, tool_parser: str | None = None) -> Tokenizer:

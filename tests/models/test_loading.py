@@ -21,7 +21,7 @@ from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models import loader
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
-from mlxpaged.models.loader import DEMO_PATH, ServedModel, context_length, load_model
+from mlxpaged.models.loader import DEMO_PATH, ServedModel, context_length, load_model, read_tokenizer
 from mlxpaged.models.sources.resolve import resolve
 from mlxpaged.models.sources.short_names import DEMO_MODEL
 from mlxpaged.models.turns import Turns
@@ -177,6 +177,22 @@ def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
         (path / file).unlink()
     with pytest.raises(UnsupportedModelError, match="cannot be loaded: "):
         load_model(str(path))
+
+
+@pytest.mark.parametrize(("place", "shown"), [("json", "processor"), ("config", "own"), ("jinja", "own")])
+def test_the_template_of_a_processor_counts_if_the_tokenizer_has_none(place: str, shown: str, tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "m", "llama")
+    config, text = path / "tokenizer_config.json", "{} {{{{ messages[0].content }}}}"
+    (path / "chat_template.json").write_text(json.dumps({"chat_template": text.format("processor")}))
+    (path / "chat_template.jinja").unlink()
+    if place == "jinja":
+        (path / "chat_template.jinja").write_text(text.format("own"))
+    if place == "config":
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": text.format("own")}))
+    tokenizer = read_tokenizer(str(path))
+    said = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
+    assert tokenizer.decode(said) == f"{shown} hello"
+    assert tokenizer.template_source == text.format(shown)
 
 
 # -- what is loaded ----------------------------------------------------------------------------------------------------
