@@ -106,6 +106,7 @@ def decoded(image: ClientImage) -> bytes:
         if start is None:
             raise ImageError(f"is not in the request: {FILES}")
         text = text[start.end() :]
+    text = text.replace("\n", "").replace("\r", "")  # as Ollama does: many programs write lines of 60 or 76 characters
     if len(text) > (MAX_BYTES + 2) // 3 * 4:
         raise ImageError(f"has more than {MAX_BYTES >> 20} MiB")
     if len(text) % 4:  # Python 3.10 takes some of these

@@ -3,6 +3,7 @@ refused, and nothing else happens."""
 
 from __future__ import annotations
 
+import base64
 import builtins
 import os
 import struct
@@ -206,6 +207,15 @@ def test_no_other_url_is_read(url: str) -> None:
 def test_wrong_base64_is_refused(text: str) -> None:
     with pytest.raises(ImageError, match="is not valid base64"):
         check(ClientImage(text, False), FORM)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("start", ["", "data:image/png;base64,"])
+def test_base64_may_be_in_lines(start: str, end: str) -> None:
+    """`base64` of Linux and Ruby's encode64 write it so."""
+    data = encoded(halves())
+    text = start + base64.encodebytes(data).decode().replace("\n", end)
+    assert check(ClientImage(text, bool(start)), FORM).digest == checked(data).digest
 
 
 def test_long_base64_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
