@@ -112,6 +112,21 @@ def test_a_gguf_file_computes_what_the_mlx_directory_does(name: str, tmp_path: P
     assert greedy(own) == greedy(theirs)
 
 
+@pytest.mark.parametrize("key", ["rope.scale_linear", "rope.scaling.factor"])
+def test_a_file_that_names_no_kind_of_scaling_has_a_linear_one(key: str, tmp_path: Path) -> None:
+    """Such as those of Llama 2 and Vicuna with longer contexts of 2023."""
+
+    def scale(metadata: dict[str, Any], _: dict[str, Stored]) -> None:
+        metadata[f"llama.{key}"] = 4.0
+
+    same = {"layer_types": None, "sliding_window": None}
+    scaling = {"type": "linear", "factor": 4.0}
+    directory = make_architecture(tmp_path / "mlx", "llama", **same, rope_scaling=scaling)
+    unscaled = make_architecture(tmp_path / "unscaled", "llama", **same)
+    own = loaded(gguf_directory(as_gguf(unscaled, tmp_path / "model.gguf", change=scale)))
+    assert mx.allclose(own(mx.array([PROMPT])), loaded(directory)(mx.array([PROMPT])), rtol=1e-5, atol=1e-5)
+
+
 def test_gate_and_up_projections_of_experts_may_be_one_tensor(tmp_path: Path) -> None:
     """Gemma 4's files have them so."""
 

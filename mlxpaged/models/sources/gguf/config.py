@@ -116,15 +116,19 @@ def common(of: Metadata) -> dict[str, Any]:
 
 
 def rope_scaling(of: Metadata) -> dict[str, Any] | None:
-    """Raises UnsupportedModelError for a kind that is not known."""
-    kind = of.get("rope.scaling.type")
+    """Files of 2023 have another name for the factor, and none for the kind, which is linear then (llama-model.cpp,
+    rope_scaling). Raises UnsupportedModelError for a kind that is not known."""
+    factor = of.number("rope.scaling.factor", of.number("rope.scale_linear", 0.0))
+    kind = of.get("rope.scaling.type") or ("linear" if factor else None)
     if of.has("rope_freqs.weight") and of.architecture != "gemma4":  # which has other factors there
         return llama3_scaling(of)
     if kind in (None, "none", "longrope"):  # the factors of longrope are tensors
         return None
     if kind not in ("linear", "yarn"):
         raise of.wrong("rope.scaling.type")
-    scaling: dict[str, Any] = {"type": kind, "rope_type": kind, "factor": of.number("rope.scaling.factor")}
+    if not factor:
+        raise of.wrong("rope.scaling.factor")
+    scaling: dict[str, Any] = {"type": kind, "rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = of.integer("rope.scaling.original_context_length")
         for name in ("beta_fast", "beta_slow"):
