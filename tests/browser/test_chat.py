@@ -199,6 +199,23 @@ def test_conversations_stay_in_the_browser_and_are_renamed_exported_and_deleted(
     expect(chats).to_have_text(["Second chat"])
 
 
+def test_a_chat_that_is_deleted_while_it_is_answered_stays_deleted(visit: Start, scripted: RunningServer) -> None:
+    tab = visit(scripted)
+    tab.open()
+    tab.say("Count!")
+    expect(tab.page.locator(".message.assistant .answer")).to_contain_text("word")
+    tab.page.get_by_label("Actions of Count!").click()
+    button(tab.page, "Delete").click()
+    button(tab.page.get_by_role("dialog"), "Delete").click()
+    expect(tab.page.get_by_role("heading", level=1)).to_have_text("New chat")
+    tab.say("Second chat")
+    tab.answered()
+    chats = tab.page.get_by_role("navigation", name="Conversations").get_by_role("link")
+    expect(chats).to_have_text(["Second chat"])
+    tab.page.reload()
+    expect(chats).to_have_text(["Second chat"])
+
+
 def test_a_wrong_key_is_refused_and_the_right_one_is_kept_for_the_tab(
     visit: Start, closed: RunningServer, key: str
 ) -> None:

@@ -306,7 +306,7 @@ export class ChatView {
       if (followed) this.scrollDown();
       if (!message.error) announce(message.stopped ? "The answer is stopped" : `The answer: ${message.content}`);
     }
-    this.keep(conversation);
+    if (this.conversations.get(conversation.id) === conversation) this.keep(conversation); // it may have been deleted
   }
 
   stopAnswer() {
