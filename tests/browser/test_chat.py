@@ -216,6 +216,23 @@ def test_a_chat_that_is_deleted_while_it_is_answered_stays_deleted(visit: Start,
     expect(chats).to_have_text(["Second chat"])
 
 
+def test_the_model_that_was_chosen_is_that_of_new_chats_after_a_reload_too(
+    visit: Start, scripted: RunningServer
+) -> None:
+    models = [{"id": name, "object": "model", "state": "loaded", "kind": "text"} for name in ("first", "second")]
+    tab = visit(scripted)
+    tab.page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": models}))
+    tab.open()
+    picker = tab.page.get_by_label("Model", exact=True)
+    expect(picker).to_have_value("first")
+    picker.select_option("second")
+    button(tab.page, "New chat").click()
+    expect(picker).to_have_value("second")
+    tab.page.reload()
+    expect(picker.get_by_role("option")).to_have_text(["first", "second"])
+    expect(picker).to_have_value("second")
+
+
 def test_a_wrong_key_is_refused_and_the_right_one_is_kept_for_the_tab(
     visit: Start, closed: RunningServer, key: str
 ) -> None:

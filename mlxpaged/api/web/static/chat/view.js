@@ -89,9 +89,9 @@ export class ChatView {
   }
 
   showModel() {
-    const { model } = this.current;
-    const known = this.picker.get(model) !== null || this.current.messages.length > 0;
-    this.current.model = this.picker.show(known ? model : "") ?? "";
+    const { model, messages } = this.current;
+    const known = this.picker.get(model) !== null || messages.length > 0;
+    this.current.model = this.picker.show(known ? model : "") ?? model; // the list may not be there yet
   }
 
   chooseModel(model) {
