@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mlxpaged.cli.parser import Parser
+from mlxpaged.cli.parser import Parser, is_flag
 
 
 def put_flags_first(parser: Parser) -> None:
@@ -17,7 +17,7 @@ def put_flags_first(parser: Parser) -> None:
         for word in rest:
             if word == "--":
                 words += [word, *rest]
-            elif word.startswith("-") and len(word) > 1:
+            elif is_flag(word):
                 flags.append(word)
                 if word in takes_value:
                     value = next(rest, None)

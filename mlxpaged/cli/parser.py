@@ -26,6 +26,10 @@ FLAG = re.compile(r"--[^\s]+|-[A-Za-z]+")
 """Words that can only be flags: no file, number or prompt."""
 
 
+def is_flag(word: str) -> bool:
+    return FLAG.fullmatch(word.partition("=")[0]) is not None
+
+
 class Setting(NamedTuple):
     """A flag that variables and the configuration file can set too. given: by one of these, if any; a list if the flag
     can be repeated. otherwise: says what the default is if it is None."""
@@ -90,7 +94,7 @@ class Parser(argparse.ArgumentParser):
             flag = word.partition("=")[0]
             if word == "--":
                 return
-            if FLAG.fullmatch(flag) and flag not in self.flags:
+            if is_flag(word) and flag not in self.flags:
                 self.error(f"there is no flag {flag}{meant_flag(flag, self.flags)}")
 
     def error(self, message: str) -> NoReturn:

@@ -24,6 +24,7 @@ SCRIPT = {
     "Long?": "so " * 90,
     "first\n\nsecond": "Both.",
     "Be rude.": "No.",
+    "- one\n- two": "A list.",
 }
 
 
@@ -61,6 +62,10 @@ def test_thinking_goes_to_standard_error_if_it_is_wanted(ask: Callable[..., Resu
 def test_words_and_standard_input_are_one_prompt(ask: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("second\n"))
     assert ask("--max-tokens", "9", "first").stdout == "Both.\n"
+
+
+def test_a_prompt_may_begin_with_a_dash(ask: Callable[..., Result]) -> None:
+    assert ask("- one\n- two", "--max-tokens", "9").stdout == "A list.\n"
 
 
 def test_a_system_message_and_limits_are_sent(ask: Callable[..., Result]) -> None:
