@@ -68,8 +68,9 @@ def line(setting: Setting) -> str:
 
 
 def toml(value: Any) -> str:
-    """A number as a number, also if it is the text of one."""
+    """A number as a number, also if it is the text of one. A text such as "1.10" would come back as 1.1."""
     if isinstance(value, bool):
         return "true" if value else "false"
     text = value.name.lower() if isinstance(value, enum.Enum) else str(value)
-    return text if re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?", text) else json.dumps(text, ensure_ascii=False)
+    is_number = re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?", text) and str(json.loads(text)) == text
+    return text if is_number else json.dumps(text, ensure_ascii=False)

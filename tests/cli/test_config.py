@@ -100,6 +100,15 @@ def test_the_configuration_is_shown_with_where_each_value_comes_from(
     assert "max-queue = 9  #" in run("config").stdout
 
 
+def test_a_name_that_looks_like_a_number_stays_as_it_is(
+    write: Write, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLXPAGED_SERVED_MODEL_NAME", "1.10")
+    write(run("config").stdout)
+    monkeypatch.delenv("MLXPAGED_SERVED_MODEL_NAME")
+    assert parsed(ConfigFile.read(), "serve")["served_model_name"] == "1.10"
+
+
 def test_a_key_is_not_shown(write: Write, run: Run) -> None:
     path = write('api-key = "secret"\n')
     shown = run("config", "chat").stdout
