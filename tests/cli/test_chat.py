@@ -313,6 +313,7 @@ def test_a_server_that_is_gone_does_not_end_the_chat(session: Session) -> None:
         ("one\x1b\rtwo\r", "one\ntwo"),
         ("one\ntwo\r", "one\ntwo"),
         ('"""one\rtwo"""\r', "one\ntwo"),
+        ('"""Docs."""\nimport os\r', '"""Docs."""\nimport os'),
         ("\x1b[200~pasted\nlines\x1b[201~\r", "pasted\nlines"),
         ("\x1b[A\r", "the message before"),
     ],

@@ -36,7 +36,7 @@ class Reader:
     def read(self) -> str:
         """Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
         text = self._session.prompt().strip()
-        if text.startswith(QUOTES):
+        if text.startswith(QUOTES) and text.endswith(QUOTES):  # code can begin with a docstring
             text = text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
         return text
 
