@@ -210,7 +210,8 @@ def test_a_chat_is_saved_and_goes_on_another_day(session: Session, server: Runni
         '{"model": 1, "messages": [{"role": "user", "content": "x"}]}',
         '{"model": "m", "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": null}]}',
         '{"model": "m", "settings": {"model": "other"}}',
-        '{"model": "m", "settings": 3}',
+        *('{"model": "m", "settings": 3}', '{"model": "m", "settings": []}', '{"model": "m", "messages": {}}'),
+        '{"model": "m", "images": "x"}',
     ],
     ids=lambda content: content[:40],
 )

@@ -141,7 +141,8 @@ def read(path: Path) -> Conversation:
         contents = [message["content"] for message in found.messages]
         whole = roles == ["user", "assistant"] * (len(roles) // 2) and all(map(is_content, contents))
         whole = whole and all(isinstance(url, str) for url in found.images)
-        if not (whole and set(found.settings) <= SETTINGS.keys() and isinstance(found.system, str | None)):
+        whole = whole and isinstance(found.messages, list) and isinstance(found.images, list)
+        if not (whole and found.settings.keys() <= SETTINGS.keys() and isinstance(found.system, str | None)):
             raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # not JSON, or JSON of something else
         raise ValueError(f"{path} is not a saved chat") from None
