@@ -194,6 +194,10 @@ def test_a_question_is_asked_again(session: Session) -> None:
     assert [message["content"] for message in session.conversation.messages][::2] == ["Hello", "And then?"]
 
 
+def test_a_command_and_its_argument_can_be_on_two_lines(session: Session) -> None:
+    assert session.type("/system\nBe kind.\nBe brief.") == "system message: Be kind.\nBe brief.\n"
+
+
 def test_a_chat_is_saved_and_goes_on_another_day(session: Session, server: RunningServer, tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
     assert session.type("/system Be kind.", "Hello", f"/save {path}").endswith(f"saved in {path}\n")

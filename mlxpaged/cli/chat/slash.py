@@ -52,12 +52,12 @@ def carry_out(chat: Chat, text: str) -> bool:
         raise Leave
     if not NAME.match(text):
         return False
-    name, _, argument = text[1:].partition(" ")
+    name, *rest = text[1:].split(maxsplit=1)  # a line's end is between them too
     command = next((each for each in COMMANDS if each.name == name), None)
     if command is None:
         near = difflib.get_close_matches(name, [each.name for each in COMMANDS], 1)
         raise UsageError(f"unknown command /{name}: " + (f"/{near[0]}?" if near else "/help lists the commands"))
-    command.run(chat, argument.strip())
+    command.run(chat, rest[0].strip() if rest else "")
     return True
 
 
