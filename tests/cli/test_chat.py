@@ -194,6 +194,17 @@ def test_a_question_is_asked_again(session: Session) -> None:
     assert [message["content"] for message in session.conversation.messages][::2] == ["Hello", "And then?"]
 
 
+def test_an_answer_stays_if_the_question_cannot_be_asked_again(session: Session, server: RunningServer) -> None:
+    session.type("Hello", "And then?")
+    before = list(session.conversation.messages)
+    session.chat.client = Client("http://127.0.0.1:1")
+    assert session.type("/retry") == "no server runs at http://127.0.0.1:1\n"
+    assert session.conversation.messages == before
+    session.chat.client = Client(server.url)
+    session.type("/retry")
+    assert session.conversation.messages == before
+
+
 def test_a_command_and_its_argument_can_be_on_two_lines(session: Session) -> None:
     assert session.type("/system\nBe kind.\nBe brief.") == "system message: Be kind.\nBe brief.\n"
 

@@ -8,7 +8,7 @@ import json
 import re
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -144,10 +144,17 @@ def attach(chat: Chat, argument: str) -> None:
 
 
 def retry(chat: Chat, argument: str) -> None:
-    question = chat.conversation.last_question()
+    """Without a new answer, the one before stays."""
+    conversation = chat.conversation
+    before = replace(conversation, messages=list(conversation.messages))
+    question = conversation.last_question()
     if question is None:
         raise UsageError("there is no question to ask again")
-    chat.ask(question)
+    try:
+        chat.ask(question)
+    finally:
+        if not chat.answer.text:
+            conversation.messages, conversation.images = before.messages, before.images
 
 
 def save(chat: Chat, argument: str) -> None:
