@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mlxpaged.cli import main
+from mlxpaged.cli import main, make_parser
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models.architectures import known_source
 from mlxpaged.models.sources.short_names import short_names
@@ -78,6 +79,16 @@ def test_flags_in_the_text_exist(capsys: pytest.CaptureFixture[str]) -> None:
         commands = "\n".join(re.findall(r"^mlxpaged .+$", text, flags=re.MULTILINE))
         named = set(re.findall(r"`(--[a-z][\w-]*)", text)) | set(re.findall(r" (--[\w-]+)", commands))
         assert named - known - OF_OTHERS == set(), page.name
+
+
+def test_the_parser_takes_the_commands_of_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "schema.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for page in (ROOT / "README.md", *PAGES):
+        text = page.read_text().replace("\\\n", " ")
+        for line in re.findall(r"^mlxpaged (.+)$", text, flags=re.MULTILINE):
+            words = shlex.split(line.partition(" | ")[0], comments=True)
+            make_parser([words[0]]).parse_args(words)
 
 
 def test_the_table_of_endpoints_is_that_of_the_server(server: RunningServer) -> None:
