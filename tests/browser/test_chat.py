@@ -216,6 +216,29 @@ def test_a_chat_that_is_deleted_while_it_is_answered_stays_deleted(visit: Start,
     expect(chats).to_have_text(["Second chat"])
 
 
+def test_two_tabs_of_a_chat_lose_no_messages(visit: Start, scripted: RunningServer) -> None:
+    tab = visit(scripted)
+    tab.open()
+    tab.say("Right question")
+    tab.answered()
+    other = Visit(tab.page.context.new_page(), tab.url)
+    other.open("/" + tab.page.evaluate("location.hash"))
+    other.say("Second chat")
+    other.answered()
+    said = ["Right question", "A right answer.", "Second chat", "Here too."]
+    texts = tab.page.locator(".message :is(.plain, .answer)")
+    expect(texts).to_have_text(said)
+    tab.say("Wrong question")
+    expect(tab.answered()).to_contain_text("A wrong answer.")
+    tab.page.reload()
+    expect(texts).to_have_text([*said, "Wrong question", "A wrong answer."])
+    button(other.page, "New chat").click()
+    tab.page.get_by_label("Actions of Right question").click()
+    button(tab.page, "Delete").click()
+    button(tab.page.get_by_role("dialog"), "Delete").click()
+    expect(other.page.get_by_role("navigation", name="Conversations").get_by_role("link")).to_have_count(0)
+
+
 def test_the_model_that_was_chosen_is_that_of_new_chats_after_a_reload_too(
     visit: Start, scripted: RunningServer
 ) -> None:

@@ -20,9 +20,12 @@ function done(request) {
 }
 
 export class Conversations {
-  constructor() {
+  /** changed(id): another tab has saved or deleted a conversation. */
+  constructor(changed = () => {}) {
     this.byId = new Map();
     this.database = opened().catch(() => null);
+    this.tabs = new BroadcastChannel("mlxpaged-conversations");
+    this.tabs.onmessage = ({ data: id }) => changed(id);
   }
 
   async store(mode) {
@@ -33,6 +36,12 @@ export class Conversations {
   async load() {
     const store = await this.store("readonly");
     for (const each of store === null ? [] : await done(store.getAll())) this.byId.set(each.id, each);
+  }
+
+  /** A conversation as it is stored now, or undefined. */
+  async stored(id) {
+    const store = await this.store("readonly");
+    return store === null ? this.byId.get(id) : done(store.get(id));
   }
 
   /** The latest first. */
@@ -62,13 +71,17 @@ export class Conversations {
   async save(conversation) {
     conversation.updated = Date.now();
     const store = await this.store("readwrite");
-    if (store !== null) await done(store.put(conversation));
+    if (store === null) return;
+    await done(store.put(conversation));
+    this.tabs.postMessage(conversation.id);
   }
 
   async remove(id) {
     this.byId.delete(id);
     const store = await this.store("readwrite");
-    if (store !== null) await done(store.delete(id));
+    if (store === null) return;
+    await done(store.delete(id));
+    this.tabs.postMessage(id);
   }
 }
 

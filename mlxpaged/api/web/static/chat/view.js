@@ -13,7 +13,7 @@ const LAST_MODEL = "mlxpaged-model";
 
 export class ChatView {
   constructor() {
-    this.conversations = new Conversations();
+    this.conversations = new Conversations((id) => this.follow(id));
     this.current = null;
     this.running = new Map(); // by conversation id: the AbortController of its answer
     this.answers = new Map(); // by message: what draws it
@@ -64,6 +64,17 @@ export class ChatView {
   }
 
   leave() {}
+
+  /** Shows what another tab has made of a conversation. An answer that is written here goes on. */
+  async follow(id) {
+    await this.loaded;
+    const found = await this.conversations.stored(id);
+    if (this.running.has(id)) return;
+    if (found) this.conversations.byId.set(id, found);
+    else this.conversations.byId.delete(id);
+    if (this.current?.id === id) this.show(found ?? this.newConversation());
+    else this.showSidebar();
+  }
 
   newConversation() {
     const settings = this.current?.settings ?? noSettings();
