@@ -42,8 +42,8 @@ def file_of(pid: int) -> Path:
 
 @contextlib.contextmanager
 def registered(url: str, shared: bool) -> Iterator[None]:
-    """Other commands find this process as a server, until the end of the context. If the file cannot be written, the
-    server runs all the same."""
+    """Other commands find this process as a server, until the end of the context. If the file cannot be written, a
+    shared server runs all the same. Another one ends: the command that has started it would wait for the file."""
     server = RunningServer(os.getpid(), url, shared, time.time())
     path = file_of(server.pid)
     with contextlib.ExitStack() as stack:
@@ -57,6 +57,8 @@ def registered(url: str, shared: bool) -> Iterator[None]:
             file.flush()
             new.replace(path)
         except OSError as error:
+            if not shared:
+                raise SystemExit(f"mlxpaged: the file of a new server cannot be written: {error}") from None
             logger.warning("other commands cannot find this server: %s", error)
         yield
 

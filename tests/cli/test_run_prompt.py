@@ -116,6 +116,13 @@ def test_what_cannot_be_answered_is_said_in_a_line(
     assert "Traceback" not in result.stderr
 
 
+def test_a_server_that_cannot_be_found_is_not_waited_for(run: Callable[..., Result], home: Path) -> None:
+    home.touch()
+    result = run("run", "demo", "Why?")
+    assert (result.status, result.stdout) == (1, "")
+    assert "the file of a new server cannot be written: [Errno 20] Not a directory" in result.stderr
+
+
 def test_without_a_server_one_is_started_with_the_configuration_and_ended(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
