@@ -156,6 +156,13 @@ def test_ollamas_endpoints_give_the_same_vectors(
     assert shown["capabilities"] == ["embedding"]
 
 
+def test_ollamas_endpoint_gives_each_text_of_a_list_a_vector(server: RunningServer, model_path: Path) -> None:
+    with raw(server) as client:
+        for inputs in ([""], ["", ""], ["", "x"]):
+            found = client.post("/api/embed", json={"model": "vectors", "input": inputs}).json()
+            close(found["embeddings"], reference(model_path, [ended(server, text) for text in inputs]))
+
+
 def test_ollamas_endpoints_cut_a_text_that_is_too_long_before_its_end_token(
     server: RunningServer, model_path: Path
 ) -> None:

@@ -63,7 +63,7 @@ async def loaded(request: Request, body: GeneratingFields, name: str, said: dict
 async def embed_inputs(request: Request, body: OllamaEmbedRequest) -> Response:
     inputs = [body.input] if isinstance(body.input, str) else body.input
     name = served_name(request, body.model)
-    if not any(inputs):
+    if not body.input:
         await server_of(request).embedder(request, name)
         return JSONResponse({"model": body.model, "embeddings": []})
     found = await embed(request, name, inputs, body.dimensions, truncate=body.truncate is not False)
