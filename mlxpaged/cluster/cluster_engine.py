@@ -92,11 +92,11 @@ class Unfinished:
     repeated: int = 0
 
     def note(self, output: RequestOutput) -> RequestOutput:
-        """The output without tokens that were given before."""
+        """The output without what was given before: a repeated token and its text. Of a token whose end may begin a
+        stop string, the text before that was given without its log-probabilities."""
         if self.repeated and output.token_ids:
-            count = min(self.repeated, len(output.token_ids))
-            self.repeated -= count
-            output = output._replace(token_ids=output.token_ids[count:])
+            self.repeated -= 1
+            output = output._replace(text="", token_ids=())
         self.has_begun = True
         self.token_ids += output.token_ids
         self.num_logprobs += len(output.logprobs)

@@ -58,6 +58,7 @@ def logprobs(outputs: list[RequestOutput]) -> list[float]:
         {"temperature": 1.0, "seed": 7, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
         {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
         {"temperature": 1.0, "seed": 3, "logprobs": 0, "stop": ("zq~ never",)},
+        {"temperature": 1.0, "seed": 2, "logprobs": 0, "stop": ("o never",)},  # the 18th token is "demo"
         {"temperature": 1.0, "seed": 1, "constraint": Constraint("regex", "[a-z]{5,9}( [a-z]{2,9}){3,9}")},
         {"temperature": 0.9, "seed": 5, "stop": ("e ", "qqqqqqqqqq"), "min_tokens": 12},
     ],
