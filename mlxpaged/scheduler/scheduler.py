@@ -448,7 +448,8 @@ class Scheduler:
         self.running.add(sequence)
         self._changed.add(sequence.sequence_id)
         if first_time:
-            sequence.num_cached_tokens = sequence.num_computed_tokens
+            # One that goes on with its answer may find a part of that too.
+            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
             self._prefix_hit_tokens += sequence.num_cached_tokens
             self._prompt_tokens += sequence.num_prompt_tokens
         logger.debug("admitted %s: %s", sequence.label, sequence.describe_priority(self.clock()))

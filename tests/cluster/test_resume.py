@@ -83,6 +83,16 @@ def test_an_answer_goes_on_in_another_engine(served: ServedModel, options: dict[
         assert logprobs(found) == pytest.approx(logprobs(expected), abs=1e-3)  # chunks of the prompt differ
 
 
+def test_an_answer_that_goes_on_has_no_more_cached_tokens_than_its_prompt_has_tokens(served: ServedModel) -> None:
+    given = tuple(served.tokenizer.encode("two blocks of tokens " * 10))
+    params = SamplingParams(max_tokens=len(given) + 1, temperature=0.0, ignore_eos=True)
+    request = Request("a", served.tokenizer.encode("Hello"), params, time.monotonic(), resumed=given)
+    engine = core(served)
+    engine.submit([request, dataclasses.replace(request, request_id="b")])
+    last = {output.request_id: output for output in steps(engine, Unfinished(request))}
+    assert last["b"].num_cached_tokens == len(request.prompt_token_ids)
+
+
 def test_what_was_not_begun_is_asked_for_as_it_was(served: ServedModel) -> None:
     params = SamplingParams(prompt_logprobs=1)
     request = Request("a", [1, 2], params, 0.0, fork_of="b")
