@@ -147,9 +147,8 @@ class ClusterEngine(threading.Thread):
         self._decide_at = 0.0
         self._num_failures = 0  # since the model was ready
         self._unfinished: dict[str, Unfinished] = {}
-        self._waiting: list[Run | Ask] = []  # for the model to be ready again
         self._numbers = itertools.count()
-        self._replies: dict[int, Future[Any]] = {}
+        self._unanswered: dict[int, tuple[Run | Ask, Future[Any]]] = {}  # in their order
 
     # -- on any thread -----------------------------------------------------------------------------------------------
 
@@ -165,10 +164,10 @@ class ClusterEngine(threading.Thread):
         self._tasks.put(partial(self._submit, slot, requests))
 
     def send(self, slot: ModelSlot, command: Command) -> None:
-        self._tasks.put(partial(self._tell, slot, Run(command)))
+        self._tasks.put(partial(self._tell, slot, partial(Run, command=command), Future()))
 
     def ask(self, slot: ModelSlot, question: Question, reply: Future[Any]) -> None:
-        self._tasks.put(partial(self._ask, slot, question, reply))
+        self._tasks.put(partial(self._tell, slot, partial(Ask, question=question), reply))
 
     def unload(self, slot: ModelSlot) -> None:
         self._tasks.put(partial(self._unload, slot))
@@ -225,7 +224,7 @@ class ClusterEngine(threading.Thread):
         if self._slot is None or not self._is_ready or self._slot.config.prefix_cache_dir is None:
             return
         done: Future[None] = Future()
-        self._ask(self._slot, keep_prefixes, done)
+        self._tell(self._slot, partial(Ask, question=keep_prefixes), done)
         until = time.monotonic() + KEEP_SECONDS
         while not done.done() and not self._blames and time.monotonic() < until:
             self._run_task(FromRanks)
@@ -237,8 +236,7 @@ class ClusterEngine(threading.Thread):
             self._processes.kill()
         slot, self._slot, self._processes, self._is_ready = self._slot, None, None, False
         self._unfinished.clear()
-        self._waiting.clear()
-        self._replies.clear()
+        self._unanswered.clear()
         if slot is not None:
             slot.callbacks.on_end(failure)
 
@@ -308,8 +306,8 @@ class ClusterEngine(threading.Thread):
         return output
 
     def _deliver(self, message: Replied) -> None:
-        reply = self._replies.pop(message.number, None)
-        if reply is None or not reply.set_running_or_notify_cancel():
+        _, reply = self._unanswered.pop(message.number)
+        if not reply.set_running_or_notify_cancel():
             return
         if message.error is not None:
             reply.set_exception(message.error)
@@ -333,8 +331,7 @@ class ClusterEngine(threading.Thread):
         self._slot.callbacks.on_ready(info, message.stats)
         if self._unfinished:
             self._send(0, Submit(tuple(unfinished.resumed() for unfinished in self._unfinished.values())))
-        waiting, self._waiting = self._waiting, []
-        for each in waiting:
+        for each, _ in list(self._unanswered.values()):
             self._send(0, each)
 
     # -- what the server says ----------------------------------------------------------------------------------------
@@ -350,18 +347,15 @@ class ClusterEngine(threading.Thread):
         if self._is_ready:
             self._send(0, Submit(tuple(self._unfinished[request.request_id].request for request in requests)))
 
-    def _ask(self, slot: ModelSlot, question: Question, reply: Future[Any]) -> None:
-        number = next(self._numbers)
-        self._replies[number] = reply
-        self._tell(slot, Ask(number, question))
-
-    def _tell(self, slot: ModelSlot, message: Run | Ask) -> None:
+    def _tell(self, slot: ModelSlot, message: Callable[[int], Run | Ask], reply: Future[Any]) -> None:
+        """Send rank 0 the message of this number once the model is ready, and again if the ranks are lost before they
+        have replied."""
         if slot is not self._slot:
             return
+        number = next(self._numbers)
+        self._unanswered[number] = message(number), reply
         if self._is_ready:
-            self._send(0, message)
-        else:
-            self._waiting.append(message)
+            self._send(0, self._unanswered[number][0])
 
     def _send(self, rank: int, message: object) -> None:
         assert self._processes is not None

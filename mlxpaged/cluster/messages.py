@@ -82,7 +82,7 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Replied:
-    """number: of the Ask. error: what the question raised, instead of a result."""
+    """number: of the Run, whose result is None, or the Ask. error: what a question raised, instead of a result."""
 
     number: int
     result: object
@@ -112,6 +112,7 @@ class Submit:
 
 @dataclass(frozen=True)
 class Run:
+    number: int
     command: Command
 
 

@@ -121,9 +121,14 @@ class Rank:
         if isinstance(message, Submit):
             self._thread.submit(slot, message.requests)
         elif isinstance(message, Run):
-            self._thread.send(slot, message.command)
+            self._thread.send(slot, partial(self._run, run=message))
         elif isinstance(message, Ask):
             self._thread.send(slot, partial(self._reply, ask=message))
+
+    def _run(self, core: Worker, run: Run) -> list[RequestOutput]:
+        outputs = run.command(core)
+        self._send(Replied(run.number, None))
+        return outputs
 
     def _reply(self, core: Worker, ask: Ask) -> list[RequestOutput]:
         try:

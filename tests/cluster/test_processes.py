@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+import httpx
 import pytest
 
 from mlxpaged.engine.config import EngineConfig
@@ -83,6 +84,15 @@ def test_the_ranks_start_again_and_every_request_gets_its_whole_answer(
         kept.append(restarting.kept())
     print(f"{len(took)} times, noticed after {min(took):.1f} to {max(took):.1f} s")
     assert kept[-1] - kept[0] < max(16, len(kept) // 2)  # pools of threads grow at first
+
+
+def test_what_a_stopped_rank_was_told_is_told_again_after_the_restart(restarting: Cluster) -> None:
+    load = Load(restarting)
+    os.kill(restarting.ranks()[0], signal.SIGSTOP)
+    httpx.delete(f"{restarting.url}/v1/requests", timeout=60, trust_env=False)  # 503 if the restart takes long
+    assert any("cancelled" in str(answer.error) for answer in load.join().values())
+    wait_until(lambda: restarting.health()[0] == 200, START_SECONDS)
+    assert restarting.used_blocks() == 0
 
 
 @each_rank
