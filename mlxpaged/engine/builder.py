@@ -305,7 +305,11 @@ def load_core(
     embedder = build_embedder(config, served) if ranks is None else (None, "several ranks make no embeddings")
     core = build_engine(config, served, clock, *embedder, report, step_bytes, ranks=ranks)
     if ranks is None:  # the other ranks take no steps before all are ready
-        time_rows(core, turns.take)
+        try:
+            time_rows(core, turns.take)
+        except BaseException:  # also if the load is not wanted any more
+            core.close()
+            raise
     return core
 
 

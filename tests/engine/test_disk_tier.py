@@ -18,11 +18,14 @@ import pytest
 
 from mlxpaged.cache.disk_store import DiskStore
 from mlxpaged.engine import builder, disk_tier, disk_writer
-from mlxpaged.engine.builder import build_engine
+from mlxpaged.engine.builder import build_engine, load_core
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.engine_thread import LoadCancelled
 from mlxpaged.engine.model_runner import DeviceError
+from mlxpaged.engine.progress import Progress
 from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.row_times import time_rows
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models.adapter_path import AdapterPath
@@ -410,6 +413,20 @@ def test_models_of_a_process_share_the_store(make_core: MakeCore, directory: Pat
     assert answer(two, prompt) == expected
     assert num_loaded(two) == 6
     end(two)
+    DiskStore(directory, 1000, 1000).close()
+
+
+def test_a_load_that_is_cancelled_leaves_the_directory_to_another_server(
+    model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cancel(progress: Progress) -> None:
+        if directory.exists():
+            raise LoadCancelled
+
+    monkeypatch.setattr(builder, "time_rows", time_rows)
+    config = EngineConfig(model=str(model), kv_cache_bytes=1_000_000, prefix_cache_dir=directory)
+    with pytest.raises(LoadCancelled):
+        load_core(config, time.monotonic, cancel)
     DiskStore(directory, 1000, 1000).close()
 
 
