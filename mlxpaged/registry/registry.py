@@ -339,9 +339,11 @@ class Registry:
         return self._draining is None and (model.engine is None or model.loading is not None)
 
     async def load(self, model: Model) -> AsyncEngine:
-        """Load a model. The load goes on if the caller is cancelled. A model whose engine failed is loaded anew. Raises
-        LoadFailedError, NoRoomError, or EngineUnavailableError if the server shuts down, the engine thread stalls or
-        the model is unloaded meanwhile."""
+        """Load a model, unless it is loaded: then its requests would wait for the loads of others. The load goes on if
+        the caller is cancelled. A model whose engine failed is loaded anew. Raises LoadFailedError, NoRoomError, or
+        EngineUnavailableError if the server shuts down, the engine thread stalls or the model is unloaded meanwhile."""
+        if model.is_loaded and model.engine is not None and model.loading is None:
+            return model.engine
         if (loading := model.loading) is None:
             loading = model.loading = asyncio.ensure_future(self._load(model))
             loading.add_done_callback(lambda task: self._end_loading(model, task))
@@ -366,8 +368,6 @@ class Registry:
 
     async def _load(self, model: Model) -> AsyncEngine:
         async with self._loading:
-            if model.is_loaded and model.engine is not None:
-                return model.engine
             model.error = None
             if model.engine is not None:
                 await self._drop(model)

@@ -59,6 +59,19 @@ def test_models_are_unloaded_while_another_one_loads(paths: dict[str, Path], mon
         assert states(server) == {"demo": "loaded", "small": "available", "other": "available"}
 
 
+def test_a_model_that_is_loaded_already_waits_for_no_other_load(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_server(models(paths, "small")) as server, raw(server) as client:
+        go_on = hold_loads(monkeypatch)
+        waiting = Background.post(server, "/v1/completions", run_on("x", 2, model="small"))
+        wait_until(lambda: server.registry.models["small"].loading is not None)
+        assert client.post("/v1/models/demo/load").json()["state"] == "loaded"
+        assert post(server, run_on("x", 2))["usage"]["completion_tokens"] == 2
+        go_on.set()
+        assert waiting.result().status_code == 200
+
+
 def test_lines_of_a_batch_wait_for_another_load_if_theirs_is_ended(
     paths: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
