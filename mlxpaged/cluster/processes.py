@@ -100,7 +100,7 @@ class Processes:
     def kill(self) -> None:
         """End all ranks at once, those that are stopped or hang too."""
         self._listener.close()
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: all of them have ended by themselves
             os.killpg(self._launcher.pid, signal.SIGKILL)  # with the ranks on this machine
         self._launcher.wait()
         self._hostfile.close()

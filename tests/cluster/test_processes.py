@@ -190,6 +190,28 @@ while os.environ.get("MLX_RANK") == "1" and not pathlib.Path({reached!r}).exists
 """Until all ranks are there, the server and rank 0 listen."""
 
 
+KILLPG_OF_MACOS = """\
+import os, pathlib
+
+def killpg(group, number, found=os.killpg):
+    fields = [path.read_text().rpartition(")")[2].split() for path in pathlib.Path("/proc").glob("[0-9]*/stat")]
+    if all(state == "Z" for state, _, of, *_ in fields if int(of) == group):
+        raise PermissionError
+    found(group, number)
+
+os.killpg = killpg
+"""
+"""Processes that have ended, but were not waited for, cannot be killed there: kern_sig.c of XNU, `killpg1`."""
+
+
+def test_ranks_that_have_ended_already_are_ended_on_macos_too(model: str, tmp_path: Path) -> None:
+    env = {"PYTHONPATH": with_start(tmp_path, KILLPG_OF_MACOS)}
+    with cluster_of(tmp_path, model=model, hosts=HOSTS, env=env) as cluster:
+        os.kill(cluster.ranks()[1], signal.SIGKILL)
+        wait_until(lambda: cluster.health()[0] == 503, NOTICED_SECONDS)
+        assert "rank 1 (127.0.0.1)" in json.dumps(cluster.complete("Hello").error)
+
+
 def test_connections_that_prove_nothing_keep_no_rank_from_starting(model: str, tmp_path: Path) -> None:
     reached = tmp_path / "reached"
     env = {"PYTHONPATH": with_start(tmp_path, WAITING_RANK_1.format(reached=str(reached)))}
