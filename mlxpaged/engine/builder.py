@@ -282,7 +282,7 @@ def load_core(
         check_for_ranks(config)
     turns, name = Turns(reporter(Stage.LOADING, report)), config.served_model_name
     if config.only_embeds:
-        return load_embedding_core(config, turns)
+        return load_embedding_core(config, clock, turns)
     reserved = Reserved(config.kv_cache_bytes or 0, least_step())
     options = config.max_model_len, reserved, config.reranker, config.adapters
     group = None if ranks is None else ranks.group
@@ -294,7 +294,7 @@ def load_core(
     except EncoderError:
         if ranks is not None or config.adapters:
             raise
-        return load_embedding_core(config, turns)
+        return load_embedding_core(config, clock, turns)
     served = with_draft_model(config, served, turns, ranks)
     turns.take()
     step_bytes = measure_step(served, config)
@@ -313,13 +313,13 @@ def load_core(
     return core
 
 
-def load_embedding_core(config: EngineConfig, turns: Turns) -> EmbeddingCore:
+def load_embedding_core(config: EngineConfig, clock: Callable[[], float], turns: Turns) -> EmbeddingCore:
     """An engine that generates no text. Raises ModelNotFoundError, UnsupportedModelError or MemoryError."""
     step = Reserved(step=least_step())
     model = load_embedding_model(config.model, config.served_model_name, config.embedding_max_model_len, turns, step)
     embedder = make_embedder(model, config)
     check_room(embedder)
-    return EmbeddingCore(embedder)
+    return EmbeddingCore(embedder, clock)
 
 
 def check_for_ranks(config: EngineConfig) -> None:

@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
+import mlx.core as mx
+
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.info import EmbeddingInfo
+from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
+from mlxpaged.engine.pool_resizer import IDLE_SECONDS, POLL_SECONDS
 from mlxpaged.engine.worker import Worker
 
 
 class EmbeddingCore(Worker):
-    """It keeps nothing between two requests."""
+    """It keeps nothing between two requests but the freed buffers of a step, for a while. clock: seconds."""
 
     embedder: Embedder
 
-    def __init__(self, embedder: Embedder) -> None:
+    def __init__(
+        self,
+        embedder: Embedder,
+        clock: Callable[[], float],
+        pressure: Callable[[], MemoryPressure] = memory_pressure,
+    ) -> None:
         super().__init__(embedder)
         self.step_bytes = embedder.step_bytes  # that the next step may take again
+        self._clock, self._pressure = clock, pressure
+        self._active_at, self._polled_at = clock(), -math.inf
+
+    def embeds(self) -> bool:
+        if embeds := super().embeds():
+            self._active_at = self._clock()
+        return embeds
+
+    def pause(self) -> float:
+        return min(super().pause(), POLL_SECONDS) if mx.get_cache_memory() else super().pause()
+
+    def rest(self, device_is_idle: bool) -> bool:
+        """Give back freed buffers, as PoolResizer does."""
+        now = self._clock()
+        if now >= self._polled_at + POLL_SECONDS:
+            self._polled_at = now
+            rests = device_is_idle and now >= self._active_at + IDLE_SECONDS
+            if rests or self._pressure() is not MemoryPressure.NORMAL:
+                mx.clear_cache()
+        return False
 
     def info(self, config: EngineConfig) -> EmbeddingInfo:
         return EmbeddingInfo(self)

@@ -15,6 +15,8 @@ from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.cpu import streams
 from mlxpaged.engine.embedder import STEP_TOKENS, Embedder, EmbeddingOutput, EmbeddingRequest
+from mlxpaged.engine.embedding_core import EmbeddingCore
+from mlxpaged.engine.memory_pressure import MemoryPressure
 from mlxpaged.models.embedding import Pooling
 from mlxpaged.models.loader import load_embedding_model
 from mlxpaged.scheduler.sequence import FinishReason
@@ -216,3 +218,24 @@ def test_numbers_that_are_none_are_an_error(tmp_path: Path) -> None:
     object.__setattr__(embedder.model, "decode", lambda tokens, _: mx.full((*tokens.shape, 64), mx.nan))
     (output,) = run(embedder, [EmbeddingRequest("r", [[1, 2]], 64)])
     assert (output.finish_reason, output.error) == (FinishReason.ERROR, "an embedding is not finite")
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_freed_buffers_are_given_back_after_a_minute_or_when_memory_is_short(tmp_path: Path, is_short: bool) -> None:
+    now, level = 0.0, MemoryPressure.NORMAL
+    core = EmbeddingCore(make_embedder(make_embedding_model(tmp_path / "m")), lambda: now, lambda: level)
+    request = EmbeddingRequest("r", [random_tokens(200, 1)], 64)
+    core.embed(request)
+    while core.embeds():
+        core.embedder.step(alone=True)
+    assert request.reply.result().vectors is not None
+    assert mx.get_cache_memory() > 0
+    now += 59
+    core.rest(device_is_idle=True)
+    assert mx.get_cache_memory() > 0
+    now += 1
+    level = MemoryPressure.WARNING if is_short else level
+    assert core.pause() <= 1
+    core.rest(device_is_idle=not is_short)
+    assert mx.get_cache_memory() == 0
+    assert core.pause() > 60
