@@ -22,7 +22,7 @@ from llguidance.hf import from_tokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from mlxpaged.engine.constraint import Constraint, ConstraintKind, StructuredOutput
-from mlxpaged.engine.json_schema import check_schema, disjoint_one_of_as_any_of, patterns
+from mlxpaged.engine.json_schema import check_schema, enforceable, patterns
 from mlxpaged.engine.structured_output import lark
 from mlxpaged.models.tokenizer import Tokenizer
 
@@ -250,7 +250,7 @@ def grammar_text(constraint: Constraint) -> str:
     # A schema may contain options for llguidance. A request may not set these: the first two would allow answers that
     # violate the schema.
     options = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
-    text = json.dumps(disjoint_one_of_as_any_of(schema))
+    text = json.dumps(enforceable(schema))
     return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
 
 

@@ -2,6 +2,9 @@
 
 A `oneOf` whose branches exclude each other means the same as `anyOf`, which a grammar can express. Pydantic writes a
 union with a discriminator like that. Any other `oneOf` stays, and the compiler refuses it.
+
+Exclusive bounds of numbers become inclusive ones next to them, because llguidance 1.9.1 takes 0 for a number that is
+above 0 and at most 0.5.
 """
 
 from __future__ import annotations
@@ -27,6 +30,11 @@ each remainder, 100,000 a second, and stops only in some cases: a million were n
 
 MAX_BRANCHES = 64
 """Most branches of a `oneOf` that are compared with each other, in pairs."""
+
+NEAR = 1e-9
+MAX_EXCLUSIVE = 10**6
+"""How far an inclusive bound is from an exclusive one that is an integer below MAX_EXCLUSIVE. The compiler rounds
+numbers of 16 digits."""
 
 TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 
@@ -64,9 +72,9 @@ def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def disjoint_one_of_as_any_of(root: Any) -> Any:
+def enforceable(root: Any) -> Any:
     """The schema, with `oneOf` written as `anyOf` if its branches exclude each other: by their types, or by a required
-    property that has different constants."""
+    property that has different constants. Exclusive bounds of numbers are inclusive ones."""
     return _rewritten(root, root)
 
 
@@ -85,6 +93,20 @@ def _rewritten(schema: Any, root: Any) -> Any:
             result["anyOf"] = _rewritten(value, root)
         else:
             result[key] = _rewritten(value, root)
+    return result if schema.get("type") == "integer" else _with_inclusive_bounds(result)
+
+
+def _with_inclusive_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of numbers, with inclusive bounds in place of exclusive ones that are integers."""
+    result = dict(schema)
+    bound: Any
+    for exclusive, inclusive, sign in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
+        bound, other = schema.get(exclusive), schema.get(inclusive)
+        are_numbers = type(bound) in (int, float) and type(other) in (int, float, type(None))
+        if are_numbers and abs(bound) < MAX_EXCLUSIVE and bound == int(bound):
+            del result[exclusive]
+            near = bound + sign * NEAR
+            result[inclusive] = near if other is None else sign * max(sign * near, sign * other)
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import time
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from mlxpaged.engine.constraint import Constraint
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.grammar import KEPT, GrammarError
-from mlxpaged.engine.json_schema import disjoint_one_of_as_any_of
+from mlxpaged.engine.json_schema import enforceable
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
@@ -169,4 +170,25 @@ B = {"type": "object", "properties": {"kind": {"enum": ["b", "c"]}}, "required":
 def test_one_of_is_any_of_where_its_branches_exclude_each_other(branches: Any, disjoint: bool) -> None:
     schema = {"$defs": {"b": B}, "properties": {"oneOf": {"oneOf": branches}}, "default": {"oneOf": [A, B]}}
     key = "anyOf" if disjoint else "oneOf"
-    assert disjoint_one_of_as_any_of(schema) == {**schema, "properties": {"oneOf": {key: branches}}}
+    assert enforceable(schema) == {**schema, "properties": {"oneOf": {key: branches}}}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "allowed", "refused"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.001", "0.5"], ["0", "0.0", "0.51"]),
+        ({"exclusiveMinimum": 1, "exclusiveMaximum": 1.5}, ["1.001", "1.49"], ["1", "1.0", "1.5"]),
+        ({"minimum": -0.5, "exclusiveMaximum": 0.0}, ["-0.5", "-0.01"], ["-0", "0", "-0.0"]),
+        ({"exclusiveMaximum": 3, "maximum": 2.5, "exclusiveMinimum": 0.5}, ["2.5", "0.51"], ["2.6", "0.5", "3"]),
+        ({"exclusiveMinimum": 99_999, "minimum": 3}, ["99999.5", "100000"], ["99999", "4"]),
+        ({"exclusiveMinimum": 2, "type": "integer"}, ["3"], ["2"]),
+    ],
+)
+def test_a_number_is_within_its_bounds(
+    served: ServedModel, bounds: dict[str, Any], allowed: list[str], refused: list[str]
+) -> None:
+    schema = {"type": "array", "items": {"type": "number"} | bounds}
+    matcher = make_core(served).grammars.start(Constraint("json_schema", json.dumps(schema)), ignore_eos=False)
+    for text in allowed + refused:
+        tokens = served.tokenizer.encode(f"[{text}]", add_special_tokens=False)
+        assert (matcher.count_allowed(tokens) == len(tokens)) == (text in allowed), text
