@@ -90,13 +90,16 @@ class Tokenizer:
         self._encoder = wrapped
         self._most_encoded = int(MAX_WRITTEN / growth)
         # transformers turns truncation and padding off when it first encodes. `encode` does without it afterwards.
-        if not set(guarded(wrapped.encode)(SAMPLE, add_special_tokens=False)) - {wrapped.unk_token_id}:
+        known = [i for i in guarded(wrapped.encode)(SAMPLE, add_special_tokens=False) if i != wrapped.unk_token_id]
+        if not known:
             raise UnsupportedModelError("its tokenizer has no tokens for text, because its vocabulary is missing")
+        self._any_token = known[-1]
         self._decoder = copy.deepcopy(wrapped._tokenizer)
         # Some kinds, as Code Llama's, change the text before the file's rules do.
         own = getattr(type(self._decoder), "_encode_plus", None) is not PreTrainedTokenizerFast._encode_plus
         self._encodes_by_file = isinstance(self._fast, FastTokenizer) and not own
         self.token_text = functools.cache(self._token_text)
+        self.text_alone = functools.cache(self._text_alone)
         # Its own is one of them, too. mlx-lm before 0.32 takes it only if there are no others.
         self.eos_token_ids: frozenset[int] = frozenset({*wrapped.eos_token_ids, wrapped.eos_token_id} - {None})
         self._text_of = decode_of(self._decoder)
@@ -302,9 +305,16 @@ class Tokenizer:
     def text_with_specials(self, token_ids: Sequence[int]) -> str:
         return self._text_of(list(token_ids), False)
 
-    def _token_text(self, token_id: int) -> str:
+    def _text_alone(self, token_id: int) -> str:
         """The text of a single token, special tokens included."""
         return self.text_with_specials([token_id])
+
+    def _token_text(self, token_id: int) -> str:
+        """The text of a token after others. Some decoders take a space from the beginning of a text (Llama 2)."""
+        before = self.text_alone(self._any_token)
+        text = self.text_with_specials([self._any_token, token_id])
+        is_after = token_id not in self._special_ids and text.startswith(before)
+        return text[len(before) :] if is_after else self.text_alone(token_id)
 
     @guarded
     def token_bytes(self, token_id: int) -> list[int]:
@@ -368,7 +378,7 @@ class Detokenizer:
 
     A token's text can depend on its predecessor (spaces), and its character may need a successor (bytes of UTF-8). So
     the tokens since the last but one emission are decoded together, and held back while they end inside a character.
-    The last emission is nearly always one token, whose text is cached (`token_text`): decoding it again takes 2 us.
+    The last emission is nearly always one token, whose text is cached (`text_alone`): decoding it again takes 2 us.
 
     hidden: tokens that are no part of the text, except between an `opening` and a `closing` one.
     """
@@ -398,7 +408,7 @@ class Detokenizer:
     def _emit(self, hold_incomplete: bool) -> str:
         decode, context = self._tokenizer.text_with_specials, self._context
         text = decode(context + self._pending)
-        before = self._tokenizer.token_text(context[0]) if len(context) == 1 else decode(context)
+        before = self._tokenizer.text_alone(context[0]) if len(context) == 1 else decode(context)
         if hold_incomplete and (text.endswith(REPLACEMENT) or len(text) <= len(before)):
             return ""
         self._context, self._pending = self._pending, []
