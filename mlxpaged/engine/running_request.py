@@ -40,7 +40,8 @@ class RunningRequest:
         if request.params.prompt_logprobs is not None and self.prompt_logprobs is None:
             self.prompt_logprobs = PromptLogprobs.unknown(request.prompt_token_ids, self.num_top)
             sequence.logits_from = 0 if sequence.num_prompt_tokens > 1 else None
-        self.detokenizer = tokenizer.detokenizer(request.params.think_tags, request.params.tool_tags)
+        after = request.prompt_token_ids[-1] if request.params.continues_text else None
+        self.detokenizer = tokenizer.detokenizer(request.params.think_tags, request.params.tool_tags, after)
         self.stop_strings = StopStrings(request.params.stop)
         self.num_tokens = 0  # of the answer, as text
         self.num_drafted = self.num_accepted = 0  # draft tokens that were verified, and those that were sampled

@@ -38,6 +38,7 @@ class SamplingParams:
     constraint: Constraint | StructuredOutput | None = None
     think_tags: bool = False  # whether the text shows the special tokens of thinking
     tool_tags: bool = False  # whether the text shows the special tokens of tool calls
+    continues_text: bool = False  # whether the answer goes on with the prompt's text: then it may begin with a space
     thinking_budget: int | None = None  # most tokens in think blocks
     begins_thinking: bool = False  # whether the prompt opened a think block
     predicted: tuple[int, ...] = ()  # what the answer will be for the most part: draft tokens are taken from it too

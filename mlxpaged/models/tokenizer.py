@@ -337,16 +337,17 @@ class Tokenizer:
         others = [byte for byte in range(256) if byte not in set(itself)]
         return {chr(byte): byte for byte in itself} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
-    def detokenizer(self, think_tags: bool = False, tool_tags: bool = False) -> Detokenizer:
+    def detokenizer(self, think_tags: bool = False, tool_tags: bool = False, after: int | None = None) -> Detokenizer:
         """think_tags, tool_tags: whether to show special tokens that are part of these tags; tool_tags also shows all
-        special tokens inside a call."""
+        special tokens inside a call. after: the token before the answer, if its text goes on in the answer."""
         tools = self.tags.tools
         shown = {*self.think_start_ids, *self.think_end_ids} if think_tags else set()
         if tool_tags or (think_tags and tools is HARMONY):
             shown |= self._special_in(tools.tags)
         opening = self._special_in(tools.starts) if tool_tags else NO_IDS
         closing = self._special_in(tools.ends) if tool_tags else NO_IDS
-        return Detokenizer(self, self._special_ids - shown, opening, closing)
+        is_text = after is not None and after not in self._special_ids
+        return Detokenizer(self, self._special_ids - shown, opening, closing, after if is_text else None)
 
     def _special_in(self, tags: Sequence[str]) -> frozenset[int]:
         return self._special_ids.intersection(token for tag in tags for token in self._tag_ids(tag))
@@ -380,16 +381,22 @@ class Detokenizer:
     the tokens since the last but one emission are decoded together, and held back while they end inside a character.
     The last emission is nearly always one token, whose text is cached (`text_alone`): decoding it again takes 2 us.
 
-    hidden: tokens that are no part of the text, except between an `opening` and a `closing` one.
+    hidden: tokens that are no part of the text, except between an `opening` and a `closing` one. after: a token before
+    the answer.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, hidden: frozenset[int], opening: frozenset[int], closing: frozenset[int]
+        self,
+        tokenizer: Tokenizer,
+        hidden: frozenset[int],
+        opening: frozenset[int],
+        closing: frozenset[int],
+        after: int | None,
     ) -> None:
         self._tokenizer = tokenizer
         self._hidden, self._opening, self._closing = hidden, opening, closing
         self._in_call = False
-        self._context: list[int] = []  # tokens of the last emission, without hidden ones
+        self._context = [] if after is None else [after]  # tokens of the last emission, without hidden ones
         self._pending: list[int] = []
 
     def add(self, token_id: int) -> str:
@@ -407,8 +414,10 @@ class Detokenizer:
 
     def _emit(self, hold_incomplete: bool) -> str:
         decode, context = self._tokenizer.text_with_specials, self._context
-        text = decode(context + self._pending)
         before = self._tokenizer.text_alone(context[0]) if len(context) == 1 else decode(context)
+        if before.endswith(REPLACEMENT):  # the prompt ends inside a character
+            context, before = [], ""
+        text = decode(context + self._pending)
         if hold_incomplete and (text.endswith(REPLACEMENT) or len(text) <= len(before)):
             return ""
         self._context, self._pending = self._pending, []

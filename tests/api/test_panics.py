@@ -58,8 +58,9 @@ def test_a_panic_is_an_error_of_its_request(server: RunningServer) -> None:
         tokenized = client.post("/tokenize", json={"model": "demo", "prompt": BAD, "return_token_strs": True})
         echoed = client.post("/v1/completions", json={"model": "demo", "prompt": [bad_token(server)], "echo": True})
         answered = client.post(CHAT, json=forced(server))
+        continued = client.post("/v1/completions", json={"model": "demo", "prompt": [bad_token(server)]})
         well = client.post(CHAT, json=ask("x", max_tokens=2))
-    for response in (detokenized, tokenized, echoed, answered):
+    for response in (detokenized, tokenized, echoed, answered, continued):
         assert response.status_code == 500, response.text
         assert response.json()["error"]["type"] == "server_error"
         assert "tokenizer failed" in response.text

@@ -11,7 +11,7 @@ import pytest
 
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models.loader import DEMO_PATH
-from tests.api.helpers import ask, post, run_on
+from tests.api.helpers import answer_text, ask, post, run_on
 from tests.support import RunningServer, running_server
 
 
@@ -35,10 +35,19 @@ def spaces(server: RunningServer) -> dict[str, Any]:
     return {"max_tokens": 2, "ignore_eos": True, "logit_bias": {str(token): 100}}
 
 
+def test_an_answer_that_goes_on_with_a_text_begins_with_its_space(server: RunningServer) -> None:
+    fields = spaces(server)
+    assert answer_text(server, run_on("Look at", 2) | fields) == "  "
+    assert answer_text(server, run_on("Look at", 2, echo=True) | fields) == "Look at  "
+    messages = [{"role": "user", "content": "Look"}, {"role": "assistant", "content": "at", "prefix": True}]
+    assert answer_text(server, {"model": "demo", "messages": messages} | fields) == "  "
+    assert answer_text(server, ask("Look") | fields) == " "
+
+
 def test_tokens_with_log_probabilities_join_to_the_text(server: RunningServer) -> None:
     [choice] = post(server, run_on("Look at", 2, logprobs=2) | spaces(server))["choices"]
     logprobs = choice["logprobs"]
-    assert "".join(logprobs["tokens"]) == "  "
+    assert "".join(logprobs["tokens"]) == choice["text"] == "  "
     assert logprobs["text_offset"] == [0, 1]
     [choice] = post(server, ask("Look", logprobs=True) | spaces(server))["choices"]
     assert [bytes(each["bytes"]) for each in choice["logprobs"]["content"]] == [b" ", b" "]

@@ -30,6 +30,12 @@ def pieces(token_ids: list[int]) -> list[str]:
     return [*(detokenizer.add(token) for token in token_ids), detokenizer.finish()]
 
 
+def pieces_after(token_ids: list[int]) -> list[str]:
+    """The pieces of an answer that goes on after the first of these tokens."""
+    detokenizer = TOKENIZER.detokenizer(after=token_ids[0])
+    return [*(detokenizer.add(token) for token in token_ids[1:]), detokenizer.finish()]
+
+
 TEXTS = st.text(max_size=40) | st.text("a 🙂é\n漢\ufffd", max_size=20) | st.text("ab 1\t", max_size=40)
 
 
@@ -44,6 +50,12 @@ def test_pieces_of_a_text_join_to_the_text(text: str) -> None:
 @given(st.lists(st.integers(0, demo_vocab_size() - 1), max_size=40))
 def test_pieces_of_any_tokens_join_to_what_all_of_them_decode_to(tokens: list[int]) -> None:
     assert "".join(pieces(tokens)) == TOKENIZER.decode(tokens)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, demo_vocab_size() - 1), min_size=1, max_size=20))
+def test_the_token_before_an_answer_changes_no_piece_of_it(tokens: list[int]) -> None:
+    assert pieces_after(tokens) == pieces(tokens[1:])
 
 
 def test_pieces_of_random_bytes_join_to_what_all_of_them_decode_to() -> None:

@@ -79,6 +79,7 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
         request.params,
         think_tags=True,
         tool_tags=bool(tools),
+        continues_text=chat.continue_final_message,
         begins_thinking=opened,
         constraint=form,
         predicted=await tokens_of_prediction(http, chat.prediction, info),
@@ -143,10 +144,11 @@ async def of_texts(http: Request, request: GenerationRequest, info: EngineInfo) 
         except ControlTokenError as error:
             raise request.refusal("split_special_tokens", str(error)) from None
         check.check_token_ids(request, param, tokens, info)
+        params = dataclasses.replace(request.params, continues_text=True)
         if not request.echo:
-            return Prompts(param, tokens, request.params)
+            return Prompts(param, tokens, params)
         texts = [each if isinstance(each, str) else info.tokenizer.decode(each) for each in prompts]
-        return Prompts(param, tokens, request.params, texts)
+        return Prompts(param, tokens, params, texts)
 
     return await server_of(http).tokenize(info.tokenizer, sum(map(len, prompts)), encode)
 
