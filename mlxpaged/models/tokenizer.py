@@ -38,6 +38,10 @@ chat_template_utils._compile_jinja_template = RemoteTemplate
 """transformers has no setting for what renders chat templates."""
 
 REPLACEMENT = "\ufffd"
+MOST_HELD = 64
+KEPT_BACK = range(4, 8)
+"""Tokens that are held back at most while they are bytes and no characters. Then the text of all but the last ones is
+sent, as many as one of KEPT_BACK: a character has at most four bytes."""
 TAG_TOKENS = 16
 """Upper bound on the tokens of a thinking tag and the white space after it."""
 RENDERING_OPTIONS = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
@@ -419,6 +423,16 @@ class Detokenizer:
             context, before = [], ""
         text = decode(context + self._pending)
         if hold_incomplete and (text.endswith(REPLACEMENT) or len(text) <= len(before)):
-            return ""
+            return self._emit_first(context, before, text) if len(self._pending) >= MOST_HELD else ""
         self._context, self._pending = self._pending, []
         return text[len(before) :]
+
+    def _emit_first(self, context: list[int], before: str, text: str) -> str:
+        """The text of the first pending tokens, which no later token changes, or else the time to decode all of them
+        would grow with their square. before, text: of the context, and of the context and all pending tokens."""
+        for kept in KEPT_BACK:
+            first = self._tokenizer.text_with_specials(context + self._pending[:-kept])
+            if text.startswith(first):
+                self._context, self._pending = self._pending[:-kept], self._pending[-kept:]
+                return first[len(before) :]
+        return ""

@@ -68,6 +68,19 @@ def test_pieces_of_random_bytes_join_to_what_all_of_them_decode_to() -> None:
         assert "".join(pieces(tokens)) == TOKENIZER.decode(tokens)
 
 
+def test_bytes_that_are_no_characters_are_sent_and_join_to_what_all_of_them_decode_to() -> None:
+    rng = random.Random(0)
+    vocabulary = {token: TOKENIZER.token_bytes(token) for token in range(demo_vocab_size())}
+    partial = [token for token, data in vocabulary.items() if len(data) == 1 and data[0] >= 0x80]
+    whole = TOKENIZER.encode("€🙂é", add_special_tokens=False)
+    for _ in range(20):
+        ends = [rng.choice([*whole, partial[0]]) for _ in range(rng.randrange(8))]
+        tokens = [*ends, *rng.choices([*partial, *whole], k=150), *[partial[0]] * 200, *whole]
+        found = pieces(tokens)
+        assert "".join(found) == TOKENIZER.decode(tokens)
+        assert sum(map(len, found[: len(ends) + 340])) > 200
+
+
 def test_a_character_is_held_back_until_its_last_byte() -> None:
     for character in ("🙂", "漢", "é"):
         tokens = TOKENIZER.encode(character)
