@@ -106,8 +106,14 @@ class HttpProtocol(H11Protocol):
         self._silence = self.loop.call_later(HEAD_SECONDS, self.close_if_silent)
 
     def data_received(self, data: bytes) -> None:
-        if not self._lingers:
-            super().data_received(data)
+        if self._lingers:
+            return
+        super().data_received(data)  # stops the timer of the idle connection
+        is_between = self.cycle is not None and self.cycle.response_complete and not self._lingers
+        if is_between and self.timeout_keep_alive_task is None and not self.transport.is_closing():
+            # What came ended no head: the rest of a body that was answered before its end, or a part of the next head.
+            later = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+            self.timeout_keep_alive_task = later
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._silence, self.timeout_keep_alive_task):  # they would keep the connection's memory

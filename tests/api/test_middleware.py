@@ -477,6 +477,28 @@ def test_a_connection_that_asks_for_nothing_is_closed(plain: RunningServer, monk
             assert connection.recv(1) == b""
 
 
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n", b"{}"),
+        (b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n", b"{"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET /health HTTP/1.1\r\nHost:"),
+    ],
+    ids=["the rest of a body", "a part of a body", "a part of a head"],
+)
+def test_a_connection_is_closed_if_nothing_follows_what_came_after_an_answer(
+    plain: RunningServer, monkeypatch: pytest.MonkeyPatch, first: bytes, then: bytes
+) -> None:
+    received = http_protocol.HttpProtocol.data_received
+
+    def limited(self: http_protocol.HttpProtocol, data: bytes) -> None:
+        self.timeout_keep_alive = 0 if data == then else int(DEADLINE)
+        received(self, data)
+
+    monkeypatch.setattr(http_protocol.HttpProtocol, "data_received", limited)
+    assert exchange(plain, first, then).count(b"HTTP/1.1 ") == 1
+
+
 def refuse_connections(server: RunningServer, monkeypatch: pytest.MonkeyPatch, lingering_share: float) -> None:
     state = server.app.state.server
     monkeypatch.setattr(state, "http", replace(state.http, max_open_connections=0.5))
