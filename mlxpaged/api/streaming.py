@@ -28,6 +28,10 @@ Failure = Callable[[ApiError, str], dict[str, Any]]
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 """Media types of streams: server-sent events, and lines of JSON."""
 
+LINE_ENDS = {end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+"""Python's `str.splitlines` ends a line at these too, and so does `iter_lines` of httpx, by which Ollama's client reads
+a stream. JSON escapes all other ends of lines."""
+
 LOADING_SECONDS = 1.0
 """A stream that waits for its model says this often how far the load is."""
 
@@ -79,12 +83,21 @@ def handler(
 
 def event(data: Any) -> str:
     """Returns one server-sent event with `data` as JSON."""
-    return f"data: {to_json(data).decode()}\n\n"
+    return f"data: {one_line(data)}\n\n"
 
 
 def line(data: Any) -> str:
     """Returns `data` as one line of JSON."""
-    return f"{to_json(data).decode()}\n"
+    return f"{one_line(data)}\n"
+
+
+def one_line(data: Any) -> str:
+    """Returns `data` as JSON in which no reader sees the end of a line."""
+    text = to_json(data).decode()
+    if not text.isascii():
+        for end, escaped in LINE_ENDS.items():
+            text = text.replace(end, escaped)
+    return text
 
 
 def comment(text: str) -> str:

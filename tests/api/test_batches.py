@@ -683,3 +683,13 @@ def test_a_server_without_a_directory_keeps_no_files(demo_server: RunningServer)
         client.files.list()
     with demo_server.client() as client, pytest.raises(openai.BadRequestError, match="--data-dir"):
         client.batches.create(input_file_id="x", endpoint=CHAT, completion_window="24h")
+
+
+def test_no_character_of_an_answer_ends_a_line_of_the_output_for_pythons_splitlines(tmp_path: Path) -> None:
+    text = "one\x85two\u2028three\u2029\n\v\f\x1cfour"
+    lines = [OutputLine(id="1", custom_id=f"line {i}", response={"status_code": 200, "body": text}) for i in range(2)]
+    store = Store(tmp_path)
+    store.append("batch", "output", lines)
+    store.close()
+    written = (tmp_path / "files" / "file-batch-output").read_text()
+    assert [OutputLine.model_validate_json(line) for line in written.splitlines()] == lines

@@ -26,12 +26,14 @@ from tests.support import RunningServer
 REPLY = '{"city": "Rome", "degrees": 21}'
 THOUGHT = "I should look."
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2.5}}\n</tool_call>'
+SEPARATED = "one\x85two\u2028three\u2029\n\v\f\x1c\x1d\x1efour"
 SCRIPT = {
     "Hello": "Hello there.",
     "Ponder": f"<think>\n{THOUGHT}\n</think>\nHello there.",
     "Weather in Rome?": f"Let me see.\n{CALL}",
     "21 degrees": "It is 21 degrees in Rome.",
     "Describe Rome": REPLY,
+    "Separate": SEPARATED,
 }
 SCHEMA = {
     "type": "object",
@@ -88,6 +90,16 @@ def test_an_answer_is_streamed_by_default_and_ends_with_counts_and_times(server:
     assert all(type(part) is int and part > 0 for part in parts)
     assert last["total_duration"] == pytest.approx(sum(parts), abs=5)
     assert "timeline" not in last
+
+
+def test_no_character_of_an_answer_ends_a_line_for_a_client_that_splits_as_python_does(server: RunningServer) -> None:
+    pieces = lines(server, "/api/chat", asked("Separate"))
+    assert "".join(piece["message"]["content"] for piece in pieces) == SEPARATED
+    body = {"model": "scripted", "messages": [{"role": "user", "content": "Separate"}], "stream": True}
+    with raw(server) as client, client.stream("POST", "/v1/chat/completions", json=body) as response:
+        found = [line for line in response.iter_lines() if line not in ("", "data: [DONE]")]
+    deltas = [json.loads(line.removeprefix("data: "))["choices"][0]["delta"] for line in found]
+    assert "".join(delta.get("content") or "" for delta in deltas) == SEPARATED
 
 
 def test_a_client_that_asks_for_its_timeline_gets_it_too(server: RunningServer) -> None:

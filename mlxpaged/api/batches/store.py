@@ -31,6 +31,7 @@ from pydantic import BaseModel
 
 from mlxpaged.api.batches.records import READ_BYTES, BatchRecord, FileRecord, OutputLine
 from mlxpaged.api.durable_files import append, flush_directory, make_private, owner_only, replacing
+from mlxpaged.api.streaming import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +130,7 @@ class Store:
 
     def append(self, batch_id: str, kind: str, lines: Sequence[OutputLine]) -> None:
         """The lines are on the disk when this returns. After an error, none of them is in the file."""
-        text = "".join(line.model_dump_json() + "\n" for line in lines)
-        append(self.content(result_id(batch_id, kind)), text.encode())
+        append(self.content(result_id(batch_id, kind)), "".join(f"{one_line(line)}\n" for line in lines).encode())
 
     def done(self, batch_id: str, kind: str) -> set[str]:
         """Returns the custom ids of the finished lines. Drops lines that are not whole."""
