@@ -172,5 +172,7 @@ class StatusStream:
 
 
 async def stream(request: Request) -> Response:
+    if request.method == "HEAD":  # the answer has no events by which its client could see that it goes on
+        return Response(media_type=EVENTS)
     events: StatusStream = request.app.state.status_stream
     return EventStream(events.events(), lambda: None, EVENTS)

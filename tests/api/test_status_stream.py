@@ -151,6 +151,14 @@ def test_refusals_are_shown_without_what_the_client_wrote(server: RunningServer)
         assert next(events)["refusals"][0]["path"] == "/v1/requests/sk-***"
 
 
+def test_a_request_for_the_head_of_the_stream_watches_nothing(server: RunningServer) -> None:
+    with raw(server) as client:
+        head = client.head("/v1/status/stream")
+        assert (head.status_code, head.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        assert client.get("/health").status_code == 200  # on the same connection
+    assert task_of(server) is None
+
+
 def test_a_server_without_a_model_has_a_stream_without_models() -> None:
     async def first() -> dict[str, Any]:
         events = StatusStream(Server(None, time.monotonic, HttpConfig())).events()
