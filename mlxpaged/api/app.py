@@ -20,7 +20,7 @@ from mlxpaged.api.batches.runner import BatchRunner
 from mlxpaged.api.batches.store import Store
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.endpoints import ENDPOINTS, OPEN_PATHS
-from mlxpaged.api.errors import HANDLED, Errors, handle_api_error, handle_http_exception
+from mlxpaged.api.errors import HANDLED, NO_RETRY, Errors, handle_api_error, handle_http_exception
 from mlxpaged.api.openai.responses.store import ResponseStore
 from mlxpaged.api.request_id import RequestIds
 from mlxpaged.api.server import Server
@@ -32,7 +32,10 @@ logger = logging.getLogger(__name__)
 
 EXPOSED_HEADERS = (
     "X-Request-Id",
+    "Request-Id",
     "Retry-After",
+    "Retry-After-Ms",
+    *NO_RETRY,
     ignored_fields.HEADER,
     *(f"x-ratelimit-{what}-{name}" for what in ("limit", "remaining", "reset") for name in ("requests", "tokens")),
 )
