@@ -64,6 +64,8 @@ class Connection(h11.Connection):
             elif {b"content-length", b"transfer-encoding"} <= names:
                 self.fault = "the request has both Content-Length and Transfer-Encoding: send one of them"
             self._num_pieces = self._num_bytes = 0
+            if b"upgrade" in names:  # each request of Java's client offers HTTP/2, of which uvicorn would warn twice
+                event = without_upgrade(event)
         elif isinstance(event, h11.Data):
             self._num_pieces += 1
             self._num_bytes += len(event.data)
@@ -73,6 +75,12 @@ class Connection(h11.Connection):
         if self.fault is not None:
             raise h11.RemoteProtocolError(self.fault)
         return event
+
+
+def without_upgrade(request: h11.Request) -> h11.Request:
+    """Ignores the offer of another protocol, as a server may (RFC 9110, 7.8)."""
+    kept = [(name, value) for name, value in request.headers if name != b"upgrade"]
+    return h11.Request(method=request.method, target=request.target, headers=kept, http_version=request.http_version)
 
 
 REPLACED = (

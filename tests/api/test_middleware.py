@@ -449,6 +449,16 @@ def test_a_chunk_that_is_no_http_after_the_answer_closes_the_connection(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+def test_an_offer_of_http_2_is_ignored(server: RunningServer, key: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Java's client makes one with each request."""
+    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEAAEAAAAIAAAABAAMAAABk"}
+    with raw(server) as client:
+        for _ in range(2):
+            response = client.post(CHAT, json=ask("x", max_tokens=1), headers=offer | bearer(key))
+            assert (response.status_code, response.http_version) == (200, "HTTP/1.1")
+    assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
+
+
 def test_a_connection_that_asks_for_nothing_is_closed(plain: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     protocols: list[http_protocol.HttpProtocol] = []
     made = http_protocol.HttpProtocol.connection_made
