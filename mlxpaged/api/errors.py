@@ -60,6 +60,7 @@ WORDS = {
     "model_type": "must be an object",
     "dict_type": "must be an object",
     "list_type": "must be an array",
+    "is_instance_of": "must be a file, with the name of the file",
     "string_type": "must be a string",
     "bool_type": "must be true or false",
     "int_type": "must be a whole number",

@@ -349,6 +349,14 @@ def form(filename: bytes, charset: str | None) -> dict[str, Any]:
     return {"content": content, "headers": {"content-type": kind}}
 
 
+def test_a_file_without_a_name_is_refused_in_words_that_name_no_type_of_python(server: RunningServer) -> None:
+    with raw(server) as client:
+        parts = {"purpose": (None, "batch"), "file": (None, "{}")}
+        response = client.post("/v1/files", files=parts)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "file: must be a file, with the name of the file"
+
+
 @pytest.mark.parametrize(
     ("filename", "charset"),
     [
