@@ -238,7 +238,10 @@ ENDED = {"deadline_exceeded", "constraint_failed", "generation_failed"}
 def answer_of(error: ApiError, scope: Scope) -> JSONResponse:
     """Returns the response to a request that is refused, and notes it."""
     note_refusal(error, scope)
-    return render(error, scope["path"], scope["state"]["request_id"])
+    answer = render(error, scope["path"], scope["state"]["request_id"])
+    if "expect" in Headers(scope=scope):  # the client may or may not send its body: the connection has to end
+        answer.headers["Connection"] = "close"
+    return answer
 
 
 def note_refusal(error: ApiError, scope: Scope) -> None:
@@ -292,10 +295,7 @@ class Errors:
         except Exception as error:
             if started or scope["type"] != "http":
                 raise  # too late for an answer: the connection is closed
-            answer = answer_of(from_engine(error), scope)
-            if "expect" in Headers(scope=scope):  # the client may or may not send its body: the connection has to end
-                answer.headers["Connection"] = "close"
-            await answer(scope, receive, send)
+            await answer_of(from_engine(error), scope)(scope, receive, send)
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:

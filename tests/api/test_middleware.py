@@ -488,6 +488,17 @@ def test_a_connection_that_asks_for_nothing_is_closed(plain: RunningServer, monk
             assert connection.recv(1) == b""
 
 
+@pytest.mark.parametrize(("path", "status"), [("/v1/nothing", 404), ("/v1/models", 405), ("/v1/files", 400)])
+def test_a_refusal_that_does_not_wait_for_the_body_ends_the_connection(
+    plain: RunningServer, path: str, status: int
+) -> None:
+    """The client may leave out the body, which the server would find in the next request."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n"
+    received = exchange(plain, head.encode())
+    assert received.startswith(b"HTTP/1.1 %d " % status)
+    assert b"connection: close" in received.lower()
+
+
 @pytest.mark.parametrize(
     ("first", "then"),
     [
