@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxpaged.api.access.redaction import redacted
@@ -304,5 +305,8 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     text = texts.get(error.status_code)
     message, reason = (error.detail, None) if text is None else (f"{text} {request.url.path}", f"{text} this path")
     headers = dict(error.headers) if error.headers else None
+    if error.status_code == 405:  # Starlette names the methods of the first route of this path only
+        routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+        headers = {"Allow": ", ".join(sorted({method for route in routes for method in route.methods}))}
     answer = ApiError(error.status_code, message, headers=headers, reason=reason)
     return await handle_api_error(request, answer)

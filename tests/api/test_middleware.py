@@ -449,6 +449,21 @@ def test_a_chunk_that_is_no_http_after_the_answer_closes_the_connection(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/files", "GET, HEAD, POST"),
+        ("/v1/files/x", "DELETE, GET, HEAD"),
+        ("/v1/requests", "DELETE"),
+        (CHAT, "POST"),
+    ],
+)
+def test_a_method_that_is_not_allowed_gets_all_that_are(plain: RunningServer, path: str, allowed: str) -> None:
+    with raw(plain) as client:
+        response = client.put(path)
+    assert (response.status_code, response.headers["allow"]) == (405, allowed)
+
+
 def test_an_offer_of_http_2_is_ignored(server: RunningServer, key: str, caplog: pytest.LogCaptureFixture) -> None:
     """Java's client makes one with each request."""
     offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEAAEAAAAIAAAABAAMAAABk"}
