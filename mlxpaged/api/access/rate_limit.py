@@ -41,8 +41,9 @@ class Allowance:
         self._buckets = {name: Bucket(limit, clock) for name, limit in self.limits.items() if limit is not None}
 
     def exhausted(self) -> str | None:
-        """Returns the limit that is reached: "requests", "tokens" or None."""
-        return next((name for name in self._buckets if self.wait(name) > 0), None)
+        """Returns the limit that is reached: "requests", "tokens" or None. Of both, the one that takes longer."""
+        name = max(self._buckets, key=self.wait, default=None)
+        return None if name is None or self.wait(name) <= 0 else name
 
     def wait(self, name: str) -> float:
         """Returns the seconds until this limit accepts the next request."""
