@@ -97,7 +97,7 @@ class Tokenizer:
         known = [i for i in guarded(wrapped.encode)(SAMPLE, add_special_tokens=False) if i != wrapped.unk_token_id]
         if not known:
             raise UnsupportedModelError("its tokenizer has no tokens for text, because its vocabulary is missing")
-        self._any_token = known[-1]
+        self.any_token = known[-1]
         self._decoder = copy.deepcopy(wrapped._tokenizer)
         # Some kinds, as Code Llama's, change the text before the file's rules do.
         own = getattr(type(self._decoder), "_encode_plus", None) is not PreTrainedTokenizerFast._encode_plus
@@ -315,8 +315,8 @@ class Tokenizer:
 
     def _token_text(self, token_id: int) -> str:
         """The text of a token after others. Some decoders take a space from the beginning of a text (Llama 2)."""
-        before = self.text_alone(self._any_token)
-        text = self.text_with_specials([self._any_token, token_id])
+        before = self.text_alone(self.any_token)
+        text = self.text_with_specials([self.any_token, token_id])
         is_after = token_id not in self._special_ids and text.startswith(before)
         return text[len(before) :] if is_after else self.text_alone(token_id)
 
@@ -419,8 +419,8 @@ class Detokenizer:
     def _emit(self, hold_incomplete: bool) -> str:
         decode, context = self._tokenizer.text_with_specials, self._context
         before = self._tokenizer.text_alone(context[0]) if len(context) == 1 else decode(context)
-        if before.endswith(REPLACEMENT):  # the prompt ends inside a character
-            context, before = [], ""
+        if before.endswith(REPLACEMENT):  # a byte, which decoders may join to the next ones: any text goes before them
+            context, before = [self._tokenizer.any_token], self._tokenizer.text_alone(self._tokenizer.any_token)
         text = decode(context + self._pending)
         if hold_incomplete and (text.endswith(REPLACEMENT) or len(text) <= len(before)):
             return self._emit_first(context, before, text) if len(self._pending) >= MOST_HELD else ""

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders
 from tokenizers.decoders import WordPiece as WordPieceDecoder
-from tokenizers.models import WordPiece
+from tokenizers.models import BPE, WordPiece
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mlxpaged.models.errors import UnsupportedModelError
@@ -86,6 +87,19 @@ def test_a_character_is_held_back_until_its_last_byte() -> None:
         tokens = TOKENIZER.encode(character)
         assert len(tokens) > 1
         assert pieces(tokens) == [*([""] * (len(tokens) - 1)), character, ""]
+
+
+def test_an_answer_keeps_its_space_after_a_prompt_that_ends_with_a_character_of_several_tokens() -> None:
+    """Llama 2 and Mistral write characters that they have no tokens for as bytes, and strip a text's first space."""
+    vocabulary = {piece: i for i, piece in enumerate(["<unk>", *(f"<0x{i:02X}>" for i in range(256)), "a", "▁", "▁is"])}
+    fast = FastTokenizer(BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = Tokenizer(TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>")))
+    for prompt in ("a", "🙂"):
+        detokenizer = tokenizer.detokenizer(after=tokenizer.encode(prompt)[-1])
+        assert detokenizer.add(vocabulary["▁is"]) == " is"
 
 
 def test_no_piece_of_a_text_with_emoji_shows_a_replacement_character() -> None:
