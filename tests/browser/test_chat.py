@@ -216,6 +216,26 @@ def test_a_chat_that_is_deleted_while_it_is_answered_stays_deleted(visit: Start,
     expect(chats).to_have_text(["Second chat"])
 
 
+def test_a_chat_that_another_tab_deletes_while_it_is_answered_stays_deleted(
+    visit: Start, scripted: RunningServer
+) -> None:
+    tab = visit(scripted)
+    tab.open()
+    tab.say("Count!")
+    expect(tab.page.locator(".message.assistant .answer")).to_contain_text("word")
+    other = Visit(tab.page.context.new_page(), tab.url)
+    other.open()
+    other.page.get_by_label("Actions of Count!").click()
+    button(other.page, "Delete").click()
+    button(other.page.get_by_role("dialog"), "Delete").click()
+    expect(tab.page.get_by_role("heading", level=1)).to_have_text("New chat")
+    tab.say("Second chat")
+    tab.answered()
+    for page in (tab.page, other.page):
+        chats = page.get_by_role("navigation", name="Conversations").get_by_role("link")
+        expect(chats).to_have_text(["Second chat"])
+
+
 def test_two_tabs_of_a_chat_lose_no_messages(visit: Start, scripted: RunningServer) -> None:
     tab = visit(scripted)
     tab.open()

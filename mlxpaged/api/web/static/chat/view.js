@@ -16,7 +16,7 @@ export class ChatView {
     this.conversations = new Conversations((id) => this.follow(id));
     this.current = null;
     this.running = new Map(); // by conversation id: the AbortController of its answer
-    this.answers = new Map(); // by message: what draws it
+    this.answers = new WeakMap(); // by message: what draws it
     this.picker = new ModelPicker((model) => this.chooseModel(model));
     this.sidebar = new Sidebar({
       add: () => this.startChat(),
@@ -65,11 +65,12 @@ export class ChatView {
 
   leave() {}
 
-  /** Shows what another tab has made of a conversation. An answer that is written here goes on. */
+  /** Shows what another tab has made of a conversation. Only a deletion ends an answer that is written here. */
   async follow(id) {
     await this.loaded;
     const found = await this.conversations.stored(id);
-    if (this.running.has(id)) return;
+    if (found && this.running.has(id)) return;
+    this.running.get(id)?.abort();
     if (found) this.conversations.byId.set(id, found);
     else this.conversations.byId.delete(id);
     if (this.current?.id === id) this.show(found ?? this.newConversation());
