@@ -94,18 +94,19 @@ class Catalog:
 
 def model_paths(directory: Path) -> set[Path]:
     """Directories with a config.json, and GGUF files, the first ones of models in parts. Links to directories are
-    followed, but a directory is searched once: a link can lead back."""
-    found, searched = set[Path](), set[Path]()
-    for parent, folders, files in os.walk(directory, followlinks=True):
-        path = Path(parent)
-        if (real := path.resolve()) in searched:
-            folders.clear()
-            continue
-        searched.add(real)
-        folders.sort(key=lambda name: (path / name).is_symlink())
-        found |= {path / name for name in files if begins_model(name)}
-        if CONFIG in files:
-            found.add(path)
+    followed, but a directory is searched once, without links if it can be: a link can lead back."""
+    found, searched, tops = set[Path](), set[Path](), [directory]
+    for top in tops:
+        for parent, folders, files in os.walk(top):
+            path = Path(parent)
+            if (real := path.resolve()) in searched:
+                folders.clear()
+                continue
+            searched.add(real)
+            found |= {path / name for name in files if begins_model(name)}
+            if CONFIG in files:
+                found.add(path)
+            tops += sorted(path / name for name in folders if (path / name).is_symlink())
     return found - {directory}
 
 

@@ -18,7 +18,7 @@ import pytest
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models.device_memory import limit_memory
-from mlxpaged.registry.catalog import Catalog
+from mlxpaged.registry.catalog import Catalog, model_paths
 from mlxpaged.registry.model import Model, ModelState
 from mlxpaged.registry.registry import Limits, registry_of
 from tests.api.helpers import (
@@ -175,6 +175,16 @@ def test_links_in_a_directory_of_models_are_listed_as_they_are_found(
     names = [found.name for found in catalog.all()]
     assert names == ["other", "someone/small"]
     assert all(catalog.find(name) is not None for name in [*names, "again/small", "someone/back/other"])
+
+
+def test_a_model_to_which_a_link_leads_is_listed_by_its_own_name(tmp_path: Path) -> None:
+    """The order of a directory's entries is any."""
+    for name in "abcdefgh":
+        (tmp_path / f"{name}-models" / "m").mkdir(parents=True)
+        (tmp_path / f"{name}-models" / "m" / "config.json").touch()
+        (tmp_path / f"{name}-links").mkdir()
+        (tmp_path / f"{name}-links" / "m").symlink_to(tmp_path / f"{name}-models" / "m")
+    assert model_paths(tmp_path) == {tmp_path / f"{name}-models" / "m" for name in "abcdefgh"}
 
 
 LONG = "lmstudio:someone/" + 300 * "x"
