@@ -126,9 +126,10 @@ class Rank:
             self._thread.send(slot, partial(self._reply, ask=message))
 
     def _run(self, core: Worker, run: Run) -> list[RequestOutput]:
-        outputs = run.command(core)
-        self._send(Replied(run.number, None))
-        return outputs
+        try:
+            return run.command(core)
+        finally:  # a command that raises ends the model, and would do so after each restart
+            self._send(Replied(run.number, None))
 
     def _reply(self, core: Worker, ask: Ask) -> list[RequestOutput]:
         try:
