@@ -20,6 +20,8 @@ MAX_SCANS = 100
 ORIENTATION = 0x0112
 """The EXIF tag that says how an image is turned (Exif 3.0, 4.6.5)."""
 FILL = re.compile(rb"\xff+")
+SEGMENT = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
+"""Among the pixels of a JPEG: a marker that a segment follows, or the end. The others have no length."""
 SIZES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 """Markers of a JPEG's segments that have its size, SOF0 to SOF15 (ITU-T T.81, table B.1)."""
 TABLES = {0xC4, 0xCC, 0xDB, 0xDD}
@@ -100,8 +102,7 @@ def jpeg(data: bytes) -> Header:
             orientation = orientation_of(segment[8:])
         if marker == 0xDA:  # the pixels follow; among them, 0xFF is followed by 0
             # Phones write a video or another image after the end. A video has these two bytes every 64 KiB.
-            end = data.find(b"\xff\xd9", place)
-            pixels = data[place:] if end < 0 else data[place : end + 2]
+            pixels = data[place : end_of_scans(data, place)]
             if pixels.count(b"\xff\xda") >= MAX_SCANS:
                 raise ImageError(f"is a JPEG with more than {MAX_SCANS} scans")
             break
@@ -111,6 +112,20 @@ def jpeg(data: bytes) -> Header:
     if size is None:
         raise ImageError("is a JPEG without a size")
     return Header("JPEG", size[1], size[0], orientation, b"".join([*kept, b"\xff\xda", pixels]))
+
+
+def end_of_scans(data: bytes, place: int) -> int:
+    """The end of the scans of a JPEG, of which the first one begins at `place`. Segments between them can have any
+    bytes, and tables of a progressive one are there. Without an end, it is that of the data."""
+    for _ in bounded("JPEG"):
+        found = SEGMENT.search(data, place)
+        if found is None:
+            break
+        place = found.end()
+        if data[place - 1] == 0xD9:
+            return place
+        place += int.from_bytes(data[place : place + 2], "big")
+    return len(data)
 
 
 def gif(data: bytes) -> Header:

@@ -319,6 +319,19 @@ def test_what_follows_a_jpeg_is_no_part_of_it(progressive: bool) -> None:
     assert corners(pixels_of(data + video)) == [RED, BLUE, RED, BLUE]
 
 
+def test_a_segment_between_two_scans_of_a_jpeg_may_have_the_bytes_of_an_end() -> None:
+    data = encoded(halves(), "JPEG", progressive=True)
+    second = data.index(b"\xff\xda", data.index(b"\xff\xda") + 2)
+    said = data[:second] + b"\xff\xfe\0\6\xff\xd9\xff\xd9" + data[second:]
+    assert read_header(said + b"\xff\xda" * MAX_SCANS).data == read_header(said).data
+    assert corners(pixels_of(said)) == [RED, BLUE, RED, BLUE]
+
+
+def test_a_jpeg_without_an_end_is_read_to_the_end_of_its_file() -> None:
+    data = encoded(halves(), "JPEG")
+    assert read_header(data[:-2]).data == read_header(data).data[:-2]
+
+
 def test_a_file_with_two_sizes_is_refused() -> None:
     """The limits are checked by the header as this server reads it. A decoder may take a later one."""
     header = struct.pack(">IIBBBBB", 9000, 9000, 8, 2, 0, 0, 0)
