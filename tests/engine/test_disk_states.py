@@ -58,7 +58,9 @@ def prompt_of(number: int, length: int = 60) -> Tokens:
 
 
 def answer(core: EngineCore, prompt: Tokens, num_tokens: int = 8) -> tuple[Tokens, int]:
-    """The answer, and the number of tokens that were not computed."""
+    """The answer, after what was stored before is on the disk, and the number of tokens that were not computed."""
+    if core.tier is not None:
+        core.tier.share.store.flush()
     result = run(core, [request("a", prompt, num_tokens)])
     return result.tokens("a"), result.outputs["a"][-1].num_cached_tokens
 

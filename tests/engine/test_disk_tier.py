@@ -103,6 +103,9 @@ def outputs(core: EngineCore) -> dict[str, list[RequestOutput]]:
 
 
 def answer(core: EngineCore, prompt: Tokens, **fields: Any) -> Tokens:
+    """The answer, after what was stored before is on the disk."""
+    if core.tier is not None:
+        core.tier.share.store.flush()
     add(core, "a", prompt, **fields)
     return run(core)["a"]
 
