@@ -16,9 +16,10 @@ from mlxpaged.engine.image_encoder import ImageEncoder
 from mlxpaged.engine.images import Images
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.memory import StateMemory
+from mlxpaged.engine.memory_watch import POLL_SECONDS
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.network_drafters import NetworkDrafter
-from mlxpaged.engine.pool_resizer import POLL_SECONDS, REST_SECONDS, PoolResizer
+from mlxpaged.engine.pool_resizer import REST_SECONDS, PoolResizer
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.request_table import RequestTable
 from mlxpaged.engine.sampler import Sampler

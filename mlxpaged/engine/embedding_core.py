@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -11,7 +10,7 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.info import EmbeddingInfo
 from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
-from mlxpaged.engine.pool_resizer import IDLE_SECONDS, POLL_SECONDS
+from mlxpaged.engine.memory_watch import POLL_SECONDS, MemoryWatch
 from mlxpaged.engine.worker import Worker
 
 
@@ -28,25 +27,19 @@ class EmbeddingCore(Worker):
     ) -> None:
         super().__init__(embedder)
         self.step_bytes = embedder.step_bytes  # that the next step may take again
-        self._clock, self._pressure = clock, pressure
-        self._active_at, self._polled_at = clock(), -math.inf
+        self._watch = MemoryWatch(clock, mx.clear_cache, pressure)
 
     def embeds(self) -> bool:
         if embeds := super().embeds():
-            self._active_at = self._clock()
+            self._watch.note_use()
         return embeds
 
     def pause(self) -> float:
         return min(super().pause(), POLL_SECONDS) if mx.get_cache_memory() else super().pause()
 
     def rest(self, device_is_idle: bool) -> bool:
-        """Give back freed buffers, as PoolResizer does."""
-        now = self._clock()
-        if now >= self._polled_at + POLL_SECONDS:
-            self._polled_at = now
-            rests = device_is_idle and now >= self._active_at + IDLE_SECONDS
-            if rests or self._pressure() is not MemoryPressure.NORMAL:
-                mx.clear_cache()
+        """Give back freed buffers."""
+        self._watch.poll(device_is_idle)
         return False
 
     def info(self, config: EngineConfig) -> EmbeddingInfo:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from mlxpaged.engine.memory_pressure import MemoryPressure
+from mlxpaged.engine.memory_watch import MemoryWatch
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.scheduler.pool_size import FULL
 from mlxpaged.scheduler.scheduler import Scheduler
@@ -28,15 +29,8 @@ RETRY_SECONDS = 1.0
 
 MAX_RETRY_SECONDS = 60.0
 
-POLL_SECONDS = 1.0
-"""Seconds between two readings of the system's memory pressure. A reading takes microseconds."""
-
 REST_SECONDS = 3600.0
 """An idle engine that has nothing to give back does not wake up more often than this without a command."""
-
-IDLE_SECONDS = 60.0
-"""Seconds without a request after which the pool gives back half of its blocks, and half of the rest after as many
-again. What the prefix cache used last is kept longest: a person often answers within a minute, and seldom after ten."""
 
 LEAST_SHARE = 1 / 8
 """Least share of its blocks that the pool gives back at once, but for the last ones: a smaller pool is a copy of every
@@ -68,15 +62,12 @@ class PoolResizer:
         self._bytes_per_block = bytes_per_block
         self.step_bytes = step_bytes
         self._clock = clock
-        self._pressure = pressure
+        self._watch = MemoryWatch(clock, runner.clear_cache, pressure)
         self._least = self._size.num_blocks  # it never shrinks below its size at the start
         self._target = self._wanted = self._size.num_blocks
         self._remaining: list[int] = []  # indices of the pools that do not have the target's size yet
-        self._retry_at = self._polled_at = self._yielded_at = -math.inf
+        self._retry_at = self._yielded_at = -math.inf
         self._retry_seconds = RETRY_SECONDS
-        self._active_at = clock()
-        self._level = MemoryPressure.NORMAL
-        self._is_short = False  # whether an allocation has failed since the last poll
         self.before_shrink: Callable[[], None] = lambda: None
         self.on_evicted: Callable[[], None] = lambda: None  # the evicted blocks are still as they were
 
@@ -170,25 +161,21 @@ class PoolResizer:
 
     def run_short(self) -> None:
         """An allocation failed. The pool shrinks before the next step as if memory were critical, and grows later."""
-        self._is_short = True
-        self._polled_at = -math.inf
+        self._watch.note_failure()
         self._wait()
 
     # -- shrinking -----------------------------------------------------------------------------------------------
 
     def poll(self, is_idle: bool, device_is_idle: bool = False) -> int | None:
         """Read the system's memory pressure if it is time, and decide whether the pool may grow. Returns the number of
-        blocks to shrink to, if any. Gives back MLX's freed buffers if the system is short of memory, or if the engine
-        is idle and so is the device: the next step of another model would take them again."""
-        now = self._clock()
+        blocks to shrink to, if any: half of them for each IDLE_SECONDS without a request, so that what the prefix cache
+        used last is kept longest."""
+        now, last = self._clock(), self._watch.level
         if not is_idle:
-            self._active_at = now
-        if now < self._polled_at + POLL_SECONDS:
+            self._watch.note_use()
+        if not self._watch.poll(device_is_idle):
             return None
-        self._polled_at = now
-        last, self._level = self._level, MemoryPressure.CRITICAL if self._is_short else self._pressure()
-        self._is_short = False
-        level = self._level
+        level = self._watch.level
         if level is not last:
             message = "the system's memory pressure is %s; the KV pool has %d blocks, and grows only while it is normal"
             logger.warning(message, level.name.lower(), self._size.num_blocks)
@@ -200,10 +187,7 @@ class PoolResizer:
         elif now >= self._retry_at:
             self._size.may_grow = True
         present = self._size.num_blocks
-        rests = now >= max(self._active_at, self._yielded_at) + IDLE_SECONDS
-        if (rests and device_is_idle) or level is not MemoryPressure.NORMAL:
-            self._runner.clear_cache()
-        keep = self._size_to_keep(level, now, rests)
+        keep = self._size_to_keep(level, now, self._watch.is_idle)
         enough = keep == self._least or present - keep >= LEAST_SHARE * present
         return keep if keep < present and enough else None
 
@@ -235,5 +219,6 @@ class PoolResizer:
         self._runner.copy_blocks(moves)
         self._scheduler.shrink(num_blocks, moves)
         self._yielded_at = self._clock()
+        self._watch.note_use()
         self._resize_to(num_blocks)
         logger.info("the KV pool shrinks to %d blocks; %d were moved", num_blocks, len(moves))

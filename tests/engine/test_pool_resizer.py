@@ -14,7 +14,8 @@ from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.engine import pool_resizer
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.memory_pressure import MemoryPressure
-from mlxpaged.engine.pool_resizer import IDLE_SECONDS, LEAST_SHARE, POLL_SECONDS, PRESSURE_SECONDS
+from mlxpaged.engine.memory_watch import IDLE_SECONDS, POLL_SECONDS
+from mlxpaged.engine.pool_resizer import LEAST_SHARE, PRESSURE_SECONDS
 from mlxpaged.scheduler.sequence import FinishReason, Priority
 from tests.engine.fuzz import play
 from tests.engine.hybrid import Hybrid, TinyModel, assert_balanced, request, run
