@@ -91,6 +91,11 @@ class Visit:
         expect(answer).to_have_attribute("aria-busy", "false")
         return answer
 
+    def delete(self, chat: str) -> None:
+        self.page.get_by_label(f"Actions of {chat}").click()
+        self.page.get_by_role("button", name="Delete", exact=True).click()
+        self.page.get_by_role("dialog").get_by_role("button", name="Delete", exact=True).click()
+
     def check_accessible(self) -> None:
         """axe-core finds nothing serious or critical."""
         if not AXE.exists():

@@ -191,9 +191,7 @@ def test_conversations_stay_in_the_browser_and_are_renamed_exported_and_deleted(
     assert download.value.suggested_filename == "Renamed.json"
     assert [message["content"] for message in exported["messages"]] == ["Right question", "A right answer."]
     tab.page.reload()
-    tab.page.get_by_label("Actions of Renamed").click()
-    button(tab.page, "Delete").click()
-    button(tab.page.get_by_role("dialog"), "Delete").click()
+    tab.delete("Renamed")
     expect(chats).to_have_text(["Second chat"])
     tab.page.reload()
     expect(chats).to_have_text(["Second chat"])
@@ -204,9 +202,7 @@ def test_a_chat_that_is_deleted_while_it_is_answered_stays_deleted(visit: Start,
     tab.open()
     tab.say("Count!")
     expect(tab.page.locator(".message.assistant .answer")).to_contain_text("word")
-    tab.page.get_by_label("Actions of Count!").click()
-    button(tab.page, "Delete").click()
-    button(tab.page.get_by_role("dialog"), "Delete").click()
+    tab.delete("Count!")
     expect(tab.page.get_by_role("heading", level=1)).to_have_text("New chat")
     tab.say("Second chat")
     tab.answered()
@@ -225,9 +221,7 @@ def test_a_chat_that_another_tab_deletes_while_it_is_answered_stays_deleted(
     expect(tab.page.locator(".message.assistant .answer")).to_contain_text("word")
     other = Visit(tab.page.context.new_page(), tab.url)
     other.open()
-    other.page.get_by_label("Actions of Count!").click()
-    button(other.page, "Delete").click()
-    button(other.page.get_by_role("dialog"), "Delete").click()
+    other.delete("Count!")
     expect(tab.page.get_by_role("heading", level=1)).to_have_text("New chat")
     tab.say("Second chat")
     tab.answered()
@@ -253,9 +247,7 @@ def test_two_tabs_of_a_chat_lose_no_messages(visit: Start, scripted: RunningServ
     tab.page.reload()
     expect(texts).to_have_text([*said, "Wrong question", "A wrong answer."])
     button(other.page, "New chat").click()
-    tab.page.get_by_label("Actions of Right question").click()
-    button(tab.page, "Delete").click()
-    button(tab.page.get_by_role("dialog"), "Delete").click()
+    tab.delete("Right question")
     expect(other.page.get_by_role("navigation", name="Conversations").get_by_role("link")).to_have_count(0)
 
 
