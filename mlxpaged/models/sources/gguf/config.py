@@ -194,6 +194,15 @@ def mistral3(of: Metadata) -> dict[str, Any]:
     return {"model_type": "ministral3", "rope_parameters": parameters}
 
 
+def qwen2(of: Metadata) -> dict[str, Any]:
+    """A text has the same three positions at each token, so models that see images rotate it as the others do."""
+    return {"model_type": "qwen2"}
+
+
+def qwen3(of: Metadata) -> dict[str, Any]:
+    return {"model_type": "qwen3"}
+
+
 def qwen3_moe(of: Metadata) -> dict[str, Any]:
     return {
         "model_type": "qwen3_moe",
@@ -411,11 +420,14 @@ ARCHITECTURES: Mapping[str, Callable[[Metadata], dict[str, Any]]] = {
     "llama": llama,
     "mistral3": mistral3,
     "phi3": phi3,
-    "qwen2": lambda of: {"model_type": "qwen2"},
-    "qwen3": lambda of: {"model_type": "qwen3"},
+    "qwen2": qwen2,
+    "qwen2vl": qwen2,
+    "qwen3": qwen3,
     "qwen35": qwen3_5,
     "qwen35moe": qwen3_5,
     "qwen3moe": qwen3_moe,
+    "qwen3vl": qwen3,
+    "qwen3vlmoe": qwen3_moe,
 }
 """What each architecture (general.architecture) adds to `common`."""
 

@@ -25,7 +25,7 @@ from mlxpaged.models.sources.gguf.tokenizer import tokenizer_files
 from mlxpaged.models.sources.gguf.weights import dtype_name
 
 CONFIG = "config.json"
-FORMAT = 2
+FORMAT = 3
 """Version of the files that are made. A change makes them again."""
 
 

@@ -10,7 +10,7 @@ import math
 import mmap
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.sources.gguf.choice import has_code_books
+from mlxpaged.models.sources.gguf.ollama import as_llama_cpp
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -206,7 +207,11 @@ def read_gguf(path: Path) -> GgufFile:
             tensors[name] = tensor
     if len(tensors) > MAX_TENSORS:
         raise UnsupportedModelError(f"it has {len(tensors):,} tensors; the limit is {MAX_TENSORS:,}")
-    return GgufFile(first, metadata, tensors)
+    metadata, names = as_llama_cpp(metadata, tensors)
+    renamed = {own: replace(tensors[name], name=own) for name, own in names.items()}
+    if len(renamed) < len(tensors):
+        raise UnsupportedModelError("it has tensors under the names of Ollama and under those of llama.cpp")
+    return GgufFile(first, metadata, renamed)
 
 
 def split_paths(path: Path) -> list[Path]:

@@ -161,8 +161,10 @@ NAMES: Mapping[str, Names] = {
 }
 """Tables by the model type of the config."""
 
-UNUSED = re.compile(r"(rope_freqs|rope_factors_(long|short)|blk\.\d+\.attn_rot_embd)\.weight|(v|mm|a)\..*")
-"""Tensors that the config holds, and those of towers for images and sound."""
+UNUSED = re.compile(
+    r"(rope_freqs|rope_factors_(long|short)|blk\.\d+\.attn_rot_embd)\.weight|(v|mm|a|mtp|model\.vision_tower)\..*"
+)
+"""Tensors that the config holds, and those of towers for images and sound, and of draft heads."""
 
 
 def weight_name(names: Names, tensor: str, num_layers: int) -> str | None:

@@ -130,6 +130,12 @@ class Vocabulary:
         found = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
         return self.tokens[found] if type(found) is int and 0 <= found < len(self.tokens) else None
 
+    def listed(self, name: str) -> set[str | None]:
+        """The tokens of a list of ids, which Ollama's files have."""
+        found = self.metadata.get(f"tokenizer.ggml.{name}_token_ids")
+        ids = found.tolist() if isinstance(found, np.ndarray) and found.dtype.kind in "iu" else []
+        return {self.tokens[i] for i in ids if 0 <= i < len(self.tokens)}
+
     def flag(self, name: str, default: bool) -> bool:
         found = self.metadata.get(f"tokenizer.ggml.{name}")
         return found if isinstance(found, bool) else default
@@ -271,7 +277,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def end_tokens(words: Vocabulary) -> list[int]:
     """The tokens that end an answer."""
-    texts = {words.named(name) for name in ("eos", "eot", "eom")}
+    texts = {words.named(name) for name in ("eos", "eot", "eom")} | words.listed("eos")
     control = {token for token in words.of(CONTROL) if token in END_TEXTS}
     if "<|return|>" in control:
         control.discard(MESSAGE_END)
