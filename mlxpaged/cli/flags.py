@@ -251,6 +251,12 @@ def path(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"there is no such home directory: {text!r}") from None
 
 
+def file(text: str) -> Path:
+    if not text.strip() or not path(text).is_file():
+        raise argparse.ArgumentTypeError(f"not a file: {text!r}")
+    return path(text)
+
+
 def directory(text: str) -> Path:
     if not text.strip() or not path(text).is_dir():
         raise argparse.ArgumentTypeError(f"not a directory: {text!r}")

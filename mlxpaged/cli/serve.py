@@ -59,6 +59,8 @@ def add_parser(commands: Any) -> None:
     model.field("--served-model-name", str, "name of the first model in the API", "MODEL as given")
     formats = f"tool call format: {', '.join(sorted(FORMATS))}"
     model.field("--tool-parser", flags.one_of(*sorted(FORMATS)), formats, "by the chat template")
+    template = "file with a chat template in Jinja for the first model"
+    model.field("--chat-template", flags.file, template, "the model's own")
     model.switch("--reranker", "MODEL is a reranker like Qwen3-Reranker, for /v1/rerank, whatever its name is")
     adapter = "LoRA adapter, as NAME=DIR for the first model, or MODEL:NAME=DIR; requests name it MODEL:NAME"
     model.values("--adapter", adapter_path, adapter, "adapter_paths")
@@ -213,7 +215,9 @@ def server_models(args: argparse.Namespace) -> Registry | None:
     name = args.served_model_name or own_name
     base = engine_config(args, **options, model=path, served_model_name=None if name == path else name)
     own = "off" if base.speculative == "draft" else base.speculative
-    plain = dataclasses.replace(base, tool_parser=None, reranker=False, mtp=None, draft_model=None, speculative=own)
+    plain = dataclasses.replace(
+        base, tool_parser=None, chat_template=None, reranker=False, mtp=None, draft_model=None, speculative=own
+    )
     models = [Model(name, base)]
     if args.embedding_model is not None:
         name = args.served_embedding_model_name or without_address(args.embedding_model)

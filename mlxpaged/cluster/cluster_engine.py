@@ -253,7 +253,7 @@ class ClusterEngine(threading.Thread):
         self._processes = Processes(self._hosts, self._log_level, on_joined, on_message, on_lost)
         config = self._slot.config
         if self._tokenizer is None:
-            read = partial(read_tokenizer, config.model, config.tool_parser)
+            read = partial(read_tokenizer, config.model, config.tool_parser, config.chat_template)
             self._tokenizer = in_daemon_thread(read, "mlxpaged-read-tokenizer")
 
     # -- what the ranks say ------------------------------------------------------------------------------------------

@@ -290,6 +290,8 @@ def load_core(
         served = load_model(
             *(config.model, name, config.tool_parser, turns, *options, group, config.joins),
             *(config.max_image_pixels, config.kv_cache_dtype, config.loads_draft_head, config.mtp),
+            # The machine that renders prompts has the file; ranks on others may not.
+            chat_template=config.chat_template if ranks is None else None,
         )
     except EncoderError:
         if ranks is not None or config.adapters:

@@ -37,6 +37,7 @@ class EngineConfig:
     model: str = DEMO_MODEL  # directory, hub repository or "demo"
     served_model_name: str | None = None  # name in the API; None: same as `model`
     tool_parser: str | None = None  # one of FORMATS; None: by the chat template or the vocabulary
+    chat_template: Path | None = None  # a file in Jinja; None: the model's own
     reranker: bool = False  # whether `model` is a reranker like Qwen3-Reranker, also if its name does not say so
     adapters: tuple[AdapterPath, ...] = ()  # LoRA adapters that are served beside the model
     only_embeds: bool = False  # whether `model` is used for embeddings only

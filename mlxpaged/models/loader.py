@@ -148,6 +148,7 @@ def load_model(
     kv_cache_dtype: str = "auto",
     drafts: bool = False,
     mtp_path: str | None = None,
+    chat_template: Path | None = None,
 ) -> ServedModel:
     """Load weights and tokenizer and check that paged attention reproduces the model.
 
@@ -157,8 +158,8 @@ def load_model(
     decides. adapters: to be loaded beside it. group: ranks that each load their share of it, all at the same time.
     joins: whether operations of its modules are joined (models/joins.py, models/fused_attention.py). most_pixels: of an
     image; a larger one is reduced. drafts: whether its draft head is loaded, if it has one. mtp_path: where it is if
-    not in its own files. Call it on the thread that will run the model. Raises ModelNotFoundError or
-    UnsupportedModelError.
+    not in its own files. chat_template: a file that replaces the model's own. Call it on the thread that will run the
+    model. Raises ModelNotFoundError or UnsupportedModelError.
     """
     turns = turns or Turns()
     prepare_first_load()
@@ -193,7 +194,7 @@ def load_model(
         read_weights(model, turns.report, READ_BYTES // num_ranks)
         if mtp is not None:
             read_weights(mtp.head, turns.report)
-        tokenizer = turns.during(lambda: tokenizer_in(path, tool_parser, recommended.end_tokens))
+        tokenizer = turns.during(lambda: tokenizer_in(path, tool_parser, recommended.end_tokens, chat_template))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from None
     except Exception as error:  # mlx, mlx-lm and transformers raise any type for a missing field or a damaged file
@@ -304,13 +305,24 @@ def all_say(group: mx.distributed.Group, yes: bool) -> bool:
     return bool(least(int(yes), group))
 
 
-def tokenizer_in(path: Path, tool_parser: str | None, end_tokens: Sequence[int]) -> Tokenizer:
-    """The tokenizer of a model's directory. end_tokens: of its generation_config.json. Raises any exception."""
+def tokenizer_in(
+    path: Path, tool_parser: str | None, end_tokens: Sequence[int], chat_template: Path | None = None
+) -> Tokenizer:
+    """The tokenizer of a model's directory. end_tokens: of its generation_config.json. chat_template: a file that
+    replaces the model's own. Raises any exception."""
     growth = check_tokenizer_file(path)
     # Not those that mlx-lm finds: it takes them from generation_config.json without checking it.
     ends = end_tokens or end_tokens_of(CONFIG, model_config(path)) or None
-    more = processor_template(path)
+    more = processor_template(path) if chat_template is None else {"chat_template": read_template(chat_template)}
     return guarded(lambda: Tokenizer(load_tokenizer(path, more, eos_token_ids=ends), tool_parser, growth))()
+
+
+def read_template(path: Path) -> str:
+    """Raises UnsupportedModelError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UnsupportedModelError(f"the chat template {path} cannot be read: {error}") from error
 
 
 def processor_template(path: Path) -> dict[str, Any]:
@@ -323,11 +335,11 @@ def processor_template(path: Path) -> dict[str, Any]:
     return {"chat_template": found} if isinstance(found, str) else {}
 
 
-def read_tokenizer(name: str, tool_parser: str | None = None) -> Tokenizer:
+def read_tokenizer(name: str, tool_parser: str | None = None, chat_template: Path | None = None) -> Tokenizer:
     """The tokenizer of a model that another process loads. Raises ModelNotFoundError or UnsupportedModelError."""
     path = resolve(name).directory
     try:
-        return tokenizer_in(path, tool_parser, read_generation_config(path).end_tokens)
+        return tokenizer_in(path, tool_parser, read_generation_config(path).end_tokens, chat_template)
     except Exception as error:  # as in `load_model`
         raise UnsupportedModelError(f"{name} cannot be loaded: {in_one_line(error)}") from error
 

@@ -227,7 +227,9 @@ class Tokenizer:
         that has made these messages and options. options: `tools`, as OpenAI defines them, `continue_final_message`,
         and variables of the template. Raises ChatTemplateError and TextTooLongError."""
         if not self.has_chat_template:
-            raise ChatTemplateError("this model has no chat template; use /v1/completions")
+            raise ChatTemplateError(
+                "this model has no chat template; give it one with --chat-template, or use /v1/completions"
+            )
         if marker is None:
             marker, messages, options = self.mark(messages, options)
         try:

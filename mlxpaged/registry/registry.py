@@ -313,6 +313,7 @@ class Registry:
             model=str(found.path),
             served_model_name=found.name,
             tool_parser=None,
+            chat_template=None,
             reranker=False,
             only_embeds=found.kind is Kind.EMBEDDING,
         )

@@ -33,6 +33,7 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     # flag, value, another value, attribute, what the value means, what the other one means
     ("--host", "127.0.0.2", "127.0.0.3", "host", "127.0.0.2", "127.0.0.3"),
     ("--served-model-name", "a", "b", "served_model_name", "a", "b"),
+    ("--chat-template", __file__, cli.__file__, "chat_template", Path(__file__), Path(cli.__file__)),
     ("--embedding-model", "a/b", "c", "embedding_model", ("a/b", "a/b"), ("c", "c")),
     ("--embedding-max-model-len", "512", "7", "embedding_max_model_len", 512, 7),
     ("--kv-cache-memory", "256MB", "1.5GiB", "kv_cache_bytes", 256_000_000, 1_610_612_736),
@@ -417,6 +418,7 @@ def test_the_server_listens_on_ipv6_and_on_names_too(monkeypatch: pytest.MonkeyP
 
 
 BAD = [
+    ("--chat-template", "missing.jinja"),
     ("--port", "abc"),
     ("--port", "-1"),
     ("--port", "65536"),
