@@ -81,9 +81,6 @@ def gemma3(header: Header) -> None:
     if type(length) is int and length >= LONG_GEMMA3:
         header.add("rope.scaling.type", "linear")
         header.add("rope.scaling.factor", 8.0)
-    pattern = header.get("attention.sliding_window_pattern")
-    if isinstance(pattern, np.ndarray) and pattern.dtype.kind == "b" and not pattern.all():  # of each layer
-        header.put("attention.sliding_window_pattern", int(pattern.argmin()) + 1)
     header.metadata.setdefault("tokenizer.chat_template", GEMMA3_TEMPLATE)
     if "token_embd.weight" in header.tensors:  # the tokenizer has tokens for images that the model has no row for
         rows = header.tensors["token_embd.weight"].shape[0]
