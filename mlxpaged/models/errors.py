@@ -29,7 +29,7 @@ class AssistantError(UnsupportedModelError):
 
 
 class EncoderError(UnsupportedModelError):
-    """The model is an encoder: it makes embeddings or judges pairs, and generates no text."""
+    """The model makes embeddings or judges pairs, and generates no text: an encoder, or a decoder without a head."""
 
 
 class AdapterError(UnsupportedModelError):

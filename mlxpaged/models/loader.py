@@ -52,7 +52,7 @@ from mlxpaged.models.generation_config import end_tokens_of, read_generation_con
 from mlxpaged.models.head import RowSelection, select_rows_before_head
 from mlxpaged.models.joins import join
 from mlxpaged.models.json_files import CONFIG, model_config, read_object
-from mlxpaged.models.kinds import is_encoder, judges_pairs, kind_of
+from mlxpaged.models.kinds import Kind, is_encoder, judges_pairs, kind_of
 from mlxpaged.models.layer_finder import Way, layer_specs
 from mlxpaged.models.layers import KV, LayerSpec, kv_layers, mutual
 from mlxpaged.models.panics import guarded
@@ -198,7 +198,10 @@ def load_model(
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from None
     except Exception as error:  # mlx, mlx-lm and transformers raise any type for a missing field or a damaged file
-        raise UnsupportedModelError(f"{name} cannot be loaded: {in_one_line(error)}") from error
+        # Qwen3-Embedding is published without a head, and with other names of weights than a text model's.
+        only_embeds = kind_of(name, path) is Kind.EMBEDDING
+        kind = EncoderError if only_embeds else UnsupportedModelError
+        raise kind(f"{name} cannot be loaded: {in_one_line(error)}") from error
     model.eval()
     try:
         longest = context_length(config)

@@ -268,6 +268,15 @@ def test_a_model_that_states_its_pooling_serves_both(tmp_path: Path) -> None:
             assert http.get("/v1/models/both").json()["capabilities"]["embeddings"]
 
 
+def test_a_decoder_without_a_head_is_served_as_the_model_too(tmp_path: Path) -> None:
+    path = make_embedding_model(tmp_path / "m")
+    with running_server(EngineConfig(str(path), served_model_name="vectors")) as server, server.client() as client:
+        tokens = random_tokens(30, 1)
+        close(client.embeddings.create(model="vectors", input=tokens).data[0].embedding, *reference(path, [tokens]))
+        with pytest.raises(openai.BadRequestError, match="vectors"):
+            client.completions.create(model="vectors", prompt="x")
+
+
 def beside_a_stream(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, num_tokens: int, inputs: list[list[int]]
 ) -> None:
