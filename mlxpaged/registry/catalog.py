@@ -148,7 +148,10 @@ def gguf_bytes(path: Path) -> int:
 
 def cached_snapshot(repository: str) -> Path | None:
     """The directory of a downloaded repository."""
+    if repository.count("/") != 1:
+        return None
     try:
-        return Path(snapshot_download(repository, local_files_only=True)) if repository.count("/") == 1 else None
+        # The library asks for all files that match a pattern, and nothing downloads a README.
+        return Path(snapshot_download(repository, local_files_only=True, allow_patterns=[]))
     except (HFValidationError, LocalEntryNotFoundError):  # no repository can have this name, or it is not there
         return None

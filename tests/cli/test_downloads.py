@@ -58,8 +58,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """The files of the repository, to be changed."""
-    return Path(shutil.copytree(DEMO_PATH, tmp_path / "repository"))
+    """The files of the repository, to be changed. As on the hub, one of them is for people only."""
+    path = Path(shutil.copytree(DEMO_PATH, tmp_path / "repository"))
+    (path / "README.md").write_text("# Qwen3")
+    return path
 
 
 @pytest.fixture
