@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import re
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -144,11 +146,13 @@ def hub(
     sizes: Mapping[str, int] | None = None,
     breaks_off: str | None = None,
     stalls: str | None = None,
+    resets: str | None = None,
 ) -> Iterator[tuple[str, list[str]]]:
     """A server that speaks as much of the hub's API as a download needs and has one repository with the files of
     `directory`. sizes: what it tells if it is asked for the sizes of the files; None if it does not know them.
     breaks_off: a file of which the first request gets half. stalls: a file of which a request gets half, and the rest
-    when the server ends. Yields its address and the list of requests it got, with the range that they ask for."""
+    when the server ends. resets: a file of which a request gets half, and then the connection is reset. Yields its
+    address and the list of requests it got, with the range that they ask for."""
     left_to_break = [breaks_off]
     ended = threading.Event()
     paths = [path for path in directory.rglob("*") if path.is_file()]
@@ -199,6 +203,11 @@ def hub(
             elif self.command == "GET" and name == stalls:
                 self.answer(data, "application/octet-stream", sent=len(data) // 2)
                 ended.wait(DEADLINE)
+            elif self.command == "GET" and name == resets:
+                self.close_connection = True
+                self.answer(data, "application/octet-stream", sent=len(data) // 2)
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                os.close(self.connection.detach())  # without the end of the stream that the server would send
             else:
                 self.answer(data, "application/octet-stream")
 

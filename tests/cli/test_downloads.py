@@ -144,6 +144,17 @@ def test_a_download_that_breaks_off_goes_on_where_it_was(
     assert any(re.search(rf"{file} bytes=\d{{4,}}-", request) for request in requests)
 
 
+def test_a_connection_that_is_reset_ends_a_pull_with_a_message(
+    run: Run, cache: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the HTTP library of the hub's library raises is none of its own errors."""
+    with hub(NAME, repository, sizes_of(repository), resets="model.safetensors") as (address, _):
+        point_to(address, monkeypatch)
+        result = run("pull", NAME)
+    assert result.status == 1
+    assert f"mlxpaged: {NAME} could not be fetched from the hub: " in result.stderr
+
+
 def test_the_context_that_fits_beside_the_weights_is_said(
     run: Run, online: list[str], free: Callable[[int], None]
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import errors as hub_errors
 from huggingface_hub import snapshot_download
 
-from mlxpaged.models.errors import HubError, ModelNotFoundError
+from mlxpaged.models.errors import HubError, ModelNotFoundError, UnsupportedModelError, in_one_line
 from mlxpaged.models.sources.gguf.choice import gguf_sizes, models_with, split_name
 from mlxpaged.models.sources.local import check_before_loading, chosen, directory_of
 from mlxpaged.models.sources.preflight import (
@@ -87,5 +87,7 @@ def hub_errors_explained(name: str) -> Iterator[None]:
         raise ModelNotFoundError(message) from None
     except hub_errors.RepositoryNotFoundError:
         raise ModelNotFoundError(f"{name} is neither a local directory nor a repository on the hub") from None
-    except (hub_errors.HFValidationError, hub_errors.HfHubHTTPError, OSError) as error:
-        raise HubError(f"{name} could not be fetched from the hub: {error}") from error
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # its own errors, and those of its HTTP library and of Xet, which depend on versions
+        raise HubError(f"{name} could not be fetched from the hub: {in_one_line(error)}") from error
