@@ -12,6 +12,7 @@ from mlx_lm.models import deepseek_v3
 from mlx_lm.utils import load_model
 
 from mlxpaged.models.architectures import MODULES, Source, source_of
+from mlxpaged.models.rope_fields import add_rope_fields
 from mlxpaged.models.text_mlx_vlm import BorrowedConfig, BorrowedModel
 
 Weights = dict[str, mx.array]
@@ -25,10 +26,12 @@ TEXT = "language_model."
 
 
 def classes_of(config: dict[str, Any]) -> tuple[type[Module], type]:
-    """Returns the classes of the model and of its arguments, for mlx-lm's `load_model`."""
+    """Returns the classes of the model and of its arguments, for mlx-lm's `load_model`, which makes the arguments of
+    this config afterwards."""
     kind = str(config.get("model_type"))
     if source_of(config) is Source.MLX_VLM:
         return BorrowedModel, BorrowedConfig
+    add_rope_fields(config)
     model_class, args_class = known_classes({**config, "model_type": MODULES.get(kind, kind)})
     if kind not in RENAMED:
         return model_class, args_class
