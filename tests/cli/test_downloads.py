@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import re
@@ -310,6 +311,29 @@ def test_a_sigint_during_the_download_ends_it_without_a_traceback(tmp_path: Path
             assert command.wait_end() == 130
     assert "Traceback" not in command.stderr
     assert "resumes the download" in command.stderr
+
+
+def test_what_an_interrupted_download_has_left_is_deleted_by_the_next_one(
+    run: Run, cache: Path, repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """But not what is being downloaded now: its lock is held."""
+    with hub(NAME, repository, sizes_of(repository), stalls="model.safetensors") as (address, requests):
+        env = {"HF_ENDPOINT": address, "HF_HUB_CACHE": str(cache), "NO_PROXY": "*", "no_proxy": "*"}
+        with mlxpaged(tmp_path / "out", "pull", NAME, env=env) as command:
+            wait_until(lambda: requested_weights([each for each in requests if "GET" in each]), DEADLINE)
+            command.process.send_signal(signal.SIGINT)
+            assert command.wait_end() == 130
+    folder = f"models--{NAME.replace('/', '--')}"
+    held = cache / folder / "blobs" / "abc.123.incomplete"
+    held.touch()
+    with (
+        hub(NAME, repository, sizes_of(repository)) as (address, _),
+        (cache / ".locks" / folder / "abc.lock").open("w") as lock,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        point_to(address, monkeypatch)
+        assert run("pull", NAME).status == 0
+    assert [*held.parent.glob("*.incomplete")] == [held]
 
 
 # -- ls and rm ---------------------------------------------------------------------------------------------------------

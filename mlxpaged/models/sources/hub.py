@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub import errors as hub_errors
-from huggingface_hub import snapshot_download
 
 from mlxpaged.models.errors import HubError, ModelNotFoundError, UnsupportedModelError, in_one_line
 from mlxpaged.models.sources.gguf.choice import gguf_sizes, models_with, split_name
@@ -42,6 +43,7 @@ def download_weights(name: str, files: Sequence[str] = ()) -> Path:
     ModelNotFoundError or UnsupportedModelError."""
     repository, quantization = split_name(name)
     with hub_errors_explained(name):
+        remove_partial_files(repository)
         directory = Path(snapshot_download(repository, allow_patterns=[*SMALL_FILES, *(files or [WEIGHTS])]))
     if is_gguf(dict.fromkeys(files)):
         return directory_of(name, directory, files)
@@ -75,6 +77,17 @@ def download_small_files(
 def is_weights(file: str) -> bool:
     """Whether a file has weights, by its name."""
     return file.lower().endswith((GGUF, ".safetensors"))
+
+
+def remove_partial_files(repository: str) -> None:
+    """Delete what interrupted downloads have left: since its version 2, the library begins a file anew, under another
+    name. While it downloads one, it holds a lock."""
+    cache, folder = Path(constants.HF_HUB_CACHE), f"models--{repository.replace('/', '--')}"
+    for path in (cache / folder / "blobs").glob("*.*.incomplete"):
+        lock = cache / ".locks" / folder / f"{path.name.partition('.')[0]}.lock"
+        with contextlib.suppress(OSError), lock.open("a") as file:  # another process may hold it
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 @contextlib.contextmanager
