@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -79,6 +80,13 @@ logger = logging.getLogger(__name__)
 DEMO_PATH = MODELS / BUNDLED[DEMO_MODEL]
 DEFAULT_CONTEXT_LENGTH = 4096
 """Assumed if a model's config states none."""
+
+CONTEXT_LENGTHS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length"),
+    *("model_max_length", "max_context_length", "max_sequence_length"),  # Kimi Linear, OpenELM, OLMo
+)
+TEXT_PARTS = ("text_config", "llm_config", "language_config")
+"""Where a config may have its context length, and its text part."""
 
 NO_HEADS_TO_READ = "each of several ranks has only a part of the heads that an assistant reads"
 
@@ -461,14 +469,27 @@ def probe_on_all_ranks(
 
 
 def context_length(config: dict[str, Any]) -> int:
-    """The longest context that the model was trained for, in tokens; from the text part of a multimodal config."""
+    """The longest context that the model was trained for, or that its YaRN scaling reaches, in tokens; from the text
+    part of a multimodal config."""
     if is_encoder(config):
         with contextlib.suppress(UnsupportedModelError):
             return read_config(config).max_tokens
-    text = config.get("text_config") or config.get("llm_config")
+    text: Any = next((part for name in TEXT_PARTS if (part := config.get(name))), {})
     for part in (config, text if isinstance(text, dict) else {}):
-        for key in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length"):
+        for key in CONTEXT_LENGTHS:
             if isinstance(part.get(key), int) and part[key] > 0:
-                return int(part[key])
+                return max(int(part[key]), yarn_length(part))
     logger.warning("the model's config has no context length; %d tokens are assumed", DEFAULT_CONTEXT_LENGTH)
     return DEFAULT_CONTEXT_LENGTH
+
+
+def yarn_length(config: dict[str, Any]) -> int:
+    """The context that a YaRN scaling reaches; 0 without one. Users add it to a config.json, and leave the length there
+    as it is, as the authors of Qwen3 say."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(scaling, dict) or "yarn" not in (scaling.get("rope_type"), scaling.get("type")):
+        return 0
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if not isinstance(factor, (int, float)) or not isinstance(original, int) or not math.isfinite(factor * original):
+        return 0
+    return int(factor * original)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,9 @@ def test_layers_and_weight_bytes_are_those_of_the_model(tmp_path: Path) -> None:
     assert served.context_length == SMALL["max_position_embeddings"]
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+
+
 @pytest.mark.parametrize(
     ("config", "length"),
     [
@@ -250,6 +254,15 @@ def test_layers_and_weight_bytes_are_those_of_the_model(tmp_path: Path) -> None:
         ({"n_positions": 1024, "n_ctx": 512}, 1024),
         ({"max_seq_len": 77}, 77),
         ({"seq_length": 8192}, 8192),
+        ({"model_type": "kimi_linear", "model_max_length": 2**20}, 2**20),
+        ({"max_position_embeddings": 32, "model_max_length": 64}, 32),
+        ({"model_type": "openelm", "max_context_length": 2048}, 2048),
+        ({"language_config": {"max_position_embeddings": 8192}}, 8192),
+        ({"max_position_embeddings": 40_960, "rope_scaling": YARN}, 131_072),
+        ({"max_position_embeddings": 40_960, "rope_parameters": YARN | {"rope_theta": 1e6}}, 131_072),
+        ({"max_position_embeddings": 163_840, "rope_scaling": YARN}, 163_840),
+        ({"max_position_embeddings": 4096, "rope_scaling": YARN | {"factor": math.inf}}, 4096),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}}, 4096),
         ({"text_config": {"max_position_embeddings": 333}}, 333),
         ({"max_position_embeddings": None, "text_config": {"n_ctx": 9}}, 9),
         ({"max_position_embeddings": 5, "text_config": {"max_position_embeddings": 9}}, 5),
