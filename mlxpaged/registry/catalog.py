@@ -19,7 +19,7 @@ from mlxpaged.models.sources.gguf.choice import begins_model, choose, gguf_sizes
 from mlxpaged.models.sources.gguf.file import split_paths
 from mlxpaged.models.sources.other_apps import OLLAMA, app_models, app_path
 from mlxpaged.models.sources.preflight import GGUF, has_safetensors, local_file_sizes, weight_files
-from mlxpaged.models.sources.short_names import full_name
+from mlxpaged.models.sources.short_names import LATEST, full_name
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Catalog:
 
     def find(self, name: str) -> Found | None:
         """A name is that of a repository (OWNER/NAME, or OWNER/NAME:Q4_K_M of GGUF files), its short name, that of a
-        directory or a GGUF file, or that of a model of Ollama or LM Studio."""
+        directory or a GGUF file, or that of a model of Ollama or LM Studio. What is found has the name that `all` has:
+        with the tag `latest` if it is Ollama's, and without it otherwise, though clients of Ollama add it."""
         path = Path(name)
         if path.is_absolute() or ".." in path.parts or not path.parts:
             return None
@@ -59,7 +60,7 @@ class Catalog:
         name = full_name(name)
         repository, wanted = split_name(name)
         snapshot = cached_snapshot(repository)
-        return None if snapshot is None else described(name, snapshot, wanted)
+        return None if snapshot is None else described(name if wanted else repository, snapshot, wanted)
 
     def find_directory(self, name: str) -> Found | None:
         """A directory anywhere on the machine, by its absolute path."""
@@ -136,9 +137,10 @@ def of_another_app(name: str) -> Found | None:
         return None
     path = Path(found)
     if name.startswith(OLLAMA):
-        return Found(name, path, path.stat().st_size)
+        tagged = name if ":" in name.removeprefix(OLLAMA).rpartition("/")[2] else name + LATEST
+        return Found(tagged, path, path.stat().st_size)
     plain, wanted = (found, "") if path.exists() else split_name(found)
-    return described(name, Path(plain), wanted)
+    return described(name.removesuffix(LATEST), Path(plain), wanted)
 
 
 def gguf_bytes(path: Path) -> int:

@@ -144,6 +144,7 @@ def test_directories_and_downloaded_repositories_are_served_by_name(
             "org/hubbed": "available",
         }
         with raw(server) as client:
+            assert client.get("/v1/models/org/hubbed:latest").json()["id"] == "org/hubbed"
             assert client.get("/v1/models/other").json()["state"] == "available"
         for name in ("other", "org/hubbed", str(paths["hybrid"])):
             assert post(server, run_on("x", 3, model=name))["model"] == name
@@ -204,6 +205,8 @@ def test_models_of_ollama_and_lm_studio_are_served_by_name(
     (folder / "gguf").mkdir()
     shutil.copy(file, folder / "gguf")
     names = ["ollama:tiny:latest", "lmstudio:someone/gguf/tiny-F32.gguf", "lmstudio:someone/mlx"]
+    others = ("ollama:tiny", "lmstudio:someone/gguf/tiny-F32.gguf", "lmstudio:someone/mlx:latest")
+    assert [found.name for name in others if (found := Catalog().find(name))] == names
     with running_server(models(paths)) as server:
         assert {name: states(server)[name] for name in names} == dict.fromkeys(names, "available")
         with raw(server) as client:
