@@ -105,6 +105,7 @@ def test_a_directory_with_several_quantizations_has_the_largest_that_fits(
     more = {"Q4_K_M": 0, "Q8_0": 1000, "F32": size, "mmproj-F32": 10, "mmproj-Q5_0": 10}
     for kind, added in more.items():
         (tmp_path / f"{stem}-{kind}.gguf").write_bytes(gguf.read_bytes() + bytes(added))
+        (tmp_path / f"._{stem}-{kind}.gguf").write_bytes(b"Mac OS X")
 
     def link(name: str) -> str:
         return (resolve(name).directory / "model.gguf").readlink().name

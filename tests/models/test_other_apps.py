@@ -75,6 +75,7 @@ def test_models_of_lm_studio_are_used_where_they_are(
     (files := models / "someone" / "tiny-GGUF").mkdir()
     for name in ("tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf", "mmproj-tiny.gguf"):
         shutil.copy(gguf, files / name)
+    (files / "._tiny-Q8_0.gguf").write_bytes(b"Mac OS X")  # as on a disk of another system
     names = [f"lmstudio:someone/tiny-GGUF/tiny-{kind}.gguf" for kind in ("Q4_K_M", "Q8_0")]
     assert [each.name for each in app_models()] == [*names, "lmstudio:someone/tiny-mlx"]
     assert resolve("lmstudio:someone/tiny-mlx").directory == models / "someone" / "tiny-mlx"

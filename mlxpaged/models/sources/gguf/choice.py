@@ -19,8 +19,8 @@ ROOM = 0.7
 """Share of the free memory for the weights; the rest is for the KV cache."""
 
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
-OTHERS = re.compile(r"(^|[-._/])mmproj|imatrix", re.IGNORECASE)
-"""Towers for images, and statistics of a quantization."""
+OTHERS = re.compile(r"(^|[-._/])mmproj|imatrix|(^|/)\._", re.IGNORECASE)
+"""Towers for images, statistics of a quantization, and what macOS writes beside each file on some external disks."""
 TERNARY, CODE_BOOKS = (re.compile(rf"(^|[-._/]){kinds}_", re.IGNORECASE) for kinds in ("TQ[12]", "IQ[123]"))
 """Quantizations that are not loaded, and those that need a package."""
 QUANTIZATION = re.compile(r"(.*/.*):([A-Za-z0-9_.-]+)", re.DOTALL)
