@@ -127,6 +127,24 @@ def test_a_file_that_names_no_kind_of_scaling_has_a_linear_one(key: str, tmp_pat
     assert mx.allclose(own(mx.array([PROMPT])), loaded(directory)(mx.array([PROMPT])), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("sliding", [(True, False) * 8, (True, False, False, True) * 4])
+def test_a_file_may_say_of_each_layer_whether_it_has_a_window(sliding: tuple[bool, ...], tmp_path: Path) -> None:
+    """Such as those of Ollama's Gemma 3."""
+    directory = make_architecture(tmp_path / "mlx", "gemma3_text", tie_word_embeddings=True, sliding_window_pattern=2)
+    count = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
+
+    def list_layers(metadata: dict[str, Any], _: dict[str, Stored]) -> None:
+        metadata["gemma3.attention.sliding_window_pattern"] = list(sliding[:count])
+
+    path = as_gguf(directory, tmp_path / "model.gguf", change=list_layers)
+    if sliding[2]:
+        own = loaded(gguf_directory(path))
+        assert mx.allclose(own(mx.array([PROMPT])), loaded(directory)(mx.array([PROMPT])), rtol=1e-5, atol=1e-5)
+    else:
+        with pytest.raises(UnsupportedModelError, match="sliding_window_pattern"):
+            gguf_directory(path)
+
+
 def test_gate_and_up_projections_of_experts_may_be_one_tensor(tmp_path: Path) -> None:
     """Gemma 4's files have them so."""
 

@@ -263,8 +263,21 @@ def gemma3(of: Metadata) -> dict[str, Any]:
         "rope_local_base_freq": of.number("rope.freq_base_swa", DEFAULT_ROPE_BASE),
         "query_pre_attn_scalar": query_scalar(of, 62),
         "sliding_window": of.integer("attention.sliding_window"),
-        "sliding_window_pattern": of.integer("attention.sliding_window_pattern", 6),
+        "sliding_window_pattern": window_pattern(of),
     }
+
+
+def window_pattern(of: Metadata) -> int:
+    """The number of layers of which the last one has no window. Files of Ollama say of each layer whether it has one.
+    Raises UnsupportedModelError if these do not repeat."""
+    key = "attention.sliding_window_pattern"
+    if not isinstance(of.get(key), np.ndarray):
+        return of.integer(key, 6)
+    sliding = of.integers(key, of.num_layers)
+    pattern = [*sliding, 0].index(0) + 1
+    if sliding != [int((i + 1) % pattern > 0) for i in range(len(sliding))]:
+        raise of.wrong(key)
+    return pattern
 
 
 def gemma4(of: Metadata) -> dict[str, Any]:
