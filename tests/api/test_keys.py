@@ -385,6 +385,28 @@ def test_a_broken_file_keeps_the_old_keys_and_says_so_once(
         assert (status_with(server, mended), status_with(server, key)) == (200, 401)
 
 
+def test_a_file_that_gets_its_old_time_back_is_read_again(tmp_path: Path) -> None:
+    """So is one that only gets other permissions, as by `chown` after a `sudo mlxpaged keys add`."""
+    path = tmp_path / "keys.json"
+    key = write_keys(path, someone={})["someone"]
+    content, time = path.read_bytes(), path.stat().st_mtime_ns
+
+    def write(content: bytes) -> None:
+        before = path.stat().st_ctime_ns
+        while path.stat().st_ctime_ns == before:  # the clock of a file system has steps of some milliseconds
+            path.write_bytes(content)
+            os.utime(path, ns=(time, time))
+
+    with changing(path) as (server, clock):
+        write(b"{" * len(content))
+        clock.advance(2)
+        assert status_with(server, key) == 200
+        other = write_keys(tmp_path / "other.json", someone={})["someone"]
+        write((tmp_path / "other.json").read_bytes())
+        clock.advance(2)
+        assert (status_with(server, other), status_with(server, key)) == (200, 401)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -83,5 +83,6 @@ class KeyRing:
 
 
 def signature(state: os.stat_result) -> tuple[int, int, int]:
-    """Changes with the file. The inode distinguishes files of one size that were written at the same time."""
-    return state.st_mtime_ns, state.st_size, state.st_ino
+    """Changes with the file. Its change time follows the owner and the permissions too: a file that could not be read
+    is read once it can be. The inode distinguishes files of one size that were written at the same time."""
+    return state.st_ctime_ns, state.st_size, state.st_ino
