@@ -269,6 +269,7 @@ def test_what_cannot_be_read_as_a_whole_is_no_chat(session: Session, tmp_path: P
         ("/stats maybe", "/stats, /stats on or /stats off"),
         ("/save", "/save FILE"),
         ("/load /no/such/file", "No such file"),
+        ("/load ~nobody-here/file", "there is no such home directory: ~nobody-here/file"),
         ("/model other", "does not serve other. It serves scripted."),
         ("/model", "* scripted  loaded"),
         ("/model scripted", "model: scripted"),

@@ -172,7 +172,10 @@ def load(chat: Chat, argument: str) -> None:
 def file_named(argument: str, usage: str) -> Path:
     if not argument:
         raise UsageError(usage)
-    return Path(argument).expanduser()
+    try:
+        return Path(argument).expanduser()
+    except RuntimeError:
+        raise UsageError(f"there is no such home directory: {argument}") from None
 
 
 def leave(chat: Chat, argument: str) -> None:
