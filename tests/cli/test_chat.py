@@ -345,6 +345,21 @@ def test_a_message_can_have_lines_and_come_from_the_history(tmp_path: Path, keys
         history.chmod(0o644)  # as an earlier version, or the user, may have left it
 
 
+def test_a_message_is_read_although_the_history_is_gone_or_cannot_be_written(tmp_path: Path) -> None:
+    history = tmp_path / "new" / "history"
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+        reader = Reader(history, lambda command: ())
+        history.unlink()
+        history.parent.rmdir()
+        pipe.send_text("one\r")
+        assert reader.read() == "one"
+        assert stat.S_IMODE(history.stat().st_mode) == 0o600
+        history.unlink()
+        history.mkdir()
+        pipe.send_text("two\r")
+        assert reader.read() == "two"
+
+
 @pytest.mark.parametrize(("keys", "error"), [("\x04", EOFError), ("half\x03", KeyboardInterrupt)])
 def test_ctrl_d_and_ctrl_c_at_the_prompt(tmp_path: Path, keys: str, error: type[BaseException]) -> None:
     (no_directory := tmp_path / "file").touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -44,12 +45,26 @@ class Reader:
 def open_history(path: Path) -> History:
     """Only the user may read the file. If it cannot be written, the history is that of this chat."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab", opener=owner_only) as file:
-            os.fchmod(file.fileno(), OWNER_ONLY)
+        make_file(path)
     except OSError:
         return InMemoryHistory()
-    return FileHistory(path)
+    return OwnHistory(path)
+
+
+def make_file(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab", opener=owner_only) as file:
+        os.fchmod(file.fileno(), OWNER_ONLY)
+
+
+class OwnHistory(FileHistory):
+    """A file that may be deleted during the chat, or that the disk has no room for: then the message is sent all the
+    same."""
+
+    def store_string(self, string: str) -> None:
+        with contextlib.suppress(OSError):
+            make_file(Path(os.fsdecode(self.filename)))
+            super().store_string(string)
 
 
 def key_bindings() -> KeyBindings:
