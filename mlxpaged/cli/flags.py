@@ -265,11 +265,12 @@ def directory(text: str) -> Path:
 
 def output_file(text: str) -> str:
     """Checks that the file can be written, without creating it. - is standard output."""
-    if text != "-":
-        path = Path(text)
-        if not text.strip() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise argparse.ArgumentTypeError(f"cannot be written: {text!r}")
-    return text
+    if text == "-":
+        return text
+    file = path(text)
+    if not text.strip() or file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot be written: {text!r}")
+    return str(file)
 
 
 # HOST is a name as in a Host header, without the port. Addresses are always allowed, so [ and : are mistakes here.

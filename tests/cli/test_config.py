@@ -53,13 +53,15 @@ def test_a_tilde_is_the_home_directory_in_every_path(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "models").mkdir()
-    write('data-dir = "~/data"\nprefix-cache-dir = "~/prefixes"\nmodel-dir = ["~/models"]\nadapter = "a=~/a"\n')
+    paths = 'data-dir = "~/data"\nprefix-cache-dir = "~/prefixes"\nmodel-dir = ["~/models"]\nadapter = "a=~/a"\n'
+    write(paths + 'report = "~/report.json"\n')
     monkeypatch.setenv("MLXPAGED_API_KEYS", "~/keys.json")
     args = parsed(ConfigFile.read(), "serve", "--hosts=~/hosts.json")
     found = [args[name] for name in ("data_dir", "prefix_cache_dir", "api_keys", "hosts")]
     assert found == [tmp_path / name for name in ("data", "prefixes", "keys.json", "hosts.json")]
     assert (args["model_dirs"], args["adapter_paths"]) == ((tmp_path / "models",), (("a", tmp_path / "a"),))
     assert parsed(ConfigFile.read(), "keys", "list")["api_keys"] == tmp_path / "keys.json"
+    assert parsed(ConfigFile.read(), "doctor")["report"] == str(tmp_path / "report.json")
     with pytest.raises(SystemExit):
         parsed(ConfigFile.read(), "serve", "--data-dir", "~no-such-user/data")
     assert "--data-dir: there is no such home directory: '~no-such-user/data'" in capsys.readouterr().err
