@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from mlxpaged.cli.config_file import ConfigFile, ConfigFileError
@@ -39,12 +41,21 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status. argv: without the program's name; None: the process's arguments."""
+    give_home()
     try:
         return run(sys.argv[1:] if argv is None else argv)
     except ConfigFileError as error:
         Parser(prog="mlxpaged").error(str(error))
     except KeyboardInterrupt:  # in most cases during the imports, which take seconds
         return INTERRUPTED
+
+
+def give_home() -> None:
+    """Without a home directory, which a process of an unknown user may lack, HOME becomes /, as in Docker."""
+    try:
+        Path.home()
+    except RuntimeError:
+        os.environ["HOME"] = os.sep
 
 
 def run(argv: Sequence[str]) -> int:

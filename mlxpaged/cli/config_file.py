@@ -57,7 +57,10 @@ class ConfigFile:
         """named: the file that the user names, which must exist; None for the first of `candidates`, if one exists.
         Raises ConfigFileError."""
         named = named or os.environ.get(VARIABLE)
-        path = Path(named).expanduser() if named else next((each for each in candidates() if each.exists()), None)
+        try:
+            path = Path(named).expanduser() if named else next(filter(os.path.exists, candidates()), None)
+        except RuntimeError:
+            raise ConfigFileError(f"there is no such home directory: {named!r}") from None
         if path is None:
             return cls()
         try:

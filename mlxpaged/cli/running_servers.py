@@ -65,7 +65,11 @@ def registered(url: str, shared: bool) -> Iterator[None]:
 
 def running_servers() -> list[RunningServer]:
     """Returns those that run now, the newest first. Deletes files that are left over."""
-    found = [server for path in directory().glob("*.json") if (server := read(path)) is not None]
+    try:
+        paths = list(directory().glob("*.json"))
+    except OSError:  # the home directory is another user's
+        return []
+    found = [server for path in paths if (server := read(path)) is not None]
     return sorted(found, key=lambda server: server.started, reverse=True)
 
 

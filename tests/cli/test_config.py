@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pwd
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -161,6 +163,30 @@ def test_another_file_can_be_named(write: Write, run: Run, tmp_path: Path, monke
     missing = run(f"--config={tmp_path}/none.toml", "config")
     assert (missing.status, missing.stderr.count("\n")) == (2, 1)
     assert "none.toml cannot be read: No such file or directory" in missing.stderr
+    assert "no such home directory: '~no-such-user/a'" in run("--config", "~no-such-user/a", "config").stderr
+
+
+def test_a_user_without_a_home_directory_gets_no_traceback(
+    run: Run, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(user: int) -> NoReturn:
+        raise KeyError(user)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert "it would be /.config/mlxpaged/config.toml" in run("config").stdout
+    assert run("ps").stderr.startswith("mlxpaged: no server runs")
+
+
+def test_the_home_directory_of_another_user_gets_no_traceback(
+    run: Run, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after `sudo -u OTHER`, which keeps HOME on a Mac. Root can read all, so the name is one that nobody can."""
+    monkeypatch.setenv("HOME", f"/{'x' * 300}")
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    assert "file: none" in run("config").stdout
+    assert run("ps").stderr.startswith("mlxpaged: no server runs")
 
 
 def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -64,6 +64,13 @@ def test_the_directory_of_ollama_can_be_another(home: Path, gguf: Path, monkeypa
     assert [each.path for each in app_models()] == [blob]
 
 
+def test_a_folder_that_cannot_be_read_has_no_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of another user. Root can read all, so the name is one that nobody can read."""
+    for variable in ("HOME", "OLLAMA_MODELS"):
+        monkeypatch.setenv(variable, f"/{'x' * 300}")
+    assert app_models() == []
+
+
 @pytest.mark.parametrize(("folder", "other"), [(".lmstudio", ".cache/lm-studio"), (".cache/lm-studio", None)])
 def test_models_of_lm_studio_are_used_where_they_are(
     folder: str, other: str | None, home: Path, gguf: Path, mlx: Path

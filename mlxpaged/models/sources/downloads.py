@@ -54,7 +54,7 @@ def remove(name: str) -> None:
 def repositories() -> list[CachedRepoInfo]:
     try:
         return [repo for repo in scan_cache_dir(constants.HF_HUB_CACHE).repos if repo.repo_type == "model"]
-    except CacheNotFound:
+    except (CacheNotFound, OSError):  # another user's, for example
         return []
 
 

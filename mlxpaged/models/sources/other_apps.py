@@ -35,7 +35,7 @@ def ollama_directory() -> Path:
 def lm_studio_directory() -> Path:
     """Older versions have another one."""
     own, old = (Path.home() / place / "models" for place in (".lmstudio", ".cache/lm-studio"))
-    return old if old.is_dir() and not own.is_dir() else own
+    return old if os.path.isdir(old) and not os.path.isdir(own) else own
 
 
 def app_path(name: str) -> str | None:
@@ -89,7 +89,7 @@ def blob_of(manifest: Path) -> Path | None:
         blobs = [ollama_directory() / "blobs" / f"sha256-{digest[1]}" for digest in digests if digest is not None]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return blobs[0] if blobs and blobs[0].is_file() else None
+    return blobs[0] if blobs and os.path.isfile(blobs[0]) else None
 
 
 def app_models() -> list[Download]:
@@ -120,6 +120,9 @@ def lm_studio_models() -> Iterator[Download]:
 
 
 def files_in(root: Path, pattern: str) -> list[Path]:
-    """Regular files, at most MAX_MODELS."""
-    found = (path for path in root.glob(pattern) if path.is_file())
-    return sorted(path for path, _ in zip(found, range(MAX_MODELS), strict=False))
+    """Regular files, at most MAX_MODELS; none if the folder is another user's."""
+    try:
+        found = (path for path in root.glob(pattern) if path.is_file())
+        return sorted(path for path, _ in zip(found, range(MAX_MODELS), strict=False))
+    except OSError:
+        return []
