@@ -12,7 +12,6 @@ import resource
 import socket
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxpaged.api.config import HttpConfig
@@ -299,7 +298,7 @@ def name_and_path(model: str) -> tuple[str, str]:
     """A directory that exists may have an equals sign in its name. An address of the hub becomes the repository."""
     model = without_address(model)
     name, equals, path = model.partition("=")
-    return (model, model) if not (name and equals and path) or Path(model).exists() else (name, without_address(path))
+    return (model, model) if not (name and equals and path) or os.path.exists(model) else (name, without_address(path))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -72,12 +72,14 @@ class Catalog:
 
     def find_source(self, source: str) -> Found | None:
         """What a flag names: a directory or a GGUF file, or a repository if it is downloaded."""
-        path = Path(source).expanduser()
-        if path.exists():
-            return described(source, path)
         plain, wanted = split_name(source)
-        directory = Path(plain).expanduser()
-        return described(source, directory, wanted) if directory.is_dir() else self.find(source)
+        try:
+            path, directory = Path(source).expanduser(), Path(plain).expanduser()
+            if path.exists():
+                return described(source, path)
+            return described(source, directory, wanted) if directory.is_dir() else self.find(source)
+        except (OSError, RuntimeError):  # the name is too long, or there is no such user: the load says so
+            return None
 
     def all(self) -> list[Found]:
         """All models that `find` finds, by name."""

@@ -101,6 +101,7 @@ def test_a_schema_is_enforced(run: Callable[..., Result], demo_server: RunningSe
         (["scripted", "x", "--json-schema", "[]"], 2, "neither a JSON schema nor a file with one"),
         (["scripted", "x", "--api-key", "schlüssel"], 2, "must be letters, digits and signs of ASCII"),
         (["other", "x"], 1, "does not serve other. It serves scripted."),
+        (["a prompt in place of the model " * 10, "x"], 1, "does not serve a prompt in place of the model"),
         (["scripted", "x", "--url", "ftp://a"], 2, "must be an address such as http://"),
         (["scripted", "x", "--url", "127.0.0.1:1"], 1, "no server runs at http://127.0.0.1:1"),
         (["scripted", "x " * 9000], 1, "context length"),

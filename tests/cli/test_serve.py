@@ -297,6 +297,19 @@ def test_a_directory_without_a_model_is_said_in_a_sentence(tmp_path: Path, run: 
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("~no-such-user/model", "there is no such home directory"), ("./" + "x" * 300, "File name too long")],
+)
+def test_a_path_that_cannot_be_looked_up_is_said_in_a_sentence(
+    run: Callable[..., Result], name: str, said: str
+) -> None:
+    result = run("serve", "--port", "0", name)
+    assert result.status == 1
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_a_mistyped_model_is_one_line_and_a_debug_log_has_the_traceback(tmp_path: Path) -> None:
     with mlxpaged(tmp_path / "run", "serve", "--port", "0", "./nothing") as command:
         assert command.wait_end() == 1

@@ -26,7 +26,10 @@ def local_path(name: str) -> Path | None:
 
 def found_path(name: str) -> Path | None:
     """Does what `local_path` does. Raises OSError too."""
-    path = Path(app_path(name) or name).expanduser()
+    try:
+        path = Path(app_path(name) or name).expanduser()
+    except RuntimeError:
+        raise ModelNotFoundError(f"there is no such home directory: {name}") from None
     if path.is_file():
         with path.open("rb") as file:
             if file.read(4) == MAGIC:
