@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -127,7 +128,9 @@ def test_a_server_that_cannot_be_found_is_not_waited_for(run: Callable[..., Resu
 def test_without_a_server_one_is_started_with_the_configuration_and_ended(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (file := tmp_path / "mine.toml").write_text('served-model-name = "mine"\n')
+    taken = socket.create_server(("127.0.0.1", 0))  # by the server of another chat, with the same configuration
+    configured = f'served-model-name = "mine"\nollama-port = {taken.getsockname()[1]}\n'
+    (file := tmp_path / "mine.toml").write_text(configured)
     started: list[background_server.BackgroundServer] = []
     end = background_server.BackgroundServer.end
 
@@ -139,6 +142,7 @@ def test_without_a_server_one_is_started_with_the_configuration_and_ended(
         end(self)
 
     monkeypatch.setattr(background_server.BackgroundServer, "end", watched)
-    assert run("--config", str(file), "run", "demo", "What is 17 + 25?").stdout == "42\n"
+    with taken:
+        assert run("--config", str(file), "run", "demo", "What is 17 + 25?").stdout == "42\n"
     assert len(started) == 1
     wait_until(lambda: not running_servers())
