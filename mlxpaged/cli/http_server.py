@@ -132,6 +132,9 @@ class HttpServer(uvicorn.Server):
         """End the running requests, then close the other connections, for example one with half a body."""
         if self._registry is not None and await self._registry.drain(self._drain_timeout):
             logger.info("drained: no request is running")
+        await self._end_answers()
+
+    async def _end_answers(self) -> None:
         await asyncio.sleep(GRACE_SECONDS)
         for task in self.server_state.tasks:
             task.cancel()
@@ -161,6 +164,8 @@ class HttpServer(uvicorn.Server):
                 print(f"mlxpaged: {error}", file=sys.stderr, flush=True)
                 self._exit_status = 1
                 self.should_exit = True
+                await registry.drain(GRACE_SECONDS, str(error))  # ends the stream of the page too
+                await self._end_answers()
             return
         freeze()
         if not self.should_exit:

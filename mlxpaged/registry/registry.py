@@ -143,10 +143,10 @@ class Registry:
         if self.limits.idle_unload is not None:
             self._watcher = asyncio.ensure_future(self._unload_idle(self.limits.idle_unload))
 
-    async def drain(self, timeout: float) -> bool:
+    async def drain(self, timeout: float, reason: str = "the server is shutting down") -> bool:
         """Take no more requests, and wait until the others are done. Returns False if some had to be ended. Loads end,
         and requests that wait for them are refused: a load can take an hour if it downloads the model."""
-        self._draining = "the server is shutting down"
+        self._draining = reason
         for model in self.models.values():
             if model.loading is not None:
                 model.loading.cancel()

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvloop
 
 from mlxpaged.api.app import create_app
 from mlxpaged.api.config import HttpConfig
@@ -23,10 +24,12 @@ from mlxpaged.cli import http_server, serve
 from mlxpaged.cli.banner import banner, page_address
 from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.cli.http_server import HttpServer, url_of
+from mlxpaged.engine import async_engine
 from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.info import EngineInfo
+from mlxpaged.models.errors import ModelNotFoundError
 from mlxpaged.models.loader import DEMO_PATH, load_model
 from mlxpaged.registry.registry import Registry
 from tests.cli.helpers import DEADLINE, Command, Result, hub, mlxpaged, question, serving
@@ -308,6 +311,33 @@ def test_a_path_that_cannot_be_looked_up_is_said_in_a_sentence(
     assert result.status == 1
     assert said in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_start_that_fails_does_not_wait_for_a_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page of the server before may be open, and watch the new one."""
+    most, lines, watched = 200, list[str](), threading.Event()
+
+    def load(*_: Any) -> None:
+        watched.wait(DEADLINE)
+        raise ModelNotFoundError("there is no such model")
+
+    def watch() -> None:
+        with httpx.stream("GET", f"{server.url}/v1/status/stream", timeout=DEADLINE, trust_env=False) as response:
+            for line in response.iter_lines():
+                lines.append(line)
+                watched.set()
+                if len(lines) == most:
+                    return
+
+    monkeypatch.setattr(async_engine, "load_core", load)
+    registry = Registry.of(EngineConfig())
+    registry.start(uvloop.new_event_loop())
+    server = HttpServer(create_app(registry), [serve.listen("127.0.0.1", 0)], DEADLINE)
+    client = threading.Thread(target=watch)
+    client.start()
+    assert server.run_until_signal() == 1
+    client.join()
+    assert len(lines) < most
 
 
 def test_a_mistyped_model_is_one_line_and_a_debug_log_has_the_traceback(tmp_path: Path) -> None:
