@@ -452,6 +452,10 @@ class Registry:
         logger.info("%s is unloaded", model.name)
 
     async def _unload_idle(self, seconds: float) -> None:
+        with contextlib.suppress(EngineUnavailableError):
+            await self.wait_loaded()
+        for engine in self.engines:  # those that were loaded first have waited for the others
+            engine.touch()
         while True:
             await asyncio.sleep(min(seconds, WATCH_SECONDS))
             for model in self.loaded:  # asked one by one: requests may come while another one is unloaded

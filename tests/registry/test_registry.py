@@ -16,6 +16,7 @@ import mlx.core as mx
 import pytest
 
 from mlxpaged.api.config import HttpConfig
+from mlxpaged.engine import builder
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models.device_memory import limit_memory
 from mlxpaged.registry.catalog import Catalog, model_paths
@@ -372,6 +373,25 @@ def test_an_idle_model_is_unloaded_after_a_time_and_comes_back(paths: dict[str, 
         wait_until(lambda: mx.get_active_memory() <= before + 100_000)  # its weights alone take more
         assert answer_text(server, run_on("x", 3, model="small")) == expected
         assert answer_text(server, ask("What is 17 + 25?")) == "42"
+
+
+def test_a_model_is_not_unloaded_while_others_of_the_start_are_loaded(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, load_model = threading.Event(), builder.load_model
+
+    def slow_load(*args: Any) -> Any:
+        while args[0] == str(paths["small"]) and not go_on.wait(0.01):
+            args[3].take()
+        return load_model(*args)
+
+    monkeypatch.setattr(builder, "load_model", slow_load)
+    registry = models(paths, "small", num_at_start=2, limits=Limits(idle_unload=0.05))
+    with running_server(registry, wait_loaded=False) as server:
+        wait_until(lambda: registry.default.is_loaded)
+        assert {states(server)["demo"] for _ in range(100)} == {"loaded"}
+        go_on.set()
+        wait_until(lambda: states(server) == {"demo": "available", "small": "available"})
 
 
 def test_models_are_loaded_and_unloaded_on_demand_by_admins_only(paths: dict[str, Path], tmp_path: Path) -> None:
