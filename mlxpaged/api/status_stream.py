@@ -78,9 +78,9 @@ class ModelWatch:
         return found
 
     def _tokens_per_second(self, now: float, tokens: int) -> float | None:
-        """The rate since the previous snapshot, if that is not long ago."""
+        """The rate since the previous snapshot, if that is not long ago. A model that was loaded again counts anew."""
         previous, self._counted = self._counted, (now, tokens)
-        if previous is None or not 0 < now - previous[0] < 10 * PERIOD_SECONDS:
+        if previous is None or not 0 < now - previous[0] < 10 * PERIOD_SECONDS or tokens < previous[1]:
             return None
         return (tokens - previous[1]) / (now - previous[0])
 

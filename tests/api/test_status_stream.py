@@ -19,7 +19,7 @@ from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.phase_tracker import MAX_ENDED, PhaseTracker
 from mlxpaged.api.recent_latencies import RecentLatencies
 from mlxpaged.api.server import Server
-from mlxpaged.api.status_stream import MAX_CELLS, StatusStream, block_map
+from mlxpaged.api.status_stream import MAX_CELLS, ModelWatch, StatusStream, block_map
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.status import SequenceState
 from mlxpaged.engine.timeline import Phase
@@ -183,6 +183,20 @@ def test_a_stream_ends_when_the_server_has_drained() -> None:
 
     rest = asyncio.run(asyncio.wait_for(watch(), DEADLINE))
     assert len(rest) <= 1
+
+
+def test_a_model_that_was_loaded_again_has_no_negative_rate(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with raw(server) as client:
+        client.post("/v1/completions", json=run_on("x", 3))
+    server.wait_idle()
+    watch = ModelWatch(server.registry.default)
+    server.run(watch.snapshot()).result(DEADLINE)
+    stats = server.engine.stats
+    assert stats is not None
+    monkeypatch.setattr(server.engine, "stats", replace(stats, generated_tokens_total=0))
+    assert (server.run(watch.snapshot()).result(DEADLINE)["tokens_per_second"] or 0) >= 0
 
 
 def test_a_map_of_many_blocks_has_several_in_a_cell() -> None:
