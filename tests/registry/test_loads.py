@@ -236,3 +236,24 @@ def test_a_batch_waits_until_a_default_model_whose_engine_failed_is_loaded_again
             found = ended(client, batch).request_counts
             assert found is not None
             assert (found.completed, found.failed) == (count, 0)
+
+
+def test_a_line_of_another_model_fails_although_the_default_model_is_dead_too(
+    paths: dict[str, Path], tmp_path: Path
+) -> None:
+    with running_server(models(paths, "small"), data_dir=tmp_path) as server, server.client() as client:
+        post(server, run_on("x", 2, model="small"))
+        demo, small = (server.registry.models[name].engine for name in ("demo", "small"))
+        assert demo is not None
+        assert small is not None
+        cores: list[Any] = [server.core_of(name) for name in ("demo", "small")]
+        schedule = cores[1].scheduler.schedule
+        cores[0].scheduler.schedule = lambda: 1 / 0
+        cores[1].scheduler.schedule = lambda: 1 / 0 if demo.state is EngineState.DEAD else schedule()
+        batch = submit(client, jsonl([run_on("x", 3), run_on("x", 400, model="small")]))
+        wait_until(lambda: (counts := client.batches.retrieve(batch.id).request_counts) and counts.failed == 1)
+        with raw(server) as other:
+            other.post("/v1/models/demo/load")
+        found = ended(client, batch).request_counts
+        assert found is not None
+        assert (found.completed, found.failed) == (1, 1)

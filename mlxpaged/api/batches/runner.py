@@ -50,7 +50,8 @@ POLL_SECONDS = 0.1
 
 PASSING_STATES = (EngineState.STALLED, EngineState.LOADING)
 """A line waits while its model is in one of these: its ranks start again, or the load of the model was ended and begins
-anew. It waits too while the default model is dead, which only another load or a restart of the server ends."""
+anew. A line of the default model waits too while that is dead, which only another load or a restart of the server
+ends."""
 
 DISK_SECONDS = 2.0
 """What could not be saved is tried again after this time."""
@@ -343,7 +344,8 @@ class BatchRunner:
                 except Exception as error:
                     if isinstance(error, EngineUnavailableError):
                         self._require_server()  # it may be the line's model alone
-                        if error.state in PASSING_STATES or self._registry.state is EngineState.DEAD:
+                        is_default = self._registry.served(body.model) is self._registry.default
+                        if error.state in PASSING_STATES or (is_default and self._registry.state is EngineState.DEAD):
                             await asyncio.sleep(POLL_SECONDS)
                             continue
                     answer = from_engine(error)
