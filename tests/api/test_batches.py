@@ -277,6 +277,19 @@ def test_a_file_is_in_use_while_its_batch_is_saved(
     assert ended(client, client.batches.retrieve(pending.result().json()["id"])).status == "completed"
 
 
+@pytest.mark.parametrize(("wanted", "status"), [("bytes=8-", 416), ("lines=1-2", 400), ("bytes=5-2", 400)])
+def test_a_range_that_a_file_does_not_have_is_refused_in_json(
+    client: OpenAI, server: RunningServer, wanted: str, status: int
+) -> None:
+    file = client.files.create(file=("requests.jsonl", b"12345678"), purpose="batch")
+    with raw(server) as other:
+        part = other.get(f"/v1/files/{file.id}/content", headers={"Range": "bytes=2-3"})
+        refused = other.get(f"/v1/files/{file.id}/content", headers={"Range": wanted})
+    assert (part.status_code, part.content) == (206, b"34")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (status, "invalid_range")
+    assert refused.headers.get("content-range") == ("bytes */8" if status == 416 else None)
+
+
 def test_the_content_of_a_deleted_file_stays_until_it_is_read(tmp_path: Path) -> None:
     store = Store(tmp_path)
     record = FileRecord(id="file-1", bytes=2, created_at=0, filename="f", purpose="batch")

@@ -8,11 +8,11 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from python_multipart.multipart import parse_options_header
-from starlette.datastructures import FormData, UploadFile
+from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from mlxpaged.api import ignored_fields
 from mlxpaged.api.access.caller import may_use, owner_of
@@ -146,8 +146,15 @@ class FileContent(FileResponse):
         store.begin_reading(record.id)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_unless_refused(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] in (400, 416):  # as a text
+                headers = {name: value for name, value in Headers(raw=message["headers"]).items() if "range" in name}
+                text = "Range: must be in bytes and begin within the file"
+                raise ApiError(message["status"], text, param="Range", code="invalid_range", headers=headers)
+            await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_unless_refused)
         finally:
             self._store.end_reading(self._file_id)
 
