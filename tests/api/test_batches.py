@@ -304,6 +304,17 @@ def test_the_content_of_a_deleted_file_stays_until_it_is_read(tmp_path: Path) ->
     store.close()
 
 
+def test_the_content_of_a_deleted_file_does_not_outlive_the_server_that_sends_it(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    record = FileRecord(id="file-1", bytes=2, created_at=0, filename="f", purpose="batch")
+    store.add_file(record, io.BytesIO(b"{}"))
+    store.begin_reading("file-1")
+    store.delete_file("file-1")
+    store.close()
+    Store(tmp_path).close()
+    assert not list((tmp_path / "files").iterdir())
+
+
 BAD_REQUESTS: list[tuple[str, str, dict[str, Any], int, str | None]] = [
     ("POST", "/v1/files", {"files": {"file": b"x"}}, 400, "purpose"),
     ("POST", "/v1/files", {"data": {"purpose": "batch"}, "files": {"other": b"x"}}, 400, "other"),

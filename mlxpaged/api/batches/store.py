@@ -30,7 +30,7 @@ from typing import IO, Any, TypeVar
 from pydantic import BaseModel
 
 from mlxpaged.api.batches.records import READ_BYTES, BatchRecord, FileRecord, OutputLine
-from mlxpaged.api.durable_files import append, flush_directory, make_private, owner_only, replacing
+from mlxpaged.api.durable_files import OWNER_ONLY, append, flush_directory, make_private, owner_only, replacing
 from mlxpaged.api.streaming import one_line
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,9 @@ Record = TypeVar("Record", bound=BaseModel)
 
 OUTPUT, ERRORS = "output", "errors"
 """The kinds of results of a batch."""
+
+DELETED = ".{}.deleted"
+"""The name of a file that says that the content of another one, by its id, was deleted while it was read."""
 
 
 class DataDirInUseError(Exception):
@@ -59,6 +62,8 @@ class Store:
         self._lock = lock(directory)
         try:
             self._readers = Counter[str]()  # of each file's content
+            for mark in self._files.glob(DELETED.format("*")):
+                self.content(mark.name[1:].removesuffix(mark.suffix)).unlink(missing_ok=True)
             for path in (self._files, self._batches):
                 for unfinished in path.glob(".*"):  # of a server that ended while it wrote
                     unfinished.unlink()
@@ -99,10 +104,12 @@ class Store:
         self.files[record.id] = record
 
     def delete_file(self, file_id: str) -> None:
-        """The content stays until the last one who reads it has ended."""
-        if not self._readers[file_id]:
+        """The content stays until the last one who reads it has ended, or the server."""
+        if self._readers[file_id]:
+            (self._files / DELETED.format(file_id)).touch(OWNER_ONLY)
+        else:
             self.content(file_id).unlink(missing_ok=True)
-            flush_directory(self._files)
+        flush_directory(self._files)
         for path in record_paths(self._files, file_id):
             path.unlink(missing_ok=True)
         flush_directory(self._files)
@@ -118,6 +125,7 @@ class Store:
             del self._readers[file_id]
             if file_id not in self.files:
                 self.content(file_id).unlink(missing_ok=True)
+                (self._files / DELETED.format(file_id)).unlink(missing_ok=True)
 
     def save_batch(self, batch: BatchRecord, **changes: Any) -> None:
         """Change the batch, on the disk first. Its `errors` are dropped unless they are in `changes`: those of an
