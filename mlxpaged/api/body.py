@@ -8,6 +8,7 @@ import gc
 import math
 import threading
 import time
+from codecs import BOM_UTF8
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any, TypeVar
 
@@ -91,6 +92,8 @@ def parse_json(text: bytes | bytearray) -> Any:
     """Parses JSON that a client sent. Raises ValueError for what is no JSON, and ApiError for too many keys or values
     and for a number that is no finite float. The parser keeps the latest 16,384 short strings of the process. Only keys
     are repeated by other requests, so it does not keep the users' texts."""
+    if text.startswith(BOM_UTF8):  # some programs write it before a text, and a parser may ignore it (RFC 8259, 8.1)
+        text = text[len(BOM_UTF8) :]
     # No other thread runs while it is parsed. In JSON, a colon after a quote that is not escaped belongs to a key.
     if text.count(b":") > MAX_KEYS and text.count(b'":') - text.count(b'\\":') > MAX_KEYS:
         raise too_many_keys()

@@ -29,3 +29,12 @@ def test_the_parser_keeps_no_text_of_a_batch(tmp_path: Path) -> None:
     assert first.custom_id == TEXT
     assert first.custom_id is not second.custom_id
     assert read_line(path, first).body["prompt"] is not read_line(path, first).body["prompt"]
+
+
+def test_a_byte_order_mark_before_json_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "input.jsonl"
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": TEXT}}
+    path.write_text(json.dumps(line), encoding="utf-8-sig")
+    [place], errors = check_lines(path, "/v1/completions")
+    assert not errors
+    assert parse(json.dumps(read_line(path, place).body).encode("utf-8-sig"), CompletionRequest).prompt == [TEXT]
