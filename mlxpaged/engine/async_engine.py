@@ -36,6 +36,9 @@ Reply = TypeVar("Reply")
 REPLY_SECONDS = 30.0
 """How long a command waits for its reply. The engine replies between two steps, and a step takes far less time."""
 
+END_SECONDS = 1.0
+"""How long a shutdown waits for the engine to end requests. HTTP waits two seconds more."""
+
 
 class AsyncEngine:
     """One model. Belongs to the event loop that `start` got. All its other methods are called there.
@@ -276,18 +279,29 @@ class AsyncEngine:
         if self.state in (EngineState.LOADING, EngineState.READY):
             self.state = EngineState.DRAINING
             self.reason = "the server is shutting down"
-        try:
+        with contextlib.suppress(asyncio.TimeoutError):  # with a timeout of 0, it may come although nothing runs
             await asyncio.wait_for(self._idle.wait(), timeout)
-        except asyncio.TimeoutError:
+        if not self._idle.is_set():
             logger.warning("%d requests are still running after %.0f s and are ended now", self.num_unfinished, timeout)
             self.end_all("the server is shutting down")
-            await self._idle.wait()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), END_SECONDS)
+            self._end_streams("the server is shutting down")  # of a step that takes long, or does not end
         return not self._ended_all
 
     def end_all(self, error: str) -> None:
         """End every request with an error."""
         self._ended_all = self.num_unfinished > 0
         self.host.send(self.slot, partial(commands.abort_all, error=error))
+
+    def _end_streams(self, error: str) -> None:
+        """End all requests without the engine thread, which forgets them when it hears of it."""
+        now, reason = self.clock(), FinishReason.ERROR
+        ends = [RequestOutput(request_id, now, finish_reason=reason, error=error) for request_id in self._streams]
+        if self.stats is not None:
+            self._dispatch(ends, self.stats)
+        for waiter in self._replies:
+            waiter.cancel()
 
     def end_waiting(self, error: str, running: Container[str]) -> None:
         """End the requests of which no step computes or has computed a part, and those for embeddings, with an error:

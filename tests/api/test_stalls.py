@@ -210,3 +210,20 @@ def test_a_batch_goes_on_after_a_stall(server: RunningServer) -> None:
     assert done.request_counts is not None
     assert done.request_counts.completed == 2
     server.wait_idle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_shutdown_does_not_wait_for_a_step_that_does_not_end(stream: bool) -> None:
+    with running_server(EngineConfig(kv_cache_bytes=2_000_000)) as server, StepGate(server) as gate:
+        running = start(server, run_on("x", 20, stream=stream), "running")
+        gate.wait_held()
+        assert not server.run(server.registry.drain(0)).result(DEADLINE)
+        error = check_failure(running, 503, "server_error", "draining")
+        assert error["message"] == "the server is shutting down"
+        gate.open()
+
+
+def test_a_shutdown_without_time_for_requests_does_not_say_that_some_run(caplog: pytest.LogCaptureFixture) -> None:
+    with running_server(EngineConfig(kv_cache_bytes=2_000_000)) as server:
+        assert server.run(server.registry.drain(0)).result(DEADLINE)
+    assert "still running" not in caplog.text
