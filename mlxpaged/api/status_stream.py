@@ -138,7 +138,9 @@ class StatusStream:
     def _is_over(self) -> bool:
         """A server that shuts down waits for its streams."""
         registry = self._server.registry
-        return registry is not None and registry.state is EngineState.DRAINING and registry.num_unfinished == 0
+        if registry is None:
+            return self._server.is_ending
+        return registry.state is EngineState.DRAINING and registry.num_unfinished == 0
 
     def _publish(self, text: str | None) -> None:
         self._latest = text

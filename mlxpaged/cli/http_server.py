@@ -21,6 +21,7 @@ from mlxpaged.api.access.key_file import KeyFileError
 from mlxpaged.api.app import create_app
 from mlxpaged.api.batches.store import DataDirInUseError
 from mlxpaged.api.config import HttpConfig
+from mlxpaged.api.server import Server
 from mlxpaged.cli.accepted_connection import ConnectionFactory
 from mlxpaged.cli.banner import banner
 from mlxpaged.cli.start_display import StartDisplay
@@ -81,8 +82,9 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=int(drain_timeout + 2 * GRACE_SECONDS),
             )
         )
-        self._registry: Registry | None = app.state.server.registry
-        self._needs_key = app.state.server.keys is not None
+        self._shared: Server = app.state.server
+        self._registry = self._shared.registry
+        self._needs_key = self._shared.keys is not None
         self._listeners = list(listeners)
         self._drain_timeout = drain_timeout
         self._exit_status = 0
@@ -130,6 +132,7 @@ class HttpServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         """End the running requests, then close the other connections, for example one with half a body."""
+        self._shared.is_ending = True
         if self._registry is not None and await self._registry.drain(self._drain_timeout):
             logger.info("drained: no request is running")
         await self._end_answers()

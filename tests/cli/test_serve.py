@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -338,6 +339,25 @@ def test_a_start_that_fails_does_not_wait_for_a_watcher(monkeypatch: pytest.Monk
     assert server.run_until_signal() == 1
     client.join()
     assert len(lines) < most
+
+
+def test_a_server_without_a_model_ends_the_stream_of_its_page(caplog: pytest.LogCaptureFixture) -> None:
+    ends: list[str] = []
+
+    def watch() -> None:
+        with httpx.stream("GET", f"{server.url}/v1/status/stream", timeout=DEADLINE, trust_env=False) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(os.getpid(), signal.SIGTERM)
+            ends.append(list(lines)[-1])
+
+    server = HttpServer(create_app(None), [serve.listen("127.0.0.1", 0)], 0)
+    client = threading.Thread(target=watch)
+    client.start()
+    assert server.run_until_signal() == 0
+    client.join()
+    assert ends == [""]
+    assert "Exception in ASGI application" not in caplog.text
 
 
 def test_a_mistyped_model_is_one_line_and_a_debug_log_has_the_traceback(tmp_path: Path) -> None:
