@@ -160,6 +160,21 @@ def test_only_so_many_repositories_are_downloaded_at_once(
         assert lines(client, "someone/other")[-1] == {"status": "success"}
 
 
+@pytest.mark.usefixtures("cache")
+def test_the_end_of_the_server_ends_those_who_wait_for_a_download(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(
+        "mlxpaged.models.sources.hub.download_small_files", lambda name, **_: ended.wait(DEADLINE) and None
+    )
+    monkeypatch.setattr("mlxpaged.models.sources.hub.download_weights", lambda name, files: Path(name))
+    monkeypatch.setattr(server.app.state.server, "is_ending", True)
+    with raw(server) as client:
+        assert failing(client, "someone/slow")[1].startswith("the server is shutting down")
+    ended.set()
+
+
 def failing(client: httpx.Client, model: str) -> tuple[int, str]:
     """The status and the error without a stream. A stream has the same error as its last line."""
     whole = client.post("/api/pull", json={"model": model, "stream": False})

@@ -38,9 +38,9 @@ async def pull(request: Request, body: OllamaPullRequest) -> Response:
     download = server_of(request).downloads.start(repository(asked))
     if body.streams:
         return EventStream(lines(request, download), lambda: None, LINES)
-    await download.wait()
     try:
-        download.raise_if_failed()
+        async for _ in until_done(request, download):
+            pass
     except Exception as error:
         raise refusal(download.name, error) from None
     return JSONResponse(SUCCESS)
@@ -78,17 +78,27 @@ async def lines(request: Request, download: Download) -> AsyncGenerator[str, Non
     digest = hashlib.sha256(download.name.encode()).hexdigest()
     layer = {"status": f"pulling {digest[:12]}", "digest": f"sha256:{digest}"}
     yield line({"status": "pulling manifest"})
-    while not download.done:
-        await download.wait(PROGRESS_SECONDS)
-        if download.total:
-            completed = await asyncio.to_thread(download.completed)
-            yield line({**layer, "total": download.total, "completed": completed})
     try:
-        download.raise_if_failed()
+        async for _ in until_done(request, download):
+            if download.total:
+                completed = await asyncio.to_thread(download.completed)
+                yield line({**layer, "total": download.total, "completed": completed})
     except Exception as error:
         yield error_event(refusal(download.name, error), request, LINES, None)
         return
     yield line(SUCCESS)
+
+
+async def until_done(request: Request, download: Download) -> AsyncGenerator[None, None]:
+    """Yields every PROGRESS_SECONDS until the download has ended. Raises what it ended with, and ApiError if the server
+    ends before."""
+    while not download.done:
+        if server_of(request).is_ending:
+            message = "the server is shutting down; another pull goes on with the download"
+            raise ApiError(503, message, "server_error", code="draining")
+        await download.wait(PROGRESS_SECONDS)
+        yield
+    download.raise_if_failed()
 
 
 async def nothing_to_do() -> AsyncGenerator[str, None]:
