@@ -196,8 +196,6 @@ async def pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
                 yield piece
             elif received > limit + MAX_DISCARDED_BYTES:
                 raise too_large(limit)
-    except asyncio.CancelledError:  # the server shut down before the end of the body
-        raise ApiError(503, "the server is shutting down", "server_error", code="draining") from None
     except ClientDisconnect:
         raise ApiError(CLIENT_CLOSED_REQUEST, "the client disconnected before the end of its request") from None
     if received > limit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -293,6 +294,12 @@ class Errors:
 
         try:
             await self._app(scope, receive, watched)
+        except asyncio.CancelledError:  # the server ends, and the time for its answers is over
+            if scope["type"] != "http":
+                raise
+            if not started:
+                shuts_down = ApiError(503, "the server is shutting down", "server_error", code="draining")
+                await answer_of(shuts_down, scope)(scope, receive, send)
         except Exception as error:
             if started or scope["type"] != "http":
                 raise  # too late for an answer: the connection is closed

@@ -11,13 +11,15 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import uvloop
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
 from mlxpaged.api.app import create_app
 from mlxpaged.api.config import HttpConfig
@@ -358,6 +360,41 @@ def test_a_server_without_a_model_ends_the_stream_of_its_page(caplog: pytest.Log
     client.join()
     assert ends == [""]
     assert "Exception in ASGI application" not in caplog.text
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_an_answer_that_takes_longer_than_the_end_of_the_server_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, begins: bool
+) -> None:
+    answers: list[bytes] = []
+
+    async def slow(*_: Any) -> Response:
+        if not begins:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+        return StreamingResponse(pieces())
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"a part"
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    def ask() -> None:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=DEADLINE) as client:
+            client.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            answers.append(b"".join(iter(lambda: client.recv(4096), b"")))
+
+    app = create_app(None)
+    app.routes.append(Route("/slow", slow))
+    server = HttpServer(app, [serve.listen("127.0.0.1", 0)], 0)
+    client = threading.Thread(target=ask)
+    client.start()
+    assert server.run_until_signal() == 0
+    client.join()
+    [answer] = answers
+    assert (b"a part" if begins else b'"code":"draining"') in answer
+    assert "Traceback" not in caplog.text
 
 
 def test_a_mistyped_model_is_one_line_and_a_debug_log_has_the_traceback(tmp_path: Path) -> None:
