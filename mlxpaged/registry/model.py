@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -25,7 +26,7 @@ class ModelState(str, Enum):
 @dataclass(eq=False)
 class Model:
     """config: of its engine. pinned: it is never unloaded to make room. engine: None if it is not loaded. error: of the
-    last load. used_at: Unix time of the last request."""
+    last load. used_at: Unix time of the last request. is_found: whether no flag names it, but a request has."""
 
     name: str
     config: EngineConfig
@@ -37,6 +38,7 @@ class Model:
     kind_on_disk: Kind | None = None  # by its files; None if it is not known
     source_on_disk: Source | None = None  # likewise
     num_waiting: int = 0  # requests that wait for the load, or are about to be submitted
+    is_found: bool = False
     loading: asyncio.Task[AsyncEngine] | None = field(default=None, repr=False)
 
     @property
@@ -83,6 +85,11 @@ class Model:
         """When it was used last, on the engine's clock."""
         assert self.engine is not None
         return self.engine.idle_since
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether no flag names it, it is not loaded, and its files have been deleted, or replaced by others."""
+        return self.is_found and self.engine is None and self.loading is None and not os.path.exists(self.config.model)
 
     @contextlib.contextmanager
     def wanted(self) -> Iterator[None]:

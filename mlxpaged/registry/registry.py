@@ -276,7 +276,9 @@ class Registry:
         """Find a model, and serve it from now on if it is only on this machine. any_directory: whether the name may be
         an absolute path. Raises ModelUnknownError."""
         if (model := self.served(name)) is not None:
-            return model
+            if not model.is_gone:
+                return model
+            del self.models[model.name]
         assert name is not None
         found = await asyncio.to_thread(self._on_disk, name, any_directory)
         if found is None:
@@ -295,7 +297,8 @@ class Registry:
         return next((model for model in self.models.values() if is_same(model.config.model, found)), None)
 
     async def on_disk(self) -> list[Found]:
-        """The models on this machine that are not served yet. Notes the sizes and kinds of those that are."""
+        """The models on this machine that are not served yet. Notes the sizes and kinds of those that are, and serves
+        those no more that were deleted."""
 
         def look() -> list[Found]:
             for model in list(self.models.values()):
@@ -305,6 +308,8 @@ class Registry:
             return self.catalog.all()
 
         found = await asyncio.to_thread(look)
+        for gone in [model for model in self.models.values() if model.is_gone]:
+            del self.models[gone.name]
         return [each for each in found if each.name not in self.models and self._served_as(each) is None]
 
     def _model_of(self, found: Found) -> Model:
@@ -317,8 +322,14 @@ class Registry:
             reranker=False,
             only_embeds=found.kind is Kind.EMBEDDING,
         )
-        size = found.size_bytes
-        return Model(found.name, config, size_bytes=size, kind_on_disk=found.kind, source_on_disk=found.source)
+        return Model(
+            found.name,
+            config,
+            size_bytes=found.size_bytes,
+            kind_on_disk=found.kind,
+            source_on_disk=found.source,
+            is_found=True,
+        )
 
     # -- loading and unloading -----------------------------------------------------------------------------------
 

@@ -228,6 +228,27 @@ def test_models_of_ollama_and_lm_studio_are_served_by_name(
             assert client.get("/v1/models/ollama:tiny").json()["source"] == "gguf"
 
 
+def test_a_model_that_another_app_replaces_or_deletes_is_not_served_as_it_was(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    apps, place = tmp_path / ".ollama" / "models", "registry.ollama.ai/library/tiny/latest"
+    old = pull(apps, place, as_gguf(paths["small"], tmp_path / "old.gguf"))
+    name, asked = "ollama:tiny:latest", run_on("x", 8, model="ollama:tiny")
+    with running_server(models(paths)) as server, raw(server) as client:
+        before = post(server, asked)["choices"][0]["text"]
+        new = pull(apps, place, as_gguf(paths["other"], tmp_path / "new.gguf"), "0b" * 32)
+        old.unlink()
+        assert post(server, asked)["choices"][0]["text"] == before  # it is loaded
+        assert client.post(f"/v1/models/{name}/unload").json()["state"] == "available"
+        assert states(server)[name] == "available"
+        assert post(server, asked)["choices"][0]["text"] != before
+        assert client.post(f"/v1/models/{name}/unload").json()["state"] == "available"
+        new.unlink()
+        assert refusal(server, "/v1/completions", asked)[0] == 404
+        assert name not in states(server)
+
+
 # -- together ----------------------------------------------------------------------------------------------------------
 
 
