@@ -251,6 +251,21 @@ def test_two_tabs_of_a_chat_lose_no_messages(visit: Start, scripted: RunningServ
     expect(other.page.get_by_role("navigation", name="Conversations").get_by_role("link")).to_have_count(0)
 
 
+def test_the_page_works_if_the_user_lets_it_store_nothing(visit: Start, closed: RunningServer, key: str) -> None:
+    tab = visit(closed)
+    tab.allowed = {401}
+    forbidden = "{ get() { throw new DOMException('Access is denied', 'SecurityError'); } }"
+    for name in ("localStorage", "sessionStorage", "indexedDB"):
+        tab.page.add_init_script(f"Object.defineProperty(window, '{name}', {forbidden})")
+    tab.open()
+    dialog = tab.page.get_by_role("dialog", name="API key")
+    dialog.get_by_label("API key").fill(key)
+    dialog.get_by_label("API key").press("Enter")
+    expect(dialog).to_be_hidden()
+    tab.say("What is 17 + 25?")
+    expect(tab.answered().locator(".answer")).to_have_text("42")
+
+
 def test_the_model_that_was_chosen_is_that_of_new_chats_after_a_reload_too(
     visit: Start, scripted: RunningServer
 ) -> None:

@@ -1,5 +1,6 @@
 // The chat: conversations at the side, the messages of one of them, and the form to write in.
 import { announce, button, h } from "../lib/dom.js";
+import { device } from "../lib/storage.js";
 import { AnswerMessage, editor, userMessage } from "./message.js";
 import { receive } from "./answer.js";
 import { Composer } from "./composer.js";
@@ -79,7 +80,7 @@ export class ChatView {
 
   newConversation() {
     const settings = this.current?.settings ?? noSettings();
-    const conversation = this.conversations.add(localStorage.getItem(LAST_MODEL) ?? "", structuredClone(settings));
+    const conversation = this.conversations.add(device.getItem(LAST_MODEL) ?? "", structuredClone(settings));
     this.conversations.byId.delete(conversation.id); // it is kept from its first message on
     return conversation;
   }
@@ -108,7 +109,7 @@ export class ChatView {
 
   chooseModel(model) {
     this.current.model = model;
-    localStorage.setItem(LAST_MODEL, model);
+    device.setItem(LAST_MODEL, model);
     this.keep(this.current);
   }
 

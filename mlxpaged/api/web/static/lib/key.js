@@ -1,21 +1,22 @@
 // The API key: kept for the tab, or on this device if the user says so. It is never in a URL.
 import { ask } from "./dialog.js";
 import { h, labelled } from "./dom.js";
+import { device, tab } from "./storage.js";
 
 const NAME = "mlxpaged-key";
 
 export function key() {
-  return sessionStorage.getItem(NAME) ?? localStorage.getItem(NAME);
+  return tab.getItem(NAME) ?? device.getItem(NAME);
 }
 
 export function forgetKey() {
-  sessionStorage.removeItem(NAME);
-  localStorage.removeItem(NAME);
+  tab.removeItem(NAME);
+  device.removeItem(NAME);
 }
 
 function keep(value, onDevice) {
   forgetKey();
-  (onDevice ? localStorage : sessionStorage).setItem(NAME, value);
+  (onDevice ? device : tab).setItem(NAME, value);
 }
 
 let asked = null;

@@ -1,11 +1,12 @@
 // Dark or light: as the system has it, unless the user chose one.
+import { device } from "./storage.js";
 
 const NAME = "mlxpaged-theme";
 const NEXT = { auto: "light", light: "dark", dark: "auto" };
 const TEXT = { auto: "Auto", light: "Light", dark: "Dark" };
 
 function chosen() {
-  const theme = localStorage.getItem(NAME);
+  const theme = device.getItem(NAME);
   return theme in NEXT ? theme : "auto";
 }
 
@@ -19,7 +20,7 @@ function apply(button) {
 
 export function startTheme(button) {
   button.addEventListener("click", () => {
-    localStorage.setItem(NAME, NEXT[chosen()]);
+    device.setItem(NAME, NEXT[chosen()]);
     apply(button);
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => apply(button));
