@@ -21,6 +21,19 @@ pytestmark = pytest.mark.browser
 Start = Callable[..., Visit]
 Picture = Callable[[Page, str], None]
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+FULL = """
+    const { put } = IDBObjectStore.prototype;
+    IDBTransaction.prototype.commit = () => {};
+    IDBObjectStore.prototype.put = function (value) {
+        const { transaction } = this;
+        const request = put.call(this, value);
+        const error = new DOMException("the disk is full", "QuotaExceededError");
+        Object.defineProperty(transaction, "error", { value: error });
+        request.addEventListener("success", () => transaction.abort());
+        return request;
+    };
+"""
+"""The browser takes what is stored, and refuses it at the end of the transaction, as Chromium does on a full disk."""
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +277,15 @@ def test_the_page_works_if_the_user_lets_it_store_nothing(visit: Start, closed: 
     expect(dialog).to_be_hidden()
     tab.say("What is 17 + 25?")
     expect(tab.answered().locator(".answer")).to_have_text("42")
+
+
+def test_the_page_says_that_the_browser_has_no_room_for_a_chat(visit: Start, scripted: RunningServer) -> None:
+    tab = visit(scripted)
+    tab.page.add_init_script(FULL)
+    tab.open()
+    tab.say("Right question")
+    tab.answered()
+    expect(tab.page.get_by_role("alert")).to_contain_text("The browser cannot keep this chat: the disk is full")
 
 
 def test_the_model_that_was_chosen_is_that_of_new_chats_after_a_reload_too(

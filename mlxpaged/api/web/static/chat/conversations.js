@@ -12,6 +12,14 @@ function opened() {
   });
 }
 
+/** Resolves when a change is on the disk. A full disk takes a value and refuses it at the end of the transaction. */
+function written(transaction) {
+  return new Promise((resolve, reject) => {
+    transaction.oncomplete = () => resolve();
+    transaction.onabort = () => reject(transaction.error);
+  });
+}
+
 function done(request) {
   return new Promise((resolve, reject) => {
     request.onsuccess = () => resolve(request.result);
@@ -72,7 +80,8 @@ export class Conversations {
     conversation.updated = Date.now();
     const store = await this.store("readwrite");
     if (store === null) return;
-    await done(store.put(conversation));
+    store.put(conversation);
+    await written(store.transaction);
     this.tabs.postMessage(conversation.id);
   }
 
@@ -80,7 +89,8 @@ export class Conversations {
     this.byId.delete(id);
     const store = await this.store("readwrite");
     if (store === null) return;
-    await done(store.delete(id));
+    store.delete(id);
+    await written(store.transaction);
     this.tabs.postMessage(id);
   }
 }
