@@ -21,6 +21,10 @@ pytestmark = pytest.mark.browser
 Start = Callable[..., Visit]
 Picture = Callable[[Page, str], None]
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+HIDE = """() => {
+    Object.defineProperty(document, "hidden", { value: true });
+    document.dispatchEvent(new Event("visibilitychange"));
+}"""
 FULL = """
     const { put } = IDBObjectStore.prototype;
     IDBTransaction.prototype.commit = () => {};
@@ -286,6 +290,36 @@ def test_the_page_says_that_the_browser_has_no_room_for_a_chat(visit: Start, scr
     tab.say("Right question")
     tab.answered()
     expect(tab.page.get_by_role("alert")).to_contain_text("The browser cannot keep this chat: the disk is full")
+
+
+def test_what_was_written_of_an_answer_outlives_a_reload(visit: Start, scripted: RunningServer) -> None:
+    tab = visit(scripted)
+    tab.open()
+    tab.say("Count!")
+    answer = tab.page.locator(".message.assistant")
+    expect(answer).to_contain_text("word word")
+    tab.page.reload()
+    expect(answer.locator(".answer")).to_contain_text("word word")
+    expect(answer.locator(".note")).to_have_text("Stopped.")
+    scripted.wait_idle()
+
+
+def test_what_was_written_of_an_answer_outlives_a_page_that_the_system_ends(
+    visit: Start, scripted: RunningServer
+) -> None:
+    tab = visit(scripted)
+    tab.open()
+    tab.say("Count!")
+    expect(tab.page.locator(".message.assistant")).to_contain_text("word word")
+    tab.page.evaluate(HIDE)
+    other = Visit(tab.page.context.new_page(), tab.url)
+    other.open("/" + tab.page.evaluate("location.hash"))
+    answer = other.page.locator(".message.assistant")
+    expect(answer.locator(".answer")).to_contain_text("word word")
+    expect(answer.locator(".note")).to_have_text("This answer is not complete.")
+    button(tab.page, "Stop").click()
+    expect(answer.locator(".note")).to_have_text("Stopped.")
+    scripted.wait_idle()
 
 
 def test_the_model_that_was_chosen_is_that_of_new_chats_after_a_reload_too(

@@ -17,6 +17,7 @@ function written(transaction) {
   return new Promise((resolve, reject) => {
     transaction.oncomplete = () => resolve();
     transaction.onabort = () => reject(transaction.error);
+    transaction.commit(); // now: a page that is left makes no further request of it
   });
 }
 

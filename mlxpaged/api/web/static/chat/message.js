@@ -160,6 +160,7 @@ export class AnswerMessage {
     else if (running && comment) text = `${comment[0].toUpperCase()}${comment.slice(1)}`; // "loading 1.2 of 3.4 GB"
     else if (stopped) text = "Stopped.";
     else if (finish === "length") text = "The answer reached its limit of tokens.";
+    else if (!running && !finish) text = "This answer is not complete.";
     this.note.textContent = text;
     this.note.hidden = !text;
     this.note.classList.toggle("error", Boolean(error));

@@ -52,6 +52,8 @@ export class ChatView {
       if (event.key === "Escape" && this.element.isConnected && !document.querySelector("dialog[open]")) this.stopAnswer();
     });
     document.addEventListener("key-changed", () => this.element.isConnected && this.loadModels());
+    document.addEventListener("visibilitychange", () => document.hidden && this.keepRunning());
+    addEventListener("pagehide", () => this.running.forEach((control) => control.abort())); // as the browser does
   }
 
   /** id: of a conversation; empty for a new one. */
@@ -132,6 +134,14 @@ export class ChatView {
       this.showProblem(`The browser cannot keep this chat: ${error.message}`);
     }
     this.showSidebar();
+  }
+
+  /** A hidden page may be left, or ended by the system: what there is of the answers is saved. */
+  keepRunning() {
+    for (const id of this.running.keys()) {
+      const conversation = this.conversations.get(id);
+      if (conversation !== null) this.keep(conversation); // else it was deleted
+    }
   }
 
   showSidebar() {
