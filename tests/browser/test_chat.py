@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.engine.config import EngineConfig
@@ -320,6 +320,27 @@ def test_what_was_written_of_an_answer_outlives_a_page_that_the_system_ends(
     button(tab.page, "Stop").click()
     expect(answer.locator(".note")).to_have_text("Stopped.")
     scripted.wait_idle()
+
+
+def test_an_answer_and_what_another_tab_adds_to_its_chat_are_both_kept(visit: Start, scripted: RunningServer) -> None:
+    tab, held = visit(scripted), list[Route]()
+    tab.open()
+    tab.page.route("**/v1/chat/completions", lambda route: held.append(route))
+    with tab.page.expect_request("**/v1/chat/completions"):
+        tab.say("Right question")
+    other = Visit(tab.page.context.new_page(), tab.url)
+    other.open("/" + tab.page.evaluate("location.hash"))
+    other.say("Second chat")
+    texts = ".message :is(.plain, .answer)"
+    said = ["Right question", "", "Second chat", "Here too."]
+    for page in (other.page, tab.page):
+        expect(page.locator(texts)).to_have_text(said)
+    held[0].continue_()
+    said[1] = "A right answer."
+    for page in (tab.page, other.page):
+        expect(page.locator(texts)).to_have_text(said)
+    tab.page.reload()
+    expect(tab.page.locator(texts)).to_have_text(said)
 
 
 def test_the_model_that_was_chosen_is_that_of_new_chats_after_a_reload_too(

@@ -28,6 +28,11 @@ function done(request) {
   });
 }
 
+/** An id that no other tab makes. `randomUUID` is there for https and localhost only. */
+export function newId() {
+  return crypto.getRandomValues(new Uint32Array(3)).join("-");
+}
+
 export class Conversations {
   /** changed(id): another tab has saved or deleted a conversation. */
   constructor(changed = () => {}) {
@@ -65,7 +70,7 @@ export class Conversations {
   add(model, settings) {
     const now = Date.now();
     const conversation = {
-      id: crypto.getRandomValues(new Uint32Array(3)).join("-"),
+      id: newId(),
       title: "New chat",
       created: now,
       updated: now,

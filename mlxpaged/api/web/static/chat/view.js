@@ -4,7 +4,7 @@ import { device } from "../lib/storage.js";
 import { AnswerMessage, editor, userMessage } from "./message.js";
 import { receive } from "./answer.js";
 import { Composer } from "./composer.js";
-import { asRequest, asStored, Conversations } from "./conversations.js";
+import { asRequest, asStored, Conversations, newId } from "./conversations.js";
 import { ModelPicker } from "./models.js";
 import { editSettings, fields, noSettings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
@@ -72,12 +72,27 @@ export class ChatView {
   async follow(id) {
     await this.loaded;
     const found = await this.conversations.stored(id);
-    if (found && this.running.has(id)) return;
+    if (found && this.running.has(id)) return this.takeOver(found);
     this.running.get(id)?.abort();
     if (found) this.conversations.byId.set(id, found);
     else this.conversations.byId.delete(id);
     if (this.current?.id === id) this.show(found ?? this.newConversation());
     else this.showSidebar();
+  }
+
+  /** Takes over what another tab has saved of a conversation in which an answer is written here. */
+  takeOver(found) {
+    const own = this.conversations.get(found.id);
+    const answer = own?.messages.find((message) => message.running);
+    // The other tab does not know the answer yet, or has left it.
+    if (!answer || !found.messages.some(({ id }) => id === answer.id)) return;
+    const messages = found.messages.map((message) => (message.id === answer.id ? answer : message));
+    Object.assign(own, found, { messages });
+    if (this.current === own) {
+      this.title.textContent = own.title;
+      this.draw();
+    }
+    this.showSidebar();
   }
 
   newConversation() {
@@ -295,8 +310,8 @@ export class ChatView {
 
   async answer(conversation, versions) {
     const messages = asRequest(conversation);
-    const message = { role: "assistant", content: "", reasoning: "", toolCalls: [], model: "", ...(versions && { versions }) };
-    message.running = true;
+    const begun = { content: "", reasoning: "", toolCalls: [], model: "", running: true };
+    const message = { role: "assistant", id: newId(), ...begun, ...(versions && { versions }) };
     conversation.messages.push(message);
     const control = new AbortController();
     this.running.set(conversation.id, control);
