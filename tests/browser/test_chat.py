@@ -343,6 +343,26 @@ def test_an_answer_and_what_another_tab_adds_to_its_chat_are_both_kept(visit: St
     expect(tab.page.locator(texts)).to_have_text(said)
 
 
+def test_a_chat_is_renamed_after_another_tab_has_gone_on_with_it(visit: Start, scripted: RunningServer) -> None:
+    tab = visit(scripted)
+    tab.open()
+    tab.say("Right question")
+    tab.answered()
+    tab.page.get_by_label("Actions of Right question").click()
+    button(tab.page, "Rename").click()
+    other = Visit(tab.page.context.new_page(), tab.url)
+    other.open("/" + tab.page.evaluate("location.hash"))
+    other.say("Second chat")
+    texts = ".message :is(.plain, .answer)"
+    said = ["Right question", "A right answer.", "Second chat", "Here too."]
+    expect(tab.page.locator(texts)).to_have_text(said)
+    tab.page.get_by_role("textbox", name="Name").fill("Renamed")
+    tab.page.get_by_role("textbox", name="Name").press("Enter")
+    expect(other.page.get_by_role("heading", level=1)).to_have_text("Renamed")
+    other.page.reload()
+    expect(other.page.locator(texts)).to_have_text(said)
+
+
 def test_the_model_that_was_chosen_is_that_of_new_chats_after_a_reload_too(
     visit: Start, scripted: RunningServer
 ) -> None:

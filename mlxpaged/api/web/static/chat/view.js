@@ -175,7 +175,9 @@ export class ChatView {
     this.composer.focus();
   }
 
-  rename(conversation, title) {
+  rename({ id }, title) {
+    const conversation = this.conversations.get(id); // another tab may have changed it while the dialog was open
+    if (conversation === null) return;
     conversation.title = title;
     conversation.named = true;
     if (conversation === this.current) this.title.textContent = title;
