@@ -26,6 +26,8 @@ SIZES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 """Markers of a JPEG's segments that have its size, SOF0 to SOF15 (ITU-T T.81, table B.1)."""
 TABLES = {0xC4, 0xCC, 0xDB, 0xDD}
 """Markers of the segments that a JPEG's pixels need: DHT, DAC, DQT, DRI."""
+CHUNKS = {b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"}
+"""Chunks of a PNG that its pixels need (PNG 3.0, 11.2 and 11.3.1)."""
 COLOURS = {0xE0, 0xEE}
 """Markers of the segments that say how a JPEG's colours are stored: JFIF's and Adobe's."""
 
@@ -70,19 +72,22 @@ def bounded(kind: str) -> Iterator[None]:
 
 
 def png(data: bytes) -> Header:
-    """The chunks are those of PNG 3.0, 11."""
+    """The chunks are those of PNG 3.0, 11. Only those stay that the pixels need: Pillow refuses a file whose texts or
+    colour profile have more than a megabyte when they are unpacked."""
     if data[12:16] != b"IHDR":
         raise ImageError("is a PNG without a header")
     width, height = struct.unpack_from(">II", data, 16)
-    orientation, place = 1, 8
+    orientation, place, kept = 1, 8, [data[:8]]
     for _ in bounded("PNG"):
         length, kind = struct.unpack_from(">I4s", data, place)
         if kind == b"eXIf":
             orientation = orientation_of(data[place + 8 : place + 8 + length])
+        if kind in CHUNKS:
+            kept.append(data[place : place + 12 + length])
         place += 12 + length
         if kind == b"IEND" or (kind == b"IDAT" and place + 8 > len(data)):  # the decoder says what is missing
             break
-    return Header("PNG", width, height, orientation, data)
+    return Header("PNG", width, height, orientation, b"".join(kept))
 
 
 def jpeg(data: bytes) -> Header:

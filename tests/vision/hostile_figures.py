@@ -51,7 +51,7 @@ def requests() -> dict[str, list[dict[str, Any]]]:
     def shown(url: Any) -> dict[str, Any]:
         return {"type": "image_url", "image_url": {"url": url}}
 
-    names = ("30,000 x 30,000 pixels", "128 MiB of text", "half a JPEG", "SVG", "PostScript")
+    names = ("30,000 x 30,000 pixels", "half a JPEG", "SVG", "PostScript")
     found = {name: [shown(url_of(HOSTILE[name][0]))] for name in names}
     found["a photo of 41 MP"] = [shown(url_of(photo(8200, 5000)))]
     found["200 images"] = [shown(url_of(black_png(64, 64)))] * 200

@@ -34,11 +34,13 @@ from tests.vision.files import (
     Grid,
     black_png,
     chunk,
+    compressed_zeros,
     encoded,
     exif_bomb,
     halves,
     mutated,
     png_with,
+    text_bomb,
     text_of,
     turned,
     url_of,
@@ -262,6 +264,16 @@ def test_a_decoder_gets_no_exif_of_a_jpeg() -> None:
     assert len(bomb) > 60_000
     assert len(checked(bomb).header.data) < 2000
     assert corners(pixels_of(bomb)) == [RED, BLUE, RED, BLUE]
+
+
+def test_a_decoder_gets_no_texts_and_no_colour_profile_of_a_png() -> None:
+    """Pillow refuses those of more than a megabyte. Programs keep whole histories and workflows in them."""
+    large = compressed_zeros(2 * 2**20)
+    named = png_with(chunk(b"iTXt", b"xmp\0\1\0\0\0" + large))
+    coloured = png_with(chunk(b"iCCP", b"wide\0\0" + large))
+    for data in (text_bomb(), named, coloured):
+        assert checked(data).header.data == encoded(halves())
+        assert corners(pixels_of(data)) == [RED, BLUE, RED, BLUE]
 
 
 def test_a_decoder_gets_no_comments_of_a_gif() -> None:
