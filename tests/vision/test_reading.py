@@ -177,7 +177,15 @@ def test_the_digest_is_of_all_that_the_pixels_depend_on() -> None:
 
 @pytest.mark.parametrize(
     "start",
-    ["data:image/png;base64,", "data:;base64,", "DATA:image/jpeg;BASE64,", "data:image/png;charset=utf-8;base64,"],
+    [
+        "data:image/png;base64,",
+        "data:;base64,",
+        "DATA:image/jpeg;BASE64,",
+        "data:image/png;charset=utf-8;base64,",
+        "data:image/png; charset=utf-8;base64,",
+        "data:image/png;name=photo%20(1).png;base64,",
+        'data:image/png;name="größe 1.png";base64,',
+    ],
 )
 def test_a_data_url_is_read_whatever_type_it_states(start: str) -> None:
     data = encoded(halves())
