@@ -14,11 +14,12 @@ import http.client
 import ipaddress
 import socket
 import ssl
+import string
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 from mlxpaged import __version__
 from mlxpaged.vision.headers import ImageError
@@ -108,6 +109,7 @@ class Fetch:
         """connection: of the URL's scheme, whose port its header Host leaves out."""
         connection.sock = connected
         path = (self._parts.path or "/") + (f"?{self._parts.query}" if self._parts.query else "")
+        path = quote(path, safe=string.punctuation)  # as a browser does: people copy what it shows
         connection.request("GET", path, headers={"User-Agent": f"mlxpaged/{__version__}", "Accept": "image/*"})
         with connection.getresponse() as response:
             if response.status != http.client.OK:

@@ -85,6 +85,12 @@ def test_an_image_of_an_allowed_address(server: Any) -> None:
     assert server.seen == [("/ok?size=1", here)]
 
 
+def test_a_path_may_have_spaces_and_other_letters_than_ascii(server: Any) -> None:
+    here = f"127.0.0.1:{server.server_port}"
+    assert fetched(ImageHosts([here]), f"http://{here}/ok a%20größe.png?of=ä b&c=%C3%A4") == PIXELS
+    assert [path for path, _ in server.seen] == ["/ok%20a%20gr%C3%B6%C3%9Fe.png?of=%C3%A4%20b&c=%C3%A4"]
+
+
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
