@@ -11,7 +11,7 @@ import pytest
 from anthropic import Anthropic
 
 from mlxpaged.api.anthropic.translation import EFFORT_TOKENS
-from tests.api.helpers import DEADLINE
+from tests.api.helpers import DEADLINE, raw
 from tests.api.test_anthropic import THOUGHT, body, both_ways
 from tests.scripted import TEMPLATE, scripted_server
 from tests.support import RunningServer
@@ -154,3 +154,32 @@ def test_what_is_too_long_is_said_in_anthropics_words(client: Anthropic) -> None
     for size in (8200, 300_000):  # counted; refused before it is tokenized
         with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 8192 maximum"):
             client.messages.create(**body("x" * size))
+
+
+TURNS = """{%- set ns = namespace(index=0) %}{% for message in messages if message.role in ('user', 'assistant') %}
+{%- if not message.tool_calls %}{% if (message.role == 'user') != (ns.index % 2 == 0) %}
+{{- raise_exception('roles must alternate') }}{% endif %}{% set ns.index = ns.index + 1 %}{% endif %}{% endfor %}"""
+
+
+def test_a_template_that_takes_turns_only_gets_what_agents_say_in_a_row(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Mistral's. Agents add texts to the results of tools, and send several messages of the user in a row."""
+    monkeypatch.setattr("tests.scripted.TEMPLATE", TURNS + TEMPLATE)
+    call = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "21 degrees"}
+    reminder = {"type": "text", "text": "Use the list."}
+    said = [{"role": "assistant", "content": text} for text in ("One.", "Two.")]
+    messages = [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result, reminder]}]
+    with (
+        scripted_server(tmp_path, "json_tools", SCRIPT) as server,
+        Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=DEADLINE) as client,
+        raw(server) as http,
+    ):
+        prompt = prompt_of(client, server, messages=[*messages, *said, USER], tools=TOOLS)
+        counts = [
+            http.post("/v1/responses/input_tokens", json={"input": given}).json()["input_tokens"]
+            for given in ([USER, {"role": "user", "content": "Go on."}], "Hello\nGo on.")
+        ]
+    assert "tool\n21 degrees\nUse the list.<|im_end|>\n<|im_start|>assistant\nOne.\nTwo.<|im_end|>" in prompt
+    assert counts[0] == counts[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlxpaged.api.media import joined
 from mlxpaged.formats import HARMONY
 from mlxpaged.models.tokenizer import Tags, Tokenizer
 
@@ -85,3 +86,23 @@ def join(messages: list[dict[str, Any]], message: Mapping[str, Any], separator: 
         messages[-1]["content"] = separator.join((messages[-1]["content"], message["content"]))
     else:
         messages.append(dict(message))
+
+
+def in_turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages for a template that takes those of the user and of the assistant in turn only: several in a
+    row become one, and what the user says after a result becomes the end of the result."""
+    shown: list[dict[str, Any]] = []
+    for message in messages:
+        last: dict[str, Any] = shown[-1] if shown else {"role": ""}
+        role = message["role"]
+        repeats = role == last["role"] and role in ("user", "assistant") and "tool_calls" not in last
+        if repeats or (role == "user" and last["role"] == "tool"):
+            thoughts = [each["reasoning_content"] for each in (last, message) if "reasoning_content" in each]
+            last["texts"].append(message["content"])
+            last |= {"tool_calls": message["tool_calls"]} if "tool_calls" in message else {}
+            last |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+        else:
+            shown.append({**message, "texts": [message["content"]]})
+    for message in shown:
+        message["content"] = joined(list(filter(None, message.pop("texts"))))
+    return shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from mlxpaged.api.errors import NOT_RENDERED, ApiError
 from mlxpaged.api.generation import check, images
 from mlxpaged.api.generation.answer_parser import AnswerParser, HarmonyParser, TagParser
-from mlxpaged.api.generation.history import adapted, with_system_as_user, with_thought_apart
+from mlxpaged.api.generation.history import adapted, in_turns, with_system_as_user, with_thought_apart
 from mlxpaged.api.generation.images import Images, Prompt, apart, together
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
 from mlxpaged.api.generation.structured_output import structured_output
@@ -216,11 +217,15 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo, shown_im
 
     check_length(num_chars)
 
-    def of(conversation: Sequence[dict[str, Any]], images_in_text: bool = False) -> Callable[[], Prompt]:
+    def of(
+        conversation: Sequence[dict[str, Any]], images_in_text: bool = False, turns: bool = False
+    ) -> Callable[[], Prompt]:
         marker, messages, shown, options = tokenizer.mark(apart(adapted(conversation, tokenizer)), tools, variables)
         messages = with_tools(together(messages), shown, tokenizer)
         if not tokenizer.takes_system:
             messages = with_system_as_user(messages)
+        if turns:
+            messages = in_turns(messages)
         if shown and tokenizer.shows_tools:
             options["tools"] = shown
         messages, order = (shown_images.in_text if images_in_text else shown_images.in_parts)(messages)
@@ -239,18 +244,20 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo, shown_im
     except ChatTemplateError as error:
         raise request.refusal("messages", str(error), reason=NOT_RENDERED) from None
     *earlier, last = chat.messages
-    # Some templates take a thought out of the text, which cannot be continued then. Others do not show all images.
+    # Some templates take a thought out of the text, which cannot be continued then. Others do not show all images, or
+    # take the user and the assistant in turn only.
     thought = with_thought_apart(last, tokenizer.tags) if chat.continue_final_message else None
+    ways: list[Callable[[], Callable[[], Prompt]]] = [lambda: as_given]
+    if thought is not None:
+        ways.append(lambda: of([*earlier, thought]))
+    if has_images := bool(shown_images.shown):
+        ways.append(lambda: of(chat.messages, images_in_text=True))
 
     def render() -> Prompt:
-        try:
-            return as_given()
-        except ChatTemplateError:
-            if thought is not None:
-                return of([*earlier, thought])()
-            if shown_images.shown:
-                return of(chat.messages, images_in_text=True)()
-            raise
+        for way in ways:
+            with contextlib.suppress(ChatTemplateError):
+                return way()()
+        return of(chat.messages, images_in_text=has_images, turns=True)()
 
     return render
 
