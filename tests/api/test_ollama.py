@@ -327,6 +327,7 @@ def test_the_served_model_is_listed_shown_and_running(server: RunningServer) -> 
     assert (loaded["size_vram"], loaded["context_length"]) == (taken, info.max_model_len)
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
     assert shown["model_info"]["llama.context_length"] == info.max_model_len
+    assert shown["model_info"]["general.basename"] == "scripted"
     assert "tools" in shown["template"]
     assert shown["details"] == model["details"]
     assert [int(part) for part in version.split(".")] > [0, 6, 4]

@@ -82,7 +82,8 @@ async def show(request: Request, body: OllamaShowRequest) -> Response:
     info = loaded_info(found)
     details = details_of(info) | {"parent_model": "" if adapter is None else found.name}
     family = details["family"]
-    facts: dict[str, Any] = {"general.architecture": family}
+    shown = found.name if adapter is None else f"{found.name}:{adapter}"
+    facts: dict[str, Any] = {"general.architecture": family, "general.basename": shown}  # Copilot shows the name
     if info is not None:
         facts[f"{family}.context_length"] = info.max_model_len
     if isinstance(info, EngineInfo):
