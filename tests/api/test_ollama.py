@@ -208,6 +208,7 @@ def test_think_is_the_switch_of_the_template_or_a_limit(
     request = translate_chat(read(asked("x", think=think), schema.OllamaChatRequest), "scripted")
     assert isinstance(request.prompt, Chat)
     assert (request.prompt.enable_thinking, request.prompt.needs_thinking) == (enabled, needed)
+    assert request.prompt.effort == (think if isinstance(think, str) else None)  # gpt-oss knows no switch, but efforts
     assert request.params.thinking_budget == budget
 
 

@@ -81,6 +81,7 @@ def chat_of(
         tools=tools,
         enable_thinking=None if body.think is None else body.think is not False,
         needs_thinking=bool(body.think),
+        effort=body.think if isinstance(body.think, str) else None,
     )
 
 
