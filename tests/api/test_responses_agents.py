@@ -383,6 +383,7 @@ def test_only_background_responses_could_be_cancelled(client: OpenAI) -> None:
     [
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tools": [{"type": "file_search"}, {"type": "mcp", "server_label": "x"}]}, "tools.0.type"),
+        ({"tools": [{"type": "web_search"}] * 1025}, "tools"),
         ({"tools": [WEATHER | {"name": "a b"}]}, "tools.0.name"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [WEATHER | {"defer_loading": True}]}, "tools.0.defer_loading"),

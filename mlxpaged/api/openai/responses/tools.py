@@ -111,7 +111,7 @@ ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | Allowed
 def check_kinds(tools: Any) -> Any:
     """Returns the tools, not validated yet. Those that the server would have to run itself are accepted beside
     functions, because agents send them to every server. Raises ApiError if there are no others."""
-    if not isinstance(tools, list):
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:  # which is refused for its length
         return tools
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
     others = [i for i, kind in enumerate(kinds) if isinstance(kind, str) and kind not in CALLABLE]
