@@ -127,6 +127,20 @@ def test_a_stream_whose_model_cannot_be_loaded_ends_with_the_error(tmp_path: Pat
         assert answer_text(server, ask("What is 17 + 25?")) == "42"
 
 
+def test_a_response_keeps_its_id_although_a_request_with_the_same_waited_for_its_model(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_server(models(paths, "small")) as server, raw(server) as client:
+        go_on = hold_loads(monkeypatch)
+        body, headers = {"input": "x", "max_output_tokens": 1}, {"X-Request-Id": "resp-mine"}
+        late = Background.post(server, "/v1/responses", body | {"model": "small"}, **headers)
+        wait_until(lambda: states(server)["small"] == "loading")
+        first = client.post("/v1/responses", json=body, headers=headers)
+        go_on.set()
+        assert (first.status_code, late.result().status_code) == (200, 409)
+        assert client.get("/v1/responses/resp-mine").json() == first.json()
+
+
 def test_directories_and_downloaded_repositories_are_served_by_name(
     paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

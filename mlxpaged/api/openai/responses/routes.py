@@ -19,7 +19,6 @@ from mlxpaged.api.openai.responses.store import MAX_RESPONSES, ResponseStore, St
 from mlxpaged.api.openai.responses.tools import OtherTool
 from mlxpaged.api.openai.responses.translation import check_calls, translate
 from mlxpaged.api.page import page
-from mlxpaged.api.request_id import HEADER
 from mlxpaged.api.schema import Body
 from mlxpaged.api.server import server_of
 from mlxpaged.engine.errors import DuplicateRequestError
@@ -32,11 +31,11 @@ def store_of(request: Request) -> ResponseStore:
 
 async def respond(request: Request, body: ResponseRequest) -> Response:
     store = store_of(request)
-    given = request.headers.get(HEADER, "")
-    if given in store.responses:
-        raise DuplicateRequestError(f"a stored response already has the id {given}")
     previous, earlier, items = whole_conversation(request, body)
     answers = await start(request, lambda: translate(body, [*earlier, *items]), "resp")
+    if (request_id := answers.context.request_id) in store.responses:
+        answers.close()
+        raise DuplicateRequestError(f"a stored response already has the id {request_id}")
 
     def keep(response: dict[str, Any]) -> None:
         if body.kept:
