@@ -22,8 +22,9 @@ Result = TypeVar("Result")
 Model = TypeVar("Model", bound=BaseModel)
 Respond = Callable[[Request, Model], Coroutine[Any, Any, Response]]
 
-Failure = Callable[[ApiError, str], dict[str, Any]]
-"""Makes the event of a stream that failed before its answer began, from the error and the request's id."""
+Failure = Callable[[ApiError, str, str], list[dict[str, Any]]]
+"""Makes the events of a stream that failed before its answer began, from the error, the request's id and the model's
+name."""
 
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 """Media types of streams: server-sent events, and lines of JSON."""
@@ -60,7 +61,7 @@ def handler(
 ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """Returns a route that reads a body and responds to it. Its work ends when the client leaves. streams: the media
     type of a stream, if the body may ask for one. A stream for a model that is not loaded begins before the load.
-    failure: makes its event if the load fails; None: the event has the body of an error."""
+    failure: makes its events if the load fails; None: the only event has the body of an error."""
 
     async def handle(request: Request) -> Response:
         body = await read_json(request, model)
@@ -130,7 +131,7 @@ async def after_loading(
             load.raise_if_failed()
             response = await respond
     except Exception as error:
-        yield error_event(from_engine(error), request, media_type, failure)
+        yield error_events(from_engine(error), request, media_type, failure, load.model.name)
         return
     if not isinstance(response, EventStream):  # a request that only loads the model
         yield f"{bytes(response.body).decode()}\n"
@@ -142,14 +143,15 @@ async def after_loading(
         await response.aclose()
 
 
-def error_event(error: ApiError, request: Request, media_type: str, failure: Failure | None) -> str:
-    """The end of a stream that failed before its first event, in the API's format."""
+def error_events(
+    error: ApiError, request: Request, media_type: str, failure: Failure | None = None, model: str = ""
+) -> str:
+    """A stream that failed before its first event, in the API's format."""
     note_refusal(error, request.scope)
     form, request_id = format_of(request.url.path), request.state.request_id
     if failure is not None:
-        body = failure(error, request_id)
-    else:
-        body = error.body() if form is None else form.body(error, request_id)
+        return "".join(map(named_event, failure(error, request_id, model)))
+    body = error.body() if form is None else form.body(error, request_id)
     if media_type == LINES:
         return line(body)
     return named_event(body) if "type" in body else event(body)

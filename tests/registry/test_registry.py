@@ -127,6 +127,20 @@ def test_a_stream_whose_model_cannot_be_loaded_ends_with_the_error(tmp_path: Pat
         assert answer_text(server, ask("What is 17 + 25?")) == "42"
 
 
+def test_openais_client_reads_why_a_model_cannot_be_loaded(tmp_path: Path) -> None:
+    base = EngineConfig(kv_cache_bytes=POOL)
+    broken = Model("broken", EngineConfig(str(tmp_path / "nothing"), "broken"))
+    with (
+        running_server(registry_of([Model("demo", base), broken], base)) as server,
+        server.client() as client,
+        client.responses.stream(model="broken", input="x") as stream,
+    ):
+        begun, failed = stream
+    assert (begun.type, failed.type) == ("response.created", "response.failed")
+    assert failed.response.error is not None
+    assert "no such directory" in failed.response.error.message
+
+
 def test_a_response_keeps_its_id_although_a_request_with_the_same_waited_for_its_model(
     paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from mlxpaged.api.errors import ApiError, from_engine
 from mlxpaged.api.ollama.models import served_name
 from mlxpaged.api.ollama.schema import OllamaPullRequest
 from mlxpaged.api.server import server_of
-from mlxpaged.api.streaming import LINES, EventStream, error_event, line
+from mlxpaged.api.streaming import LINES, EventStream, error_events, line
 from mlxpaged.models.disk import DiskFullError
 from mlxpaged.models.errors import HubError, InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.sources.short_names import BUNDLED, LATEST, full_name, near_names
@@ -84,7 +84,7 @@ async def lines(request: Request, download: Download) -> AsyncGenerator[str, Non
                 completed = await asyncio.to_thread(download.completed)
                 yield line({**layer, "total": download.total, "completed": completed})
     except Exception as error:
-        yield error_event(refusal(download.name, error), request, LINES, None)
+        yield error_events(refusal(download.name, error), request, LINES)
         return
     yield line(SUCCESS)
 

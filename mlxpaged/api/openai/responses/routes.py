@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from starlette.requests import Request
@@ -44,11 +45,26 @@ async def respond(request: Request, body: ResponseRequest) -> Response:
     return await reply(answers, ResponseRenderer(answers, body, keep), bool(body.stream))
 
 
-def failure(error: ApiError, request_id: str) -> dict[str, Any]:
-    """Returns the only event of a stream that failed while its model was loaded."""
-    details = {"code": error.code or error.kind, "message": error.message}
-    response = {"id": request_id, "object": "response", "status": "failed", "error": details, "output": []}
-    return {"type": "response.failed", "sequence_number": 0, "response": response}
+def failure(error: ApiError, request_id: str, model: str) -> list[dict[str, Any]]:
+    """Returns the events of a stream that failed while its model was loaded. OpenAI's client refuses a stream that does
+    not begin with `response.created`."""
+    response = {
+        "id": request_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "error": None,
+        "model": model,
+        "output": [],
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+    }
+    ended = {"status": "failed", "error": {"code": error.code or error.kind, "message": error.message}}
+    return [
+        {"type": "response.created", "sequence_number": 0, "response": response},
+        {"type": "response.failed", "sequence_number": 1, "response": response | ended},
+    ]
 
 
 async def input_tokens(request: Request, body: InputTokensRequest) -> Response:
