@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import httpx
@@ -105,6 +106,23 @@ def test_a_stored_response_can_be_read_and_forgotten(client: OpenAI) -> None:
     unkept = client.responses.create(model="demo", input=QUESTION, temperature=0, store=False)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(unkept.id)
+
+
+def test_a_large_conversation_is_read_off_the_event_loop(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    conversation: Any = response_store.StoredResponse.conversation
+
+    def recorded(stored: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return conversation.fget(stored)
+
+    monkeypatch.setattr(response_store.StoredResponse, "conversation", property(recorded))
+    for size in (1, 100_000):
+        part = {"type": "output_text", "text": "42", "annotations": ["x" * size]}  # the model does not see annotations
+        said: Any = [{"role": "assistant", "content": [part]}]
+        first = client.responses.create(model="demo", input=said, max_output_tokens=1)
+        client.responses.create(model="demo", input="x", previous_response_id=first.id, max_output_tokens=1)
+    assert [name.startswith("mlxpaged-body") for name in threads] == [False, True]
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_RESPONSES", 3), ("MAX_BYTES", 3000)])

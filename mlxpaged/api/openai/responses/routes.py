@@ -21,7 +21,7 @@ from mlxpaged.api.openai.responses.tools import OtherTool
 from mlxpaged.api.openai.responses.translation import check_calls, translate
 from mlxpaged.api.page import page
 from mlxpaged.api.schema import Body
-from mlxpaged.api.server import server_of
+from mlxpaged.api.server import HUGE_BODY_BYTES, server_of
 from mlxpaged.engine.errors import DuplicateRequestError
 
 
@@ -32,7 +32,7 @@ def store_of(request: Request) -> ResponseStore:
 
 async def respond(request: Request, body: ResponseRequest) -> Response:
     store = store_of(request)
-    previous, earlier, items = whole_conversation(request, body)
+    previous, earlier, items = await whole_conversation(request, body)
     answers = await start(request, lambda: translate(body, [*earlier, *items]), "resp")
     if (request_id := answers.context.request_id) in store.responses:
         answers.close()
@@ -68,12 +68,12 @@ def failure(error: ApiError, request_id: str, model: str) -> list[dict[str, Any]
 
 
 async def input_tokens(request: Request, body: InputTokensRequest) -> Response:
-    _, earlier, items = whole_conversation(request, body)
+    _, earlier, items = await whole_conversation(request, body)
     num_tokens = await count_tokens(request, lambda: translate(body, [*earlier, *items]))
     return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
-def whole_conversation(
+async def whole_conversation(
     request: Request, body: InputTokensRequest
 ) -> tuple[StoredResponse | None, list[Item], list[Item]]:
     """Returns the stored response that the request continues, the items up to its end, and those of the request."""
@@ -82,14 +82,18 @@ def whole_conversation(
             request, "tools", "only functions and custom tools can be called: the server runs no tools itself"
         )
     found: StoredResponse | None = None
+    earlier: list[Item] = []
     response_id = body.previous_response_id
     if response_id is not None:
         found = store_of(request).responses.get(response_id)
         if found is None or not may_use(request, found.owner):
             message = f"there is no stored response {response_id!r}; at most the newest {MAX_RESPONSES} are kept"
             raise bad_parameter("previous_response_id", message, code="previous_response_not_found")
+        # It takes as long as a body that has it, but not as much memory: most bytes of a large one are images.
+        request.state.body_size += min(found.num_held_bytes, HUGE_BODY_BYTES)
+        continued = found
+        earlier = await server_of(request).prepare(request, lambda: continued.conversation)
     items = [referred(request, i, item) for i, item in enumerate(body.items)]
-    earlier = [] if found is None else found.conversation
     check_calls(earlier, items)
     return found, earlier, items
 

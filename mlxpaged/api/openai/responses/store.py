@@ -10,18 +10,19 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import TypeAdapter
 
 from mlxpaged.api.openai.responses.schema import Item, OutputItem
+from mlxpaged.api.schema import OneOf
 
 MAX_RESPONSES = 1000
 MAX_BYTES = 64 * 1024 * 1024
 """The most bytes of all responses and their items. If there are too many, the owner who has most loses the oldest: who
 has less than an equal share loses nothing."""
 
-ITEM: TypeAdapter[Item] = TypeAdapter(Item)
+ITEM: TypeAdapter[Item] = TypeAdapter(Annotated[Item, OneOf("type")])
 OUTPUT: TypeAdapter[list[OutputItem]] = TypeAdapter(list[OutputItem])
 
 
@@ -54,6 +55,11 @@ class StoredResponse:
         while (previous := chain[-1].previous) is not None:
             chain.append(previous)
         return chain
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Returns the bytes of this response and those before it."""
+        return sum(each.num_bytes for each in self.chain)
 
     @property
     def conversation(self) -> list[Item]:
@@ -103,7 +109,7 @@ class ResponseStore:
             for item in OUTPUT.validate_python(response["output"])
         }
         stored = StoredResponse(owner, json.dumps(response).encode(), previous, inputs, outputs)
-        if sum(each.num_bytes for each in stored.chain) > MAX_BYTES:
+        if stored.num_held_bytes > MAX_BYTES:
             return
         self.responses[response["id"]] = stored
         self._holders |= dict.fromkeys((*inputs, *outputs), stored)
