@@ -290,6 +290,19 @@ def test_a_range_that_a_file_does_not_have_is_refused_in_json(
     assert refused.headers.get("content-range") == ("bytes */8" if status == 416 else None)
 
 
+def test_one_thread_writes_all_that_is_saved_of_a_batch(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So its first record, of which the disk may take long, cannot replace a later one."""
+    threads, save = set[int](), Store.save_batch
+
+    def recorded(store: Store, batch: BatchRecord, **changes: Any) -> None:
+        threads.add(threading.get_ident())
+        save(store, batch, **changes)
+
+    monkeypatch.setattr(Store, "save_batch", recorded)
+    assert ended(client, submit(client, jsonl([run_on("x", 1)]))).status == "completed"
+    assert len(threads) == 1
+
+
 def test_the_content_of_a_deleted_file_stays_until_it_is_read(tmp_path: Path) -> None:
     store = Store(tmp_path)
     record = FileRecord(id="file-1", bytes=2, created_at=0, filename="f", purpose="batch")

@@ -259,6 +259,30 @@ def test_on_a_full_disk_uploads_are_refused_and_a_batch_waits_until_there_is_roo
     assert f"{batch['id']} goes on" in logged
 
 
+@pytest.mark.parametrize("room", range(4))
+def test_nothing_stays_of_a_batch_that_cannot_be_saved(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """A record is two files, each flushed with its directory. What is left of one would run after a restart."""
+    flush, left, data = (
+        durable_files.flush_to_disk,
+        iter(range(room)),
+        server.app.state.store.content("x").parent.parent,
+    )
+
+    def flush_if_there_is_room(descriptor: int) -> None:
+        if next(left, None) is None:
+            raise FULL
+        flush(descriptor)
+
+    with raw(server) as http:
+        body = {"input_file_id": upload(http, b"{}").json()["id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
+        before = sorted(data.glob("batches/*"))
+        monkeypatch.setattr(durable_files, "flush_to_disk", flush_if_there_is_room)
+        assert http.post("/v1/batches", json=body).status_code == 507
+    assert sorted(data.glob("batches/*")) == before
+
+
 def test_only_the_owner_may_read_what_is_written(server: RunningServer) -> None:
     with raw(server) as http:
         body = {"input_file_id": upload(http, b"not a batch").json()["id"], "endpoint": COMPLETIONS}

@@ -193,13 +193,7 @@ async def create_batch(request: Request) -> Response:
         expires_at=created_at + int(body.completion_window[:-1]) * WINDOW_UNITS[body.completion_window[-1]],
         metadata=body.metadata,
     )
-    store.batches[batch.id] = batch  # its file cannot be deleted from now on
-    try:
-        await written(asyncio.to_thread(store.save_batch, batch))
-    except BaseException:
-        del store.batches[batch.id]
-        raise
-    runner.wake.set()
+    await written(runner.add(batch))
     return JSONResponse(batch.shown(), headers=ignored_fields.header(request))
 
 

@@ -73,7 +73,7 @@ class BatchRunner:
         self._app = app
         self._registry = registry
         self._store = store
-        self.wake = asyncio.Event()  # set when there is a new batch
+        self._wake = asyncio.Event()  # set when there is a new batch
         self._in_flight = 0  # sequences
         self._current: BatchRecord | None = None
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-batches")
@@ -95,6 +95,18 @@ class BatchRunner:
         if self._current is not None:
             self._current.status = "failed"  # it would fail again; a restart of the server runs it again
         self._restart = asyncio.get_running_loop().call_later(DISK_SECONDS, self._start)
+
+    async def add(self, batch: BatchRecord) -> None:
+        """Save a new batch, and run it. Its file cannot be deleted from now on. It is saved before anything else is
+        done for it: one thread does both, in order. Raises OSError if it cannot be saved, and nothing of it stays."""
+        self._store.batches[batch.id] = batch
+        try:
+            await self._on_disk(partial(self._store.add_batch, batch))
+        except BaseException:
+            batch.status = "failed"  # if the runner has begun with it
+            del self._store.batches[batch.id]
+            raise
+        self._wake.set()
 
     async def cancel(self, batch: BatchRecord) -> None:
         """End the batch's running requests at once; finished lines stay readable. No effect while it is finalized.
@@ -158,8 +170,8 @@ class BatchRunner:
                 batch = next((each for each in list(self._store.batches.values()) if each.unfinished), None)
                 self._current = batch
                 if batch is None:
-                    await self.wake.wait()
-                    self.wake.clear()
+                    await self._wake.wait()
+                    self._wake.clear()
                     continue
                 try:
                     await self._run_batch(batch)

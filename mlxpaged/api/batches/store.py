@@ -127,6 +127,15 @@ class Store:
                 self.content(file_id).unlink(missing_ok=True)
                 (self._files / DELETED.format(file_id)).unlink(missing_ok=True)
 
+    def add_batch(self, batch: BatchRecord) -> None:
+        """After an error, nothing is left of the batch."""
+        try:
+            self.save_batch(batch)
+        except BaseException:
+            for path in record_paths(self._batches, batch.id):
+                path.unlink(missing_ok=True)
+            raise
+
     def save_batch(self, batch: BatchRecord, **changes: Any) -> None:
         """Change the batch, on the disk first. Its `errors` are dropped unless they are in `changes`: those of an
         unfinished batch say what it waits for now."""
