@@ -88,6 +88,27 @@ def test_nothing_of_a_stream_is_sent_before_its_first_token_unless_the_silence_i
         assert opened.is_set()
 
 
+def added_text(event: str) -> str:
+    """The text that an event adds to an answer, on any route."""
+    found = [json.loads(line[6:]) for line in event.splitlines() if line.startswith("data: {")]
+    deltas = [each["delta"] for each in found if "delta" in each]
+    return text_of(found) + "".join(each if isinstance(each, str) else each.get("text", "") for each in deltas)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_event_comes_with_each_comment(server: RunningServer, path: str) -> None:
+    """Dify drops an event that begins with a comment, and the limits of Codex and LangChain count events only."""
+    with StepGate(server) as gate, raw(server) as client, stream(client, path, BODIES[path]) as response:
+        gate.wait_held()
+        lines = response.iter_lines()
+        until(lines, ": waiting, 0 before it")
+        assert next(lines).startswith(("data: ", "event: "))
+        gate.open()
+        events = "\n".join(lines).split("\n\n")
+    assert any(map(added_text, events))
+    assert not [event for event in events if event.startswith(":") and added_text(event)]
+
+
 def test_a_silence_after_the_first_output_does_not_repeat_the_echoed_prompt(server: RunningServer) -> None:
     body = run_on(QUESTION, 3, echo=True, logprobs=1)
     with StepGate(server) as gate, raw(server) as client, stream(client, COMPLETIONS, body) as response:
@@ -203,6 +224,7 @@ def test_a_request_that_is_cancelled_while_it_waits_has_its_error_after_the_comm
             lines = waiting.iter_lines()
             until(lines, ": waiting, 1 before it")
             assert within_one_step(server, gate, "DELETE", "/v1/requests/mine").status_code == 200
-            data = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+            *chunks, last = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
         gate.open()
-    assert [event["error"]["code"] for event in data] == ["request_cancelled"]
+    assert last["error"]["code"] == "request_cancelled"
+    assert not text_of(chunks)

@@ -69,6 +69,15 @@ class CompletionsRenderer(Renderer):
             yield event(self._envelope | {"choices": []} | last)
         yield "data: [DONE]\n\n"
 
+    @abstractmethod
+    def empty_chunk(self) -> str:
+        """Returns a chunk that adds nothing to the first choice."""
+
+    def keep_alive(self, progress: PromptProgress) -> str:
+        """Returns a chunk with its comment: Dify drops an event that begins with a comment, and LangChain gives a
+        stream up that has no chunk for two minutes."""
+        return super().keep_alive(progress) + self.empty_chunk()
+
     def progress(self, progress: PromptProgress) -> str:
         return event(self._envelope | {"choices": []} | progress_field(progress))
 

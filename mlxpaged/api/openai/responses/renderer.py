@@ -60,6 +60,10 @@ class ResponseRenderer(Renderer):
         for kind, fields in self._made(update):
             yield self._event(kind, **fields)
 
+    def keep_alive(self, progress: PromptProgress) -> str:
+        """Returns an event with its comment: Codex gives a stream up that has no event for five minutes."""
+        return super().keep_alive(progress) + self._event("in_progress", response=self._response("in_progress"))
+
     def progress(self, progress: PromptProgress) -> str:
         return self._event("in_progress", response=self._response("in_progress"), **progress_field(progress))
 
