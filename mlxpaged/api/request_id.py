@@ -17,6 +17,7 @@ from mlxpaged.api.error_format import format_of
 logger = logging.getLogger(__name__)
 
 HEADER = "X-Request-Id"
+RESPONSE_PREFIX = "resp_"
 VALID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}\Z")
 """The ids "." and ".." are not valid: clients remove them from the URL that names the request."""
 
@@ -58,4 +59,11 @@ class RequestIds:
 
 
 def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
+    """Returns a new id. A prefix that ends with "_" gets no "-" after it."""
+    return f"{prefix}{'' if prefix.endswith('_') else '-'}{uuid.uuid4().hex}"
+
+
+def response_id_of(request_id: str) -> str:
+    """Returns the id of a response. A client may have chosen that of the request: VS Code always does. But it continues
+    only responses whose ids begin as OpenAI's, as LangChain does."""
+    return request_id if request_id.startswith(RESPONSE_PREFIX) else f"{RESPONSE_PREFIX}{request_id}"

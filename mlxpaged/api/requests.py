@@ -11,13 +11,15 @@ from starlette.responses import JSONResponse, Response
 from mlxpaged.api.access.caller import may_use
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.open_requests import OpenRequest
+from mlxpaged.api.request_id import RESPONSE_PREFIX
 from mlxpaged.api.server import Server, server_of
 
 
 async def cancel(request: Request) -> Response:
     """Ends a request, by the id of its response or of one of its choices. All choices end together."""
     server, request_id = server_of(request), request.path_params["request_id"]
-    found = server.open_requests.get(request_id)
+    by_response = request_id.removeprefix(RESPONSE_PREFIX)
+    found = server.open_requests.get(request_id) or server.open_requests.get(by_response)
     ended = await end(server, [found]) if found is not None and may_use(request, found.owner) else []
     if not ended:
         message = f"no unfinished request has the id {request_id!r}"

@@ -44,6 +44,15 @@ def test_a_conversation_outlives_the_responses_before_it() -> None:
     assert store.num_bytes == 0
 
 
+def test_a_response_that_comes_again_is_kept_once() -> None:
+    store = ResponseStore()
+    for _ in range(2):  # of requests "1" and "resp_1", at once
+        store.add("anna", {"id": "resp_1", "output": []}, None, [MessageItem(role="user", content="x")])
+    assert store.num_bytes == store.responses["resp_1"].num_bytes
+    store.delete("resp_1")
+    assert store.num_bytes == 0
+
+
 def test_a_response_that_is_deleted_while_it_is_continued_counts_again() -> None:
     store = ResponseStore()
     first = put(store, "anna", 1000)

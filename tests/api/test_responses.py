@@ -185,8 +185,8 @@ def test_logprobs_are_those_of_chat(client: OpenAI, demo_server: RunningServer) 
 def test_a_stream_that_is_ended_says_why(demo_server: RunningServer) -> None:
     with StepGate(demo_server) as gate:
         body = {"input": QUESTION, "stream": True, "max_output_tokens": 50}
-        pending = Background.post(demo_server, PATH, body, X_Request_Id="resp-ended")
-        assert within_one_step(demo_server, gate, "DELETE", "/v1/requests/resp-ended").status_code == 200
+        pending = Background.post(demo_server, PATH, body, X_Request_Id="ended")
+        assert within_one_step(demo_server, gate, "DELETE", "/v1/requests/resp_ended").status_code == 200
     lines = (line for line in pending.result().text.splitlines() if not line.startswith("event: "))
     last = list(events(iter(lines)))[-1]
     assert last["type"] == "response.failed"
@@ -213,11 +213,25 @@ def test_a_client_that_leaves_ends_its_response(demo_server: RunningServer, stre
 def test_a_response_that_is_stored_keeps_its_id(demo_server: RunningServer) -> None:
     with raw(demo_server) as client:
         statuses = [
-            client.post(PATH, json={"input": "x", "max_output_tokens": 1}, headers={"X-Request-Id": "resp-mine"})
-            for _ in range(2)
+            client.post(PATH, json={"input": "x", "max_output_tokens": 1}, headers={"X-Request-Id": name})
+            for name in ("resp_mine", "resp_mine", "mine")
         ]
-    assert [response.status_code for response in statuses] == [200, 409]
-    assert statuses[0].json()["id"] == "resp-mine"
+    assert [response.status_code for response in statuses] == [200, 409, 409]
+    assert statuses[0].json()["id"] == "resp_mine"
+
+
+def test_a_response_whose_request_has_a_foreign_id_can_be_continued(client: OpenAI, demo_server: RunningServer) -> None:
+    """VS Code sends an id with each request, and continues only responses whose ids begin as OpenAI's."""
+    first = client.responses.create(model="demo", input=QUESTION, extra_headers={"X-Request-Id": "0c1b-5d"})
+    assert first.id == "resp_0c1b-5d"
+    for name in (first.id, "0c1b-5d"):
+        second = client.responses.create(model="demo", input="And twice that?", previous_response_id=name)
+        assert second.id.startswith("resp_")
+        assert second.usage is not None
+        assert first.usage is not None
+        assert second.usage.input_tokens > first.usage.total_tokens
+        assert client.responses.retrieve(name).id == first.id
+    client.responses.delete(first.id)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

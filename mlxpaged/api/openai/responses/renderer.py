@@ -23,7 +23,7 @@ from mlxpaged.api.openai.responses.tools import (
     WebSearchTool,
     functions,
 )
-from mlxpaged.api.request_id import new_id
+from mlxpaged.api.request_id import new_id, response_id_of
 from mlxpaged.api.streaming import named_event
 from mlxpaged.engine.prompt_progress import PromptProgress
 
@@ -107,7 +107,7 @@ class ResponseRenderer(Renderer):
         body = self._body
         text, reasoning, choice = shown(body.text), shown(body.reasoning), body.tool_choice
         response: dict[str, Any] = {
-            "id": self._answers.context.request_id,
+            "id": response_id_of(self._answers.context.request_id),
             "object": "response",
             "created_at": self._created,
             "completed_at": None,

@@ -20,6 +20,7 @@ from mlxpaged.api.openai.responses.store import MAX_RESPONSES, ResponseStore, St
 from mlxpaged.api.openai.responses.tools import OtherTool
 from mlxpaged.api.openai.responses.translation import check_calls, translate
 from mlxpaged.api.page import page
+from mlxpaged.api.request_id import RESPONSE_PREFIX, response_id_of
 from mlxpaged.api.schema import Body
 from mlxpaged.api.server import HUGE_BODY_BYTES, server_of
 from mlxpaged.engine.errors import DuplicateRequestError
@@ -33,10 +34,10 @@ def store_of(request: Request) -> ResponseStore:
 async def respond(request: Request, body: ResponseRequest) -> Response:
     store = store_of(request)
     previous, earlier, items = await whole_conversation(request, body)
-    answers = await start(request, lambda: translate(body, [*earlier, *items]), "resp")
-    if (request_id := answers.context.request_id) in store.responses:
+    answers = await start(request, lambda: translate(body, [*earlier, *items]), RESPONSE_PREFIX)
+    if (response_id := response_id_of(answers.context.request_id)) in store.responses:
         answers.close()
-        raise DuplicateRequestError(f"a stored response already has the id {request_id}")
+        raise DuplicateRequestError(f"a stored response already has the id {response_id}")
 
     def keep(response: dict[str, Any]) -> None:
         if body.kept:
@@ -49,7 +50,7 @@ def failure(error: ApiError, request_id: str, model: str) -> list[dict[str, Any]
     """Returns the events of a stream that failed while its model was loaded. OpenAI's client refuses a stream that does
     not begin with `response.created`."""
     response = {
-        "id": request_id,
+        "id": response_id_of(request_id),
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",
@@ -85,7 +86,7 @@ async def whole_conversation(
     earlier: list[Item] = []
     response_id = body.previous_response_id
     if response_id is not None:
-        found = store_of(request).responses.get(response_id)
+        found = store_of(request).responses.get(response_id_of(response_id))
         if found is None or not may_use(request, found.owner):
             message = f"there is no stored response {response_id!r}; at most the newest {MAX_RESPONSES} are kept"
             raise bad_parameter("previous_response_id", message, code="previous_response_not_found")
@@ -135,7 +136,7 @@ async def input_items(request: Request) -> Response:
 
 def find(request: Request) -> StoredResponse:
     response_id = request.path_params["response_id"]
-    found = store_of(request).responses.get(response_id)
+    found = store_of(request).responses.get(response_id_of(response_id))
     if found is None or not may_use(request, found.owner):
         raise ApiError(404, f"there is no response {response_id!r}", param="response_id", code="response_not_found")
     return found

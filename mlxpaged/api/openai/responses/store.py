@@ -111,6 +111,8 @@ class ResponseStore:
         stored = StoredResponse(owner, json.dumps(response).encode(), previous, inputs, outputs)
         if stored.num_held_bytes > MAX_BYTES:
             return
+        if response["id"] in self.responses:  # the ids "a" and "resp_a" of two requests at once become the same
+            self.delete(response["id"])
         self.responses[response["id"]] = stored
         self._holders |= dict.fromkeys((*inputs, *outputs), stored)
         self._hold(stored)
