@@ -135,8 +135,10 @@ def test_a_format_is_enforced_and_its_schema_refused_by_its_name(client: Anthrop
     assert block.text == '{"title": "Rome"}'
     schema["properties"] = {"title": {"type": "no such"}}
     config["output_config"]["format"]["schema"] = schema
-    with pytest.raises(anthropic.BadRequestError, match=r"message': 'output_config\.format\.schema: "):
-        client.messages.create(**body("Title?", **config))
+    older = {"extra_body": {"output_format": config["output_config"]["format"]}}  # in Anthropic's packages of 2025
+    for fields in (config, older):
+        with pytest.raises(anthropic.BadRequestError, match=r"message': 'output_config\.format\.schema: "):
+            client.messages.create(**body("Title?", **fields))
 
 
 def test_the_beta_client_may_ask_for_its_edits(client: Anthropic) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlxpaged.api.fields import shared
-from mlxpaged.api.fields.table import Row, Table, ignored, label, refused
+from mlxpaged.api.fields.table import Row, Table, alias, ignored, label, refused
 
 HERE = "the model runs on this machine"
 
@@ -13,6 +13,12 @@ PROMPT: tuple[Row, ...] = (
         "messages.content.citations", [{"role": "user", "content": [{"type": "text", "text": "x", "citations": []}]}]
     ),
     label("tools.eager_input_streaming", [], "a call is sent when it is complete"),
+    alias(
+        "output_format",
+        {"type": "json_schema", "schema": {"type": "integer"}},
+        "output_config.format",
+        "Anthropic's packages of 2025",
+    ),
     ignored(
         "context_management",
         {"edits": [{"type": "clear_tool_uses_20250919"}]},
