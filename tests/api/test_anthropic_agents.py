@@ -105,6 +105,9 @@ def test_thinking_that_is_omitted_comes_back_in_its_signature(client: Anthropic,
     for foreign in ("EqQBCkYIBxgCKkDs", "thinking:no base64", "thinking:/w=="):
         turns[1]["content"][0]["signature"] = foreign
         assert "<think>" not in prompt_of(client, server, messages=turns)
+    shown = prompt_of(client, server, messages=turns)
+    turns[1]["content"][0] = {"type": "redacted_thinking", "data": "EmwKAhgB"}  # a conversation that began elsewhere
+    assert prompt_of(client, server, messages=turns) == shown
 
 
 def test_effort_limits_the_thinking_and_nothing_else(client: Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,13 @@ class ThinkingBlock(Body):
     signature: str = ""
 
 
+class RedactedThinkingBlock(Body):
+    """data: thinking that only another server can read. The model is not shown it."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
 class ToolUseBlock(Body):
     type: Literal["tool_use"]
     id: str
@@ -55,7 +62,9 @@ class ToolResultBlock(Body):
 
 
 UserBlock = Annotated[TextBlock | ToolResultBlock | Medium, OneOf("type", hidden=HIDDEN)]
-AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | Medium, OneOf("type", hidden=HIDDEN)]
+AssistantBlock = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | Medium, OneOf("type", hidden=HIDDEN)
+]
 SystemBlock = Annotated[TextBlock | Medium, OneOf("type", hidden=HIDDEN)]
 
 
