@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from typing import Any
 
 from starlette.requests import Request
@@ -47,16 +48,20 @@ async def known_model(request: Request, server: Server, name: str) -> tuple[Mode
     return model, server.registry.adapter_in(name)
 
 
+def named(name: str, created: int) -> dict[str, Any]:
+    """Returns the fields that OpenAI's and Anthropic's APIs have for each model. created: Unix time."""
+    moment = f"{datetime.fromtimestamp(created, timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
+    of_anthropic = {"type": "model", "display_name": name, "created_at": moment}
+    return {"id": name, "object": "model", "created": created, "owned_by": OWNER, **of_anthropic}
+
+
 def describe(model: Model) -> dict[str, Any]:
     """context_length: the model's own limit. max_model_len: the server's limit, of a prompt and its answer (the KV pool
     may be smaller) or of an input for embeddings. sampling_defaults: parameters of requests that do not set them."""
     engine = model.engine if model.is_loaded else None
     info, stats = (None, None) if engine is None else (engine.info, engine.stats)
     found: dict[str, Any] = {
-        "id": model.name,
-        "object": "model",
-        "created": 0 if info is None else info.created,
-        "owned_by": OWNER,
+        **named(model.name, 0 if info is None else info.created),
         **state_fields(model.state, model.kind, model.source, model.size_bytes if info is None else info.weight_bytes),
         "memory_bytes": model.memory_bytes,
         "pinned": model.pinned,
@@ -71,7 +76,8 @@ def describe(model: Model) -> dict[str, Any]:
 
 def describe_adapter(model: Model, adapter: str) -> dict[str, Any]:
     """Describes an adapter as its model, whose state it has. The memory of the model includes that of its adapters."""
-    found = describe(model) | {"id": f"{model.name}:{adapter}", "parent": model.name}
+    found = describe(model)
+    found |= named(f"{model.name}:{adapter}", found["created"]) | {"parent": model.name}
     found |= {"size_bytes": None, "memory_bytes": None}
     if "capabilities" in found:
         found["capabilities"] = found["capabilities"] | {"embeddings": False}

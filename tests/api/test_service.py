@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from anthropic import Anthropic
 from openai import OpenAI
 
 from mlxpaged.attention.kv_cache import resolve_backend
@@ -29,6 +30,15 @@ def test_the_loaded_model_is_listed_and_described(client: OpenAI, demo_server: R
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").object == "model"
     assert get(demo_server, "/v1/models/demo").json()["context_length"] == 4096
+
+
+def test_the_client_of_anthropic_lists_the_models(demo_server: RunningServer) -> None:
+    with Anthropic(base_url=demo_server.url, api_key="none", max_retries=0, timeout=DEADLINE) as client:
+        (model,) = client.models.list()
+        assert client.models.retrieve("demo") == model
+    created = get(demo_server, "/v1/models/demo").json()["created"]
+    assert (model.id, model.type, model.display_name) == ("demo", "model", "demo")
+    assert model.created_at.timestamp() == created
 
 
 @pytest.mark.parametrize("name", ["gpt-4", "a/b", "demo/", "%00", "%FF", "..%2fdemo"])

@@ -7,11 +7,11 @@ from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.errors import ApiError, load_failed, no_room
 from mlxpaged.api.models import (
-    OWNER,
     describe,
     describe_adapter,
     known_model,
     models_for,
+    named,
     on_disk,
     state_fields,
 )
@@ -30,8 +30,7 @@ async def list_models(request: Request) -> Response:
         for described in (describe(model), *(describe_adapter(model, adapter) for adapter in model.adapters))
     ]
     others = [
-        {"id": each.name, "object": "model", "created": 0, "owned_by": OWNER}
-        | state_fields(ModelState.AVAILABLE, each.kind, each.source, each.size_bytes)
+        named(each.name, 0) | state_fields(ModelState.AVAILABLE, each.kind, each.source, each.size_bytes)
         for each in found
     ]
     return JSONResponse({"object": "list", "data": served + others})
