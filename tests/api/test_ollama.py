@@ -198,9 +198,12 @@ def test_options_become_sampling_parameters(options: dict[str, Any], params: dic
     assert {name: getattr(request.params, name) for name in params} == params
 
 
+EFFORTS = [("low", True, True, 1024), ("high", True, True, None), ("max", True, True, None)]
+
+
 @pytest.mark.parametrize(
     ("think", "enabled", "needed", "budget"),
-    [(None, None, False, None), (False, False, False, None), (True, True, True, None), ("low", True, True, 1024)],
+    [(None, None, False, None), (False, False, False, None), (True, True, True, None), *EFFORTS],
 )
 def test_think_is_the_switch_of_the_template_or_a_limit(
     think: Any, enabled: bool | None, needed: bool, budget: int | None

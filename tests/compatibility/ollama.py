@@ -31,7 +31,7 @@ GENERATING: tuple[Claim, ...] = (
     by_model(
         "think",
         True,
-        "the model must think; `low` limits the thinking to 1,024 tokens, `medium` to 4,096, `high` does not",
+        "the model must think; `low` limits the thinking to 1,024 tokens, `medium` to 4,096; `high` and `max` do not",
     ),
     options({"temperature": 0, "top_k": 5, "top_p": 0.9, "min_p": 0.1}, "the defaults are this server's"),
     options({"seed": 1, "stop": ["a"]}, "a `seed` below 0 is random; `num_predict` below 1 is no limit"),

@@ -48,7 +48,7 @@ class GeneratingFields(Body):
     model: ModelName
     stream: bool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
     options: Options | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None

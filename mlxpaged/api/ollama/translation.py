@@ -24,7 +24,7 @@ from mlxpaged.models.tokenizer import Tokenizer
 
 ANY_OBJECT = {"type": "object"}
 THINK_TOKENS = {"low": 1024, "medium": 4096}
-"""Limits of the thinking in tokens, by `think`. "high" sets no limit."""
+"""Limits of the thinking in tokens, by `think`. "high" and "max" set no limit."""
 CLIENT_NAMES = {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
