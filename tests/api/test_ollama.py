@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +331,8 @@ def test_the_served_model_is_listed_shown_and_running(server: RunningServer) -> 
     taken = server.registry.default.memory_bytes
     assert (loaded["size_vram"], loaded["context_length"]) == (taken, info.max_model_len)
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
+    for moment in (model["modified_at"], shown["modified_at"], loaded["expires_at"]):
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", moment)  # OllamaKit reads no other form
     assert shown["model_info"]["llama.context_length"] == info.max_model_len
     assert shown["model_info"]["general.basename"] == "scripted"
     assert "tools" in shown["template"]

@@ -21,7 +21,7 @@ from mlxpaged.registry.model import Model
 
 VERSION = "0.13.5"
 """The version of Ollama whose API these endpoints follow. Some clients refuse older ones."""
-NEVER = "9999-12-31T23:59:59Z"
+NEVER = "9999-12-31T23:59:59.000000Z"
 KNOWN = {
     "completions": "completion",
     "vision": "vision",

@@ -120,9 +120,10 @@ def call(made: deltas.ToolCall) -> dict[str, Any]:
 
 
 def timestamp(seconds: float | None = None) -> str:
-    """Returns a Unix time, by default the present one, in the form of RFC 3339."""
+    """Returns a Unix time, by default the present one, in the form of RFC 3339. It always has a fraction: OllamaKit of
+    Swift reads no other."""
     moment = datetime.now(timezone.utc) if seconds is None else datetime.fromtimestamp(seconds, timezone.utc)
-    return moment.isoformat().replace("+00:00", "Z")
+    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def nanoseconds(seconds: float) -> int:
