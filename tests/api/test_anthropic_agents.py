@@ -4,13 +4,16 @@ and errors that they read."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
 import pytest
 from anthropic import Anthropic
 
-from mlxpaged.api.anthropic.translation import EFFORT_TOKENS
+from mlxpaged.api.anthropic.schema import MessagesRequest
+from mlxpaged.api.anthropic.translation import EFFORT_TOKENS, translate
+from mlxpaged.api.generation.request import Chat
 from tests.api.helpers import DEADLINE, raw
 from tests.api.test_anthropic import THOUGHT, body, both_ways
 from tests.scripted import TEMPLATE, scripted_server
@@ -122,6 +125,20 @@ def test_effort_limits_the_thinking_and_nothing_else(client: Anthropic, monkeypa
     for budget, shown in ((20, 20), (100, 50)):
         thinking = {"type": "enabled", "budget_tokens": budget}
         assert thought(thinking=thinking, output_config={"effort": "low"}) == shown
+
+
+@pytest.mark.parametrize(
+    ("thinks", "thinking", "effort"),
+    [(True, None, "xhigh"), (True, {"type": "disabled"}, None), (False, {"type": "adaptive"}, None)],
+)
+def test_templates_that_know_an_effort_get_it(thinks: bool, thinking: Any, effort: str | None) -> None:
+    """gpt-oss writes "medium" otherwise."""
+    fields = {"output_config": {"effort": "xhigh"}} | ({} if thinking is None else {"thinking": thinking})
+    request = MessagesRequest.model_validate(body("Why?", **fields))
+    tokenizer: Any = SimpleNamespace(tags=SimpleNamespace(thinks=thinks))
+    chat = translate(request, tokenizer).prompt
+    assert isinstance(chat, Chat)
+    assert chat.effort == effort
 
 
 def test_a_model_that_does_not_think_takes_any_effort(demo_server: RunningServer) -> None:

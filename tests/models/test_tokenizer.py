@@ -149,7 +149,9 @@ def test_a_model_without_chat_template_says_what_to_use_instead() -> None:
     wrapped = load_tokenizer(DEMO_PATH)
     tokenizer = Tokenizer(wrapped)
     tokenizer.has_chat_template = False
-    with pytest.raises(ChatTemplateError, match="no chat template; give it one with --chat-template, or use /v1/completions"):
+    with pytest.raises(
+        ChatTemplateError, match="no chat template; give it one with --chat-template, or use /v1/completions"
+    ):
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
 
 

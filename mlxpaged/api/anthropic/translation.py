@@ -40,6 +40,7 @@ def translate(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> Generati
         one_call=bool(getattr(choice, "disable_parallel_tool_use", None)),
         enable_thinking=None if thinking is None else not isinstance(thinking, schema.ThinkingDisabled),
         asks_thinking=isinstance(thinking, schema.ThinkingEnabled),
+        effort=effort_of(body, tokenizer),
         # Anthropic's API continues the last message if it is the assistant's.
         continue_final_message=isinstance(body.messages[-1], schema.AssistantMessage),
     )
@@ -47,18 +48,22 @@ def translate(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> Generati
     params = sampling_params(
         body,
         stop=tuple(answered.stop_sequences or ()) if answered else (),
-        thinking_budget=thinking_budget(body, tokenizer),
+        thinking_budget=thinking_budget(body, effort_of(body, tokenizer)),
         constraint=form and Constraint("json_schema", json.dumps(form.schema_), "output_config.format.schema"),
     )
     tier = TIERS[answered.service_tier] if answered and answered.service_tier else None
     return GenerationRequest.of(body, prompt=chat, params=params, service_tier=tier)
 
 
-def thinking_budget(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> int | None:
-    """Returns the limit of the thinking. Clients send an effort to every model; models that do not think ignore it."""
+def effort_of(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> str | None:
+    """Returns the effort of the thinking. Clients send one to every model; models that do not think ignore it."""
     thinks = tokenizer.tags.thinks and not isinstance(body.thinking, schema.ThinkingDisabled)
-    effort = body.output_config.effort if body.output_config is not None else None
-    limits = [EFFORT_TOKENS.get(effort or "high") if thinks else None, getattr(body.thinking, "budget_tokens", None)]
+    return body.output_config.effort if thinks and body.output_config is not None else None
+
+
+def thinking_budget(body: schema.CountTokensRequest, effort: str | None) -> int | None:
+    """Returns the limit of the thinking."""
+    limits = [EFFORT_TOKENS.get(effort or "high"), getattr(body.thinking, "budget_tokens", None)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
