@@ -18,6 +18,7 @@ from mlxpaged.formats import FORMATS, HARMONY, HERMES, Format, format_of, harmon
 from mlxpaged.models.control_tokens import ControlTokenError, ControlTokens, can_normalize_into, encoded, unmarked
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.panics import guarded
+from mlxpaged.models.template_form import TemplateForm, form_of
 from mlxpaged.models.templates.renderer import TemplateError, TemplateLimitError, render, variables_of
 from mlxpaged.models.thinking_variables import efforts_of, switch_of
 from mlxpaged.models.tokenizer_limits import MAX_WRITTEN, num_bytes
@@ -117,7 +118,9 @@ class Tokenizer:
         # results, but leave it to the system message to describe the tools, as the server can do for these formats.
         self.shows_tools = found is not None and self.template_reads("tools")
         mentions_calls = not self.template_source or "tool_calls" in self.template_source
-        self.shows_calls = found is not None and (self.shows_tools or found.shown is not None) and mentions_calls
+        may_show_calls = found is not None and (self.shows_tools or found.shown is not None) and mentions_calls
+        self.form = TemplateForm()
+        self.form = form_of(self._probed, (found or HERMES).new_id, self.shows_tools, may_show_calls)
         tools = found if found is not None and (self.shows_tools or self.shows_calls or found is HARMONY) else HERMES
         thoughts = thought_tags(vocabulary)
         self.tags = Tags(thoughts.start, thoughts.end, tools, thoughts.anywhere)
@@ -148,6 +151,10 @@ class Tokenizer:
         by_model = {text for text, i in ids.items() if i not in special and any(text in tag for tag in tags)}
         by_model |= {text for text in tags[:2] if ids.get(text, -1) not in self.eos_token_ids}
         return ControlTokens(ids, by_model, can_normalize_into(self._fast, ids))
+
+    @property
+    def shows_calls(self) -> bool:
+        return self.form.shows_calls
 
     @property
     def is_thread_safe(self) -> bool:
@@ -277,7 +284,7 @@ class Tokenizer:
             return None
 
     def _render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        return str(self._encoder.apply_chat_template([dict(m) for m in messages], tokenize=False, **options))
+        return str(self._encoder.apply_chat_template(self.form.messages(messages), tokenize=False, **options))
 
     def template_reads(self, variable: str) -> bool:
         """Whether the chat template uses a variable; True if the template is code instead of text."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.chat_templates import deepseek_v32
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 from tokenizers import Tokenizer as FastTokenizer
@@ -163,12 +164,17 @@ def test_what_a_template_refuses_is_reported_in_its_own_words() -> None:
 
 
 def test_a_template_that_is_code_shows_tools_and_calls() -> None:
-    """As mlx-lm has it for DeepSeek V3.2: nothing is known of what it reads."""
+    """mlx-lm's for DeepSeek V3.2: nothing is known of what it reads."""
     plain = AutoTokenizer.from_pretrained(DEMO_PATH)
     plain.chat_template = None
-    code = TokenizerWrapper(plain, chat_template=lambda messages, **options: "text")
-    found = Tokenizer(code, "deepseek_v32")
+    found = Tokenizer(TokenizerWrapper(plain, chat_template=deepseek_v32.apply_chat_template), "deepseek_v32")
     assert (found.shows_tools, found.shows_calls, found.tags.tools.name) == (True, True, "deepseek_v32")
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "a", "content": "21 degrees"}
+    shown = found.text_with_specials(found.apply_chat_template([{"role": "user", "content": "Hi"}, said, result]))
+    assert '"city" string="true">Rome</｜DSML｜parameter>' in shown
+    assert "21 degrees" in shown
 
 
 def test_a_template_that_loops_at_an_effort_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

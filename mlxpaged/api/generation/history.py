@@ -11,9 +11,9 @@ from mlxpaged.models.tokenizer import Tags, Tokenizer
 
 
 def adapted(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Returns the messages as the chat template expects them: system messages where it shows them, ids of calls in its
-    form, and thoughts under its name. A result without an id belongs to the first call, of its tool if that is named,
-    that has no result yet. Equal messages become equal prompts."""
+    """Returns the messages as the chat template expects them: system messages where it shows them, calls and their ids
+    in its form, and thoughts under its name. A result without an id belongs to the first call, of its tool if that is
+    named, that has no result yet. Equal messages become equal prompts."""
     fitting = tokenizer.tags.tools.fit_id
     adapted_messages = []
     open_calls: dict[str, str] = {}  # names of tools by the ids of their calls
@@ -33,7 +33,32 @@ def adapted(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list
                 open_calls.pop(answered, None)
                 changed["tool_call_id"] = fitting(answered)
         adapted_messages.append(changed)
-    return adapted_messages
+    return one_by_one(adapted_messages) if tokenizer.form.one_call else adapted_messages
+
+
+def one_by_one(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Divides messages with several calls into messages with one, each before its results."""
+    divided: list[dict[str, Any]] = []
+    for message in messages:
+        calls = message.get("tool_calls", ())
+        for number, call in enumerate(calls):
+            divided.append({**(message if number == 0 else {"role": "assistant", "content": ""}), "tool_calls": [call]})
+        if message["role"] == "tool":
+            divided.insert(after_call(divided, message.get("tool_call_id")), dict(message))
+        elif not calls:
+            divided.append(dict(message))
+    return divided
+
+
+def after_call(messages: Sequence[Mapping[str, Any]], call_id: str | None) -> int:
+    """Returns the place after the call with this id and its results; the end if the last calls have another id."""
+    for place in range(len(messages), 0, -1):
+        before = messages[place - 1]
+        if before["role"] != "tool" and "tool_calls" not in before:
+            break
+        if call_id in (before.get("tool_call_id"), *(call["id"] for call in before.get("tool_calls", ()))):
+            return place
+    return len(messages)
 
 
 def with_thought_apart(message: Mapping[str, Any], tags: Tags) -> dict[str, Any] | None:

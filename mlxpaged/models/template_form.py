@@ -1,0 +1,65 @@
+"""What a chat template takes only in a form of its own: the calls of earlier turns. Templates differ in that, so short
+conversations are rendered when a model loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+Messages = Sequence[Mapping[str, Any]]
+Render = Callable[..., str | None]
+"""Renders messages, and tools if there are any. Returns None if the template refuses them."""
+
+TOOL = {"type": "function", "function": {"name": "probe_tool", "description": "", "parameters": {"type": "object"}}}
+USER = {"role": "user", "content": "probe"}
+VALUES = ("probe 1", "probe 2")
+
+
+@dataclass(frozen=True)
+class TemplateForm:
+    """shows_calls: whether it shows the calls of earlier turns. text_arguments: their arguments are JSON (DeepSeek V3.1
+    and V3.2). one_call: a message has one call (Llama 3, gpt-oss)."""
+
+    shows_calls: bool = False
+    text_arguments: bool = False
+    one_call: bool = False
+
+    def messages(self, given: Messages) -> list[dict[str, Any]]:
+        """Returns messages as the template takes them, but for `one_call`."""
+        shown = [dict(message) for message in given]
+        for message in shown if self.text_arguments else ():
+            if "tool_calls" in message:
+                message["tool_calls"] = list(map(with_text, message["tool_calls"]))
+        return shown
+
+
+def with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+def form_of(render: Render, new_id: Callable[[], str], shows_tools: bool, may_show_calls: bool) -> TemplateForm:
+    """Returns the form that a chat template takes. new_id: makes ids of calls."""
+    tools = {"tools": [TOOL]} if shows_tools else {}
+
+    def shows(form: TemplateForm, count: int) -> bool:
+        text = render(form.messages(conversation(count, new_id)), **tools)
+        return text is not None and all(value in text for value in VALUES[:count])
+
+    for text_arguments in (False, True) if may_show_calls else ():
+        form = TemplateForm(shows_calls=True, text_arguments=text_arguments)
+        if shows(form, 1):
+            return replace(form, one_call=not shows(form, 2))
+    return TemplateForm()
+
+
+def conversation(count: int, new_id: Callable[[], str]) -> list[dict[str, Any]]:
+    """Returns a conversation with this many calls in one message."""
+    calls = [
+        {"id": new_id(), "type": "function", "function": {"name": "probe_tool", "arguments": {"key": value}}}
+        for value in VALUES[:count]
+    ]
+    results = [{"role": "tool", "tool_call_id": call["id"], "name": "probe_tool", "content": "probe"} for call in calls]
+    return [USER, {"role": "assistant", "content": "", "tool_calls": calls}, *results]

@@ -1,0 +1,79 @@
+"""Chat templates that take the calls of earlier turns only in a form of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from mlx_lm.utils import load_tokenizer
+
+from mlxpaged.models.loader import DEMO_PATH
+from mlxpaged.models.tokenizer import Tokenizer
+from tests.api.helpers import post
+from tests.support import RunningServer
+
+DEEPSEEK = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ c.function.name + '<｜tool▁sep｜>' + c.function.arguments }}{% endfor %}
+{%- endfor %}"""
+LLAMA = """{{ tools | tojson }}{% for m in messages %}<{{ m.role }}>{{ m.content }}
+{%- if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('Only one call!') }}{% endif %}
+<|python_tag|>{{ m.tool_calls[0].function | tojson }}{% endif %}{% endfor %}"""
+GPT_OSS = """{{ tools | tojson }}{% for m in messages %}{% if m.tool_calls %}
+<|channel|>analysis<|message|>{{ m.content or m.thinking }}
+<|channel|>commentary<|message|>{{ m.tool_calls[0].function | tojson }}
+{%- else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"""
+R1_DISTILL = """{% for m in messages %}<{{ m.role }}>{% if m.content is none %}{% for c in m.tool_calls %}
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ c.function.name }}{% endfor %}{% else %}{{ m.content }}
+{%- endif %}{% endfor %}"""
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": {"type": "object"}}}
+    for name in ("weather", "clock")
+]
+
+
+def call(call_id: str, name: str, city: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": f'{{"city": "{city}"}}'}}
+
+
+def result(call_id: str, content: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+QUESTION = {"role": "user", "content": "How is it there?"}
+CALLS: dict[str, Any] = {"role": "assistant", "content": None}
+CALLS |= {"tool_calls": [call("a", "weather", "Rome"), call("b", "clock", "Oslo")]}
+
+
+def prompt_of(monkeypatch: pytest.MonkeyPatch, server: RunningServer, template: str, messages: list[Any]) -> str:
+    """What a model with this chat template is shown."""
+    wrapped = load_tokenizer(DEMO_PATH)
+    wrapped.chat_template = template
+    tokenizer, add = Tokenizer(wrapped), server.core.requests.add
+    prompts: list[str] = []
+
+    def watched(request: Any) -> Any:
+        prompts.append(tokenizer.text_with_specials(request.prompt_token_ids))
+        return add(request)
+
+    monkeypatch.setattr(server.engine.info, "tokenizer", tokenizer)
+    monkeypatch.setattr(server.core.requests, "add", watched)
+    post(server, {"messages": messages, "max_tokens": 1, "tools": TOOLS})
+    return prompts[-1]
+
+
+@pytest.mark.parametrize("template", [DEEPSEEK, LLAMA, GPT_OSS, R1_DISTILL])
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_two_calls_and_their_results_are_shown(
+    monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer, template: str, order: str
+) -> None:
+    results = [result(each, {"a": "21 degrees", "b": "4 o'clock"}[each]) for each in order]
+    again = {"role": "user", "content": "And now?"}
+    shown = prompt_of(monkeypatch, demo_server, template, [QUESTION, CALLS, *results, again])
+    one_call = template in (LLAMA, GPT_OSS)
+    found = ["Rome", "21 degrees", "Oslo", "4 o'clock"] if one_call else ["Rome", "Oslo"]
+    places = [shown.find(text, shown.find("How is it there?")) for text in (*found, "And now?")]
+    assert places == sorted(places)
+    assert min(places) > 0
+    assert "21 degrees" in shown
+    assert "4 o'clock" in shown
