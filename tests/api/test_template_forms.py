@@ -19,6 +19,7 @@ LLAMA = """{{ tools | tojson }}{% for m in messages %}<{{ m.role }}>{{ m.content
 {%- if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('Only one call!') }}{% endif %}
 <|python_tag|>{{ m.tool_calls[0].function | tojson }}{% endif %}{% endfor %}"""
 GPT_OSS = """{{ tools | tojson }}{% for m in messages %}{% if m.tool_calls %}
+{%- if m.content and m.thinking %}{{ raise_exception('Not both!') }}{% endif %}
 <|channel|>analysis<|message|>{{ m.content or m.thinking }}
 <|channel|>commentary<|message|>{{ m.tool_calls[0].function | tojson }}
 {%- else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"""
@@ -77,3 +78,13 @@ def test_two_calls_and_their_results_are_shown(
     assert min(places) > 0
     assert "21 degrees" in shown
     assert "4 o'clock" in shown
+
+
+def test_gpt_oss_is_shown_a_thought_and_a_text_before_a_call(
+    monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer
+) -> None:
+    said = CALLS | {"content": "I will ask.", "reasoning_content": "Two cities."}
+    messages = [QUESTION, said, result("a", "21 degrees"), result("b", "4 o'clock")]
+    shown = prompt_of(monkeypatch, demo_server, GPT_OSS, messages)
+    assert shown.count("<|channel|>analysis<|message|>Two cities.\n\nI will ask.") == 1
+    assert shown.count("I will ask.") == 1

@@ -22,8 +22,9 @@ def adapted(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list
         if "tool_calls" in message:
             open_calls |= {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
             changed["tool_calls"] = [call | {"id": fitting(call["id"])} for call in message["tool_calls"]]
-            if tokenizer.tags.tools is HARMONY and message.get("reasoning_content") and not message["content"]:
-                changed["thinking"] = message["reasoning_content"]
+            if tokenizer.tags.tools is HARMONY and (thought := message.get("reasoning_content")):
+                # The template refuses a text beside a thought and a call. Without a thought, it shows it as one.
+                changed |= {"thinking": "\n\n".join(filter(None, (thought, message["content"]))), "content": ""}
         if message["role"] == "tool":
             tool, answered = message.get("name"), message.get("tool_call_id")
             if answered is None:
