@@ -1,5 +1,5 @@
-"""What a chat template takes only in a form of its own: the calls of earlier turns. Templates differ in that, so short
-conversations are rendered when a model loads."""
+"""What a chat template takes only in a form of its own: tools, and calls of earlier turns. Templates differ in that, so
+short conversations are rendered when a model loads."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
 Render = Callable[..., str | None]
 """Renders messages, and tools if there are any. Returns None if the template refuses them."""
 
-TOOL = {"type": "function", "function": {"name": "probe_tool", "description": "", "parameters": {"type": "object"}}}
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
+BARE: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "probe_tool"}},
+    {"type": "function", "function": {"name": "other_tool", "parameters": {}}},
+]
+"""Tools with no more than they must have."""
 USER = {"role": "user", "content": "probe"}
 VALUES = ("probe 1", "probe 2")
 
@@ -20,11 +26,13 @@ VALUES = ("probe 1", "probe 2")
 @dataclass(frozen=True)
 class TemplateForm:
     """shows_calls: whether it shows the calls of earlier turns. text_arguments: their arguments are JSON (DeepSeek V3.1
-    and V3.2). one_call: a message has one call (Llama 3, gpt-oss)."""
+    and V3.2). one_call: a message has one call (Llama 3, gpt-oss). whole_tools: all tools have a description,
+    parameters and properties (gpt-oss, Seed-OSS)."""
 
     shows_calls: bool = False
     text_arguments: bool = False
     one_call: bool = False
+    whole_tools: bool = False
 
     def messages(self, given: Messages) -> list[dict[str, Any]]:
         """Returns messages as the template takes them, but for `one_call`."""
@@ -34,6 +42,14 @@ class TemplateForm:
                 message["tool_calls"] = list(map(with_text, message["tool_calls"]))
         return shown
 
+    def tools(self, given: Tools) -> list[dict[str, Any]]:
+        return [whole(tool) if self.whole_tools else dict(tool) for tool in given]
+
+
+def whole(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"description": "", **tool["function"]}
+    return {**tool, "function": function | {"parameters": NO_ARGUMENTS | function.get("parameters", {})}}
+
 
 def with_text(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
@@ -42,17 +58,18 @@ def with_text(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def form_of(render: Render, new_id: Callable[[], str], shows_tools: bool, may_show_calls: bool) -> TemplateForm:
     """Returns the form that a chat template takes. new_id: makes ids of calls."""
-    tools = {"tools": [TOOL]} if shows_tools else {}
+    tools = {"tools": list(map(whole, BARE))} if shows_tools else {}
+    found = TemplateForm(whole_tools=shows_tools and render([USER], tools=BARE) is None)
 
     def shows(form: TemplateForm, count: int) -> bool:
         text = render(form.messages(conversation(count, new_id)), **tools)
         return text is not None and all(value in text for value in VALUES[:count])
 
     for text_arguments in (False, True) if may_show_calls else ():
-        form = TemplateForm(shows_calls=True, text_arguments=text_arguments)
+        form = replace(found, shows_calls=True, text_arguments=text_arguments)
         if shows(form, 1):
             return replace(form, one_call=not shows(form, 2))
-    return TemplateForm()
+    return found
 
 
 def conversation(count: int, new_id: Callable[[], str]) -> list[dict[str, Any]]:

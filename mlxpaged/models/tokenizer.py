@@ -284,6 +284,8 @@ class Tokenizer:
             return None
 
     def _render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        if "tools" in options:
+            options["tools"] = self.form.tools(options["tools"])
         return str(self._encoder.apply_chat_template(self.form.messages(messages), tokenize=False, **options))
 
     def template_reads(self, variable: str) -> bool:

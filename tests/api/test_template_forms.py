@@ -1,4 +1,4 @@
-"""Chat templates that take the calls of earlier turns only in a form of their own."""
+"""Chat templates that take tools, or the calls of earlier turns, only in a form of their own."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ CALLS: dict[str, Any] = {"role": "assistant", "content": None}
 CALLS |= {"tool_calls": [call("a", "weather", "Rome"), call("b", "clock", "Oslo")]}
 
 
-def prompt_of(monkeypatch: pytest.MonkeyPatch, server: RunningServer, template: str, messages: list[Any]) -> str:
+def prompt_of(
+    monkeypatch: pytest.MonkeyPatch, server: RunningServer, template: str, messages: list[Any], tools: list[Any] = TOOLS
+) -> str:
     """What a model with this chat template is shown."""
     wrapped = load_tokenizer(DEMO_PATH)
     wrapped.chat_template = template
@@ -59,7 +61,7 @@ def prompt_of(monkeypatch: pytest.MonkeyPatch, server: RunningServer, template: 
 
     monkeypatch.setattr(server.engine.info, "tokenizer", tokenizer)
     monkeypatch.setattr(server.core.requests, "add", watched)
-    post(server, {"messages": messages, "max_tokens": 1, "tools": TOOLS})
+    post(server, {"messages": messages, "max_tokens": 1, "tools": tools})
     return prompts[-1]
 
 
@@ -88,3 +90,17 @@ def test_gpt_oss_is_shown_a_thought_and_a_text_before_a_call(
     shown = prompt_of(monkeypatch, demo_server, GPT_OSS, messages)
     assert shown.count("<|channel|>analysis<|message|>Two cities.\n\nI will ask.") == 1
     assert shown.count("I will ask.") == 1
+
+
+DESCRIBED = """<|tool_call>call:<tool_call|>{% for tool in tools %}{{ '// ' + tool.function.description }}
+{%- for key in tool.function.parameters.properties.items() %}{{ key }}{% endfor %}{{ tool.function.name }}{% endfor %}
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls }}{% endfor %}"""
+
+
+@pytest.mark.parametrize("fields", [{}, {"description": "A tool."}, {"parameters": {}}])
+def test_tools_need_only_a_name(
+    monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer, fields: dict[str, Any]
+) -> None:
+    tools = [{"type": "function", "function": {"name": "weather"} | fields}]
+    shown = prompt_of(monkeypatch, demo_server, DESCRIBED, [QUESTION], tools)
+    assert f"// {fields.get('description', '')}weather" in shown
