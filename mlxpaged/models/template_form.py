@@ -20,6 +20,7 @@ BARE: list[dict[str, Any]] = [
 ]
 """Tools with no more than they must have."""
 USER = {"role": "user", "content": "probe"}
+SYSTEM = {"role": "system", "content": ""}
 VALUES = ("probe 1", "probe 2")
 
 
@@ -27,19 +28,23 @@ VALUES = ("probe 1", "probe 2")
 class TemplateForm:
     """shows_calls: whether it shows the calls of earlier turns. text_arguments: their arguments are JSON (DeepSeek V3.1
     and V3.2). one_call: a message has one call (Llama 3, gpt-oss). whole_tools: all tools have a description,
-    parameters and properties (gpt-oss, Seed-OSS)."""
+    parameters and properties (gpt-oss, Seed-OSS). tools_in_system: tools are shown after a system message only
+    (DeepSeek V3.2)."""
 
     shows_calls: bool = False
     text_arguments: bool = False
     one_call: bool = False
     whole_tools: bool = False
+    tools_in_system: bool = False
 
-    def messages(self, given: Messages) -> list[dict[str, Any]]:
+    def messages(self, given: Messages, has_tools: bool) -> list[dict[str, Any]]:
         """Returns messages as the template takes them, but for `one_call`."""
         shown = [dict(message) for message in given]
         for message in shown if self.text_arguments else ():
             if "tool_calls" in message:
                 message["tool_calls"] = list(map(with_text, message["tool_calls"]))
+        if has_tools and self.tools_in_system and all(message["role"] != "system" for message in shown):
+            shown.insert(0, dict(SYSTEM))
         return shown
 
     def tools(self, given: Tools) -> list[dict[str, Any]]:
@@ -59,10 +64,14 @@ def with_text(call: Mapping[str, Any]) -> dict[str, Any]:
 def form_of(render: Render, new_id: Callable[[], str], shows_tools: bool, may_show_calls: bool) -> TemplateForm:
     """Returns the form that a chat template takes. new_id: makes ids of calls."""
     tools = {"tools": list(map(whole, BARE))} if shows_tools else {}
-    found = TemplateForm(whole_tools=shows_tools and render([USER], tools=BARE) is None)
+    found = TemplateForm()
+    if shows_tools:
+        without, after_system = (render(messages, **tools) or "" for messages in ([USER], [SYSTEM, USER]))
+        in_system = "probe_tool" not in without and "probe_tool" in after_system
+        found = TemplateForm(whole_tools=render([USER], tools=BARE) is None, tools_in_system=in_system)
 
     def shows(form: TemplateForm, count: int) -> bool:
-        text = render(form.messages(conversation(count, new_id)), **tools)
+        text = render(form.messages(conversation(count, new_id), shows_tools), **tools)
         return text is not None and all(value in text for value in VALUES[:count])
 
     for text_arguments in (False, True) if may_show_calls else ():

@@ -286,7 +286,8 @@ class Tokenizer:
     def _render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         if "tools" in options:
             options["tools"] = self.form.tools(options["tools"])
-        return str(self._encoder.apply_chat_template(self.form.messages(messages), tokenize=False, **options))
+        shown = self.form.messages(messages, "tools" in options)
+        return str(self._encoder.apply_chat_template(shown, tokenize=False, **options))
 
     def template_reads(self, variable: str) -> bool:
         """Whether the chat template uses a variable; True if the template is code instead of text."""

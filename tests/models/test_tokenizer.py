@@ -177,6 +177,20 @@ def test_a_template_that_is_code_shows_tools_and_calls() -> None:
     assert "21 degrees" in shown
 
 
+def test_a_template_that_shows_tools_in_system_messages_is_given_one() -> None:
+    plain = AutoTokenizer.from_pretrained(DEMO_PATH)
+    plain.chat_template = None
+    found = Tokenizer(TokenizerWrapper(plain, chat_template=deepseek_v32.apply_chat_template), "deepseek_v32")
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    user, system = {"role": "user", "content": "Rome?"}, {"role": "system", "content": "Be brief."}
+    shown = [
+        found.text_with_specials(found.apply_chat_template(messages, tools=tools))
+        for messages in ([user], [system, user])
+    ]
+    assert ['{"name": "weather"}' in each for each in shown] == [True, True]
+    assert ["Be brief." in each for each in shown] == [False, True]
+
+
 def test_a_template_that_loops_at_an_effort_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renderer, "SECONDS", 0.05)
     wrapped = load_tokenizer(DEMO_PATH)
