@@ -131,8 +131,8 @@ class Tokenizer:
         self.think_start_ids = self._tag_ids(harmony.BEGIN_THOUGHT if in_messages else thoughts.start)
         self.think_end_ids = self._tag_ids(harmony.END_THOUGHT if in_messages else thoughts.end)
         self._control = self._control_tokens()
-        self.takes_system = self._shows_last_system("system", "user")
-        self.takes_late_system = self._shows_last_system("system", "user", "system")
+        self.takes_system = self._shows_systems("system", "user")
+        self.takes_late_system = self._shows_systems("system", "user", "system")
         self.thinking_switch = switch_of(self.template_reads, self.template_source)
         self.efforts = efforts_of(self.template_reads, self.template_source, self._renders)
 
@@ -257,13 +257,12 @@ class Tokenizer:
         except ControlTokenError as error:
             raise ChatTemplateError(f"these messages are not supported: {error}") from error
 
-    def _shows_last_system(self, *roles: str) -> bool:
-        """Whether the chat template renders the last system message of a conversation of these roles. Some templates
-        refuse all system messages, many refuse those after the first message, and some ignore them. Raises
-        UnsupportedModelError if the template exceeds a limit with these messages, as it will with all."""
-        last = max(i for i, role in enumerate(roles) if role == "system")
+    def _shows_systems(self, *roles: str) -> bool:
+        """Whether the chat template renders the system messages of a conversation of these roles. Some templates refuse
+        all system messages, many refuse those after the first message, and some ignore them, or show the last one
+        only. Raises UnsupportedModelError if the template exceeds a limit with these messages, as it will with all."""
         text = self._probed([{"role": role, "content": f"probe {i}"} for i, role in enumerate(roles)])
-        return text is not None and f"probe {last}" in text
+        return text is not None and all(f"probe {i}" in text for i, role in enumerate(roles) if role == "system")
 
     def _renders(self, variables: Mapping[str, Any]) -> bool:
         """Whether the chat template takes these variables. Raises UnsupportedModelError if it exceeds a limit with

@@ -104,3 +104,18 @@ def test_tools_need_only_a_name(
     tools = [{"type": "function", "function": {"name": "weather"} | fields}]
     shown = prompt_of(monkeypatch, demo_server, DESCRIBED, [QUESTION], tools)
     assert f"// {fields.get('description', '')}weather" in shown
+
+
+LAST_SYSTEM = """{% for m in messages if m.role == 'system' %}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}
+{%- for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"""
+
+
+def test_a_late_system_message_does_not_replace_the_first(
+    monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer
+) -> None:
+    """As in DeepSeek R1's template, and in those of its distills."""
+    first, late = {"role": "system", "content": "Be brief."}, {"role": "system", "content": "Be kind."}
+    messages = [first, QUESTION, {"role": "assistant", "content": "Warm."}, late, QUESTION]
+    shown = prompt_of(monkeypatch, demo_server, LAST_SYSTEM, messages)
+    assert "Be brief." in shown
+    assert "<user><system>\nBe kind.\n</system>\nHow is it there?" in shown
