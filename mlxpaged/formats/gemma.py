@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlxpaged.formats.format import Format
 from mlxpaged.formats.literals import Notation
-from mlxpaged.formats.pieces import Listed, Piece, argument, object_of, properties
+from mlxpaged.formats.pieces import Listed, Piece, argument, object_of, properties, self_contained
 from mlxpaged.formats.schemas import Schema
 from mlxpaged.formats.source import NotACall, Reading, Source
 from mlxpaged.formats.tools import Call, Tools
@@ -37,7 +37,7 @@ def gemma(name: str, models: str, start: str, end: str, quote: str) -> Format:
         for key, (each, must) in properties(schema).items():
             is_string, value = argument(each, schema, quote, is_told=True)
             if not is_string:
-                value = (object_of(each | {"$defs": schema.get("$defs", {})}),)
+                value = (object_of(self_contained(each, schema)),)
             items.append((must, (f"{key}:{quote}" if is_string else f"{key}:", *value)))
         return f"call:{name}{{", Listed(tuple(items), ","), f"}}{end}"
 

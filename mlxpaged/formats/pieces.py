@@ -10,6 +10,8 @@ from typing import Any
 from mlxpaged.formats.schemas import Schema, enumerated, resolved, types_of
 
 ANY_OBJECT: Schema = {"type": "object"}
+ROOT = "root"
+"""The name of the whole schema within that of an argument."""
 LARK = "x-lark"
 """A word in the schema of a string: its `Grammar`. The server writes it; in a client's schema it is a text like any
 other."""
@@ -75,6 +77,22 @@ def grammar_of(schema: Any) -> Grammar | None:
     return grammar if isinstance(grammar, Grammar) else None
 
 
+def self_contained(schema: Schema, root: Schema) -> Schema:
+    """Returns the schema of an argument for a grammar of its own: what it refers to comes with it."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(moved, value))
+        if not isinstance(value, Mapping):
+            return value
+        inner = {key: moved(each) for key, each in value.items()}
+        if isinstance(reference := value.get("$ref"), str) and reference.startswith("#"):
+            inner["$ref"] = f"#/$defs/{ROOT}{reference[1:]}"
+        return inner
+
+    return {**moved(schema), "$defs": {ROOT: moved(root)}} if '"$ref"' in json.dumps(schema) else schema
+
+
 def properties(schema: Schema) -> dict[str, tuple[Any, bool]]:
     """Returns the schema of each argument, and whether it is required. Raises InexpressibleError if they cannot be
     listed."""
@@ -104,8 +122,7 @@ def argument(schema: Any, root: Schema, end: str, is_told: bool = False) -> tupl
         texts = tuple(value if raw and isinstance(value, str) else json.dumps(value) for value in values)
         return is_string, (Raw(end, texts),)
     if types is not None and "string" not in types:
-        shared = {word: root[word] for word in ("$defs", "definitions") if word in root}
-        return False, (Json(json.dumps({**shared, **schema})), end)
+        return False, (Json(json.dumps(self_contained(schema, root))), end)
     own = resolved(schema, root)
     if any(OF_STRINGS & resolved(each, root).keys() for word in OF_UNIONS for each in own.get(word) or ()):
         raise InexpressibleError("limits of a string in a union")

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlxpaged.formats.format import Format
 from mlxpaged.formats.literals import PYTHON
-from mlxpaged.formats.pieces import Json, Listed, Piece, Raw, object_of, properties
+from mlxpaged.formats.pieces import Json, Listed, Piece, Raw, object_of, properties, self_contained
 from mlxpaged.formats.schemas import Schema, types_of
 from mlxpaged.formats.source import NotACall, Reading, Source
 from mlxpaged.formats.tools import Call, Tools
@@ -77,13 +77,13 @@ def show_python(name: str, arguments: str) -> str:
     return f"<|tool_call_start|>[{name}({values})]<|tool_call_end|>"
 
 
-def value_of(schema: Any, shared: Schema) -> Piece:
+def value_of(schema: Any, root: Schema) -> Piece:
     """A value in JSON. Truth values may be Python's, which models write."""
     if not isinstance(schema, Mapping):  # true, which all values fit, or false
         return Json("true" if schema else "false")
-    if types_of(schema, shared) == {"boolean"} and schema.keys() <= PLAIN:
+    if types_of(schema, root) == {"boolean"} and schema.keys() <= PLAIN:
         return Raw("", ("True", "False", "true", "false"))
-    return object_of({**shared, **schema})
+    return object_of(self_contained(schema, root))
 
 
 def written(end: str) -> Callable[[str, Schema | None], tuple[Piece, ...]]:
@@ -92,9 +92,8 @@ def written(end: str) -> Callable[[str, Schema | None], tuple[Piece, ...]]:
     def in_python(name: str, schema: Schema | None) -> tuple[Piece, ...]:
         if schema is None:
             return f"[{name}(", Raw(f")]{end}")
-        shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
         given = properties(schema).items()
-        items = [(must, (f"{key}=", value_of(each, shared))) for key, (each, must) in given]
+        items = [(must, (f"{key}=", value_of(each, schema))) for key, (each, must) in given]
         return f"[{name}(", Listed(tuple(items), ", "), f")]{end}"
 
     return in_python

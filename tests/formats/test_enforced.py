@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,14 @@ def random_answer(grammars: Grammars, form: StructuredOutput, served: ServedMode
     raise AssertionError(served.tokenizer.text_with_specials(tokens)[:1000])
 
 
-def check(name: str, served: ServedModel, seeds: range) -> None:
+def check(
+    name: str, served: ServedModel, seeds: range, new_schema: Callable[[random.Random], Any] = random_object
+) -> None:
     form, grammars = FORMATS[name], Grammars(served.tokenizer, served.vocab_size)
     assert form.written is not None
     for seed in seeds:
         rng = random.Random(seed)
-        schemas = {tool: random_object(rng) for tool in ("edit", "mcp__fs__read-file")}
+        schemas = {tool: new_schema(rng) for tool in ("edit", "mcp__fs__read-file")}
         try:
             calls = tuple(ToolCallForm(form.written(tool, schema)) for tool, schema in schemas.items())
         except InexpressibleError as error:
@@ -103,6 +106,25 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, ServedMo
 
 def test_enforced_arguments_are_valid(model: tuple[str, ServedModel]) -> None:
     check(*model, range(6))
+
+
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+REFERRING = {
+    "type": "object",
+    "definitions": {"digit": DIGIT},
+    "properties": {
+        "digit": {"$ref": "#/definitions/digit"},
+        "point": {"type": "array", "items": {"$ref": "#/definitions/digit"}, "maxItems": 2},
+        "other": {"$ref": "#/properties/point"},
+        "inner": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1},
+    },
+    "required": ["digit", "point", "other"],
+    "additionalProperties": False,
+}
+
+
+def test_an_argument_may_refer_to_any_part_of_the_schema(model: tuple[str, ServedModel]) -> None:
+    check(*model, range(2), lambda rng: REFERRING)
 
 
 ARGUMENTS = {"path": "a b", "content": "one\n  two\n", "line": 3, "all": True}
