@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlxpaged.formats.schemas import Schema, enumerated, resolved, types_of
+from mlxpaged.formats.schemas import Schema, enumerated, required, resolved, types_of
 
 ANY_OBJECT: Schema = {"type": "object"}
 ROOT = "root"
@@ -98,14 +98,14 @@ def properties(schema: Schema) -> dict[str, tuple[Any, bool]]:
     listed."""
     given = schema.get("properties", {})
     others = [word for word in ("$ref", *OF_UNIONS, "patternProperties", "if", "not") if word in schema]
-    required = schema.get("required") or []
+    must = required(schema)
     if others or not isinstance(given, Mapping):
         raise InexpressibleError(f"arguments cannot be listed, because of {', '.join(others) or 'properties'}")
-    if unknown := [key for key in required if key not in given]:
+    if unknown := [key for key in must if key not in given]:
         raise InexpressibleError(f"the required argument {unknown[0]!r} is not among the properties")
     if not given and schema.get("additionalProperties", False) is not False:
         raise InexpressibleError("arguments with any names cannot be listed")
-    return {key: (each, key in required) for key, each in given.items()}
+    return {key: (each, key in must) for key, each in given.items()}
 
 
 def argument(schema: Any, root: Schema, end: str, is_told: bool = False) -> tuple[bool, tuple[Piece, ...]]:

@@ -73,6 +73,12 @@ def choices(schema: Schema) -> list[Any]:
     return [each for word in ("anyOf", "oneOf") for each in (schema.get(word) or ()) if isinstance(schema[word], list)]
 
 
+def required(schema: Schema) -> list[Any]:
+    """Returns the keys that an object must have. Some clients write `true`, as in JSON Schema's third draft."""
+    given = schema.get("required")
+    return given if isinstance(given, list) else []
+
+
 def member(schema: Any, key: str) -> Any:
     """Returns the schema of an object's member; {} if the schema says nothing about it."""
     root = schema
@@ -148,6 +154,6 @@ def fits(value: Any, schema: Any, root: Schema, depth: int = 0) -> bool:
     known = properties if isinstance(properties, Mapping) else {}
     if schema.get("additionalProperties") is False and not value.keys() <= known.keys():
         return False
-    return all(key in value for key in schema.get("required") or ()) and all(
+    return all(key in value for key in required(schema)) and all(
         fits(value[key], known[key], root, depth + 1) for key in value.keys() & known.keys()
     )

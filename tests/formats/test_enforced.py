@@ -179,6 +179,11 @@ def test_any_schema_has_pieces_or_a_reason(name: str) -> None:
         assert pieces or reason, odd
 
 
+@pytest.mark.parametrize("name", ENFORCED)
+def test_required_need_not_be_a_list(name: str) -> None:
+    assert FORMATS[name].pieces("edit", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": True})
+
+
 @pytest.mark.slow
 def test_enforced_arguments_of_500_schemas_are_valid(model: tuple[str, ServedModel]) -> None:
     check(*model, range(6, 500))

@@ -47,6 +47,7 @@ def test_mistrals_ids_have_nine_letters_or_digits() -> None:
         ({"properties": {"a": {"enum": ["x", 1]}}}, '{"a": "x"}', '{"a": "y"}'),
         ({"properties": {}, "additionalProperties": False}, "{}", '{"b": 1}'),
         ({"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "null"}}}, '{"a": null}', '{"a": 0}'),
+        ({"properties": {"a": {"type": "object", "required": True}}, "required": True}, '{"a": {}}', '{"a": 1}'),
         ({"properties": {"a": {"items": {"type": "number"}}}}, '{"a": [1, 2.5]}', '{"a": [true]}'),
         ({"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}, '{"a": null}', '{"a": 1}'),
     ],
