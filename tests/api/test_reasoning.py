@@ -58,7 +58,7 @@ def test_the_template_may_forbid_or_open_the_block(client: OpenAI) -> None:
 
 def test_the_last_message_is_continued(client: OpenAI) -> None:
     asked = {"role": "user", "content": "And?"}
-    for content, expected in (("The answer is", ("", " 42.")), ("<think>I wonder", ("a little.", "Done."))):
+    for content, expected in (("The answer is", ("", " 42.")), ("<think>I wonder", (" a little.", "Done."))):
         messages = [asked, {"role": "assistant", "content": content}]
         assert ask(client, messages, continue_final_message=True)[:2] == expected
 

@@ -144,7 +144,8 @@ class TagParser(AnswerParser):
     """Parses an answer in which tags are around thoughts and calls.
 
     thinking: whether the answer begins inside a think block. form: the answer's structured output, if any. A tag inside
-    a string of its JSON is part of the string.
+    a string of its JSON is part of the string. goes_on: whether the answer goes on in the middle of a thought: then it
+    may begin with a space.
     """
 
     def __init__(
@@ -154,10 +155,12 @@ class TagParser(AnswerParser):
         tools: Sequence[Mapping[str, Any]],
         one_call: bool,
         form: StructuredOutput | None = None,
+        goes_on: bool = False,
     ) -> None:
         self._text = Section.OPENING if form is not None and isinstance(form.text, Constraint) else Section.TEXT
         super().__init__(tags.tools, tools, one_call, Section.THINKING if thinking else self._text)
         self._tags = tags
+        self._trim &= not goes_on
         self._starts = tags.tools.starts if tools else ()
         self._first = tags.tools.first if tools and form is None else ()
         self._spaced = form is not None and form.spaced

@@ -76,6 +76,7 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
     form = await enforced(http, request, chat, info, thinking)
     tools = [tool.for_template() for tool in chat.offered_tools]
     opened = thinking == "open"
+    goes_on = opened and chat.continue_final_message and not info.tokenizer.ends_with(tokens, tags.think_start)
     params = dataclasses.replace(
         request.params,
         think_tags=True,
@@ -94,7 +95,7 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
     def new_parser() -> AnswerParser:
         if tags.tools is HARMONY:
             return HarmonyParser(tools, chat.one_call)
-        return TagParser(tags, opened, tools, chat.one_call, form)
+        return TagParser(tags, opened, tools, chat.one_call, form, goes_on)
 
     return Prompts(param, [tokens], params, new_parser=new_parser, images=prompt.images)
 
