@@ -29,13 +29,16 @@ class TemplateForm:
     """shows_calls: whether it shows the calls of earlier turns. text_arguments: their arguments are JSON (DeepSeek V3.1
     and V3.2). one_call: a message has one call (Llama 3, gpt-oss). whole_tools: all tools have a description,
     parameters and properties (gpt-oss, Seed-OSS). tools_in_system: tools are shown after a system message only
-    (DeepSeek V3.2)."""
+    (DeepSeek V3.2). one_user, no_user_after_result: a message of the user may not follow another one (Gemma, Mistral),
+    or a result (Mistral)."""
 
     shows_calls: bool = False
     text_arguments: bool = False
     one_call: bool = False
     whole_tools: bool = False
     tools_in_system: bool = False
+    one_user: bool = False
+    no_user_after_result: bool = False
 
     def messages(self, given: Messages, has_tools: bool) -> list[dict[str, Any]]:
         """Returns messages as the template takes them, but for `one_call`."""
@@ -64,11 +67,11 @@ def with_text(call: Mapping[str, Any]) -> dict[str, Any]:
 def form_of(render: Render, new_id: Callable[[], str], shows_tools: bool, may_show_calls: bool) -> TemplateForm:
     """Returns the form that a chat template takes. new_id: makes ids of calls."""
     tools = {"tools": list(map(whole, BARE))} if shows_tools else {}
-    found = TemplateForm()
+    found = TemplateForm(one_user=render([USER]) is not None and render([USER, USER]) is None)
     if shows_tools:
         without, after_system = (render(messages, **tools) or "" for messages in ([USER], [SYSTEM, USER]))
         in_system = "probe_tool" not in without and "probe_tool" in after_system
-        found = TemplateForm(whole_tools=render([USER], tools=BARE) is None, tools_in_system=in_system)
+        found = replace(found, whole_tools=render([USER], tools=BARE) is None, tools_in_system=in_system)
 
     def shows(form: TemplateForm, count: int) -> bool:
         text = render(form.messages(conversation(count, new_id), shows_tools), **tools)
@@ -77,7 +80,9 @@ def form_of(render: Render, new_id: Callable[[], str], shows_tools: bool, may_sh
     for text_arguments in (False, True) if may_show_calls else ():
         form = replace(found, shows_calls=True, text_arguments=text_arguments)
         if shows(form, 1):
-            return replace(form, one_call=not shows(form, 2))
+            after_result = form.messages([*conversation(1, new_id), USER], shows_tools)
+            refused = render(after_result, **tools) is None
+            return replace(form, one_call=not shows(form, 2), no_user_after_result=refused)
     return found
 
 

@@ -119,3 +119,24 @@ def test_a_late_system_message_does_not_replace_the_first(
     shown = prompt_of(monkeypatch, demo_server, LAST_SYSTEM, messages)
     assert "Be brief." in shown
     assert "<user><system>\nBe kind.\n</system>\nHow is it there?" in shown
+
+
+MISTRAL = """{{ tools | tojson }}{% set ns = namespace(count=0) %}{% for m in messages %}
+{%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}
+{%- if (m.role == 'user') != (ns.count % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{%- set ns.count = ns.count + 1 %}{% endif %}<{{ m.role }}>{{ m.content }}
+{%- for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function | tojson }}{% endfor %}{% endfor %}"""
+
+
+def test_what_a_user_says_after_a_result_is_shown(monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer) -> None:
+    """Claude Code puts reminders there."""
+    reminder, more = {"role": "user", "content": "Be brief."}, {"role": "user", "content": "In French."}
+    first = [QUESTION, more, CALLS, result("a", "21 degrees"), result("b", "4 o'clock"), reminder, more]
+    answer = {"role": "assistant", "content": "Warm."}
+    shown = prompt_of(monkeypatch, demo_server, MISTRAL, [*first, answer, reminder])
+    assert "<user>How is it there?\n\nIn French.<assistant>" in shown
+    assert "<tool>21 degrees<tool>4 o'clock\n\nBe brief.\n\nIn French.<assistant>Warm.<user>Be brief." in shown
+    tolerant = MISTRAL.replace("{{ raise_exception('roles must alternate') }}", "")
+    plain = prompt_of(monkeypatch, demo_server, tolerant, [*first, answer, reminder])
+    assert "<tool>4 o'clock" in plain
+    assert "<user>Be brief." in plain

@@ -7,6 +7,7 @@ from typing import Any
 
 from mlxpaged.api.media import joined
 from mlxpaged.formats import HARMONY
+from mlxpaged.models.template_form import TemplateForm
 from mlxpaged.models.tokenizer import Tags, Tokenizer
 
 
@@ -34,7 +35,20 @@ def adapted(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list
                 open_calls.pop(answered, None)
                 changed["tool_call_id"] = fitting(answered)
         adapted_messages.append(changed)
-    return one_by_one(adapted_messages) if tokenizer.form.one_call else adapted_messages
+    form = tokenizer.form
+    return with_users_joined(one_by_one(adapted_messages) if form.one_call else adapted_messages, form)
+
+
+def with_users_joined(messages: Sequence[Mapping[str, Any]], form: TemplateForm) -> list[dict[str, Any]]:
+    """Joins a message of the user to the one before it, another one or a result, if the template refuses it there."""
+    shown: list[dict[str, Any]] = []
+    for message in messages:
+        last = shown[-1]["role"] if message["role"] == "user" and shown else ""
+        if (last == "user" and form.one_user) or (last == "tool" and form.no_user_after_result):
+            shown[-1]["content"] = "\n\n".join(filter(None, (shown[-1]["content"], message["content"])))
+        else:
+            shown.append(dict(message))
+    return shown
 
 
 def one_by_one(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
