@@ -9,7 +9,7 @@ from mlx_lm.utils import load_tokenizer
 
 from mlxpaged.models.loader import DEMO_PATH
 from mlxpaged.models.tokenizer import Tokenizer
-from tests.api.helpers import post
+from tests.api.helpers import post, raw
 from tests.support import RunningServer
 
 DEEPSEEK = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}
@@ -140,3 +140,18 @@ def test_what_a_user_says_after_a_result_is_shown(monkeypatch: pytest.MonkeyPatc
     plain = prompt_of(monkeypatch, demo_server, tolerant, [*first, answer, reminder])
     assert "<tool>4 o'clock" in plain
     assert "<user>Be brief." in plain
+
+
+GEMMA = """{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('roles must alternate') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"""
+
+
+def test_messages_are_tokenized_as_in_a_chat(monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    messages = [system, QUESTION, QUESTION]
+    shown = prompt_of(monkeypatch, demo_server, GEMMA, messages, [])
+    assert shown == "<user>Be brief.\n\nHow is it there?\n\nHow is it there?"
+    with raw(demo_server) as client:
+        response = client.post("/tokenize", json={"messages": messages})
+    assert response.status_code == 200, response.text
+    assert demo_server.engine.info.tokenizer.text_with_specials(response.json()["tokens"]) == shown
