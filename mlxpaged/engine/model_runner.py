@@ -391,7 +391,7 @@ class ModelRunner:
         if self.swap is not None:
             self.swap.load(moves.swap_in)
             for slots, sequence_id in moves.states_in:
-                arrays = iter(self.swap.load_arrays(slots, [like for state in self.recurrent for like in state.likes]))
+                arrays = iter(self.swap.load_arrays(slots))
                 for state in self.recurrent:
                     state.restore(sequence_id, arrays)
 

@@ -23,6 +23,9 @@ blocks it moves. A piece holds many slots, so a call seldom waits for the device
 
 Bytes = npt.NDArray[np.uint8]
 
+Like = tuple[tuple[int, ...], mx.Dtype]
+"""Shape and type of an array."""
+
 
 class SwapSpaceError(OSError):
     """The directory cannot hold the swap file. The message names the directory and the size."""
@@ -57,7 +60,7 @@ def flat_bytes(array: mx.array) -> mx.array:
     return mx.contiguous(array).reshape(-1).view(mx.uint8)
 
 
-def arrays_of(data: Bytes, likes: Iterable[tuple[tuple[int, ...], mx.Dtype]]) -> Iterator[mx.array]:
+def arrays_of(data: Bytes, likes: Iterable[Like]) -> Iterator[mx.array]:
     """Arrays of these shapes and types, not evaluated, whose bytes follow one another."""
     first = 0
     for shape, dtype in likes:
@@ -89,6 +92,7 @@ class SwapSpace:
         memory = map_memory(self.nbytes) if directory is None else map_file(self.nbytes, directory)
         self._memory: Bytes | None = memory.reshape(num_slots, -1)
         self._columns = split_columns(layers, self._memory)
+        self._likes: dict[int, list[Like]] = {}  # by the first of their slots: shapes and types of arrays
 
     def store(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block to slot for every (block, slot). The blocks may be overwritten once this returns.
@@ -116,15 +120,16 @@ class SwapSpace:
         """Copy arrays into slots, one after the other, for as many bytes as they have."""
         assert self._memory is not None
         mx.eval(arrays)
+        self._likes[slots[0]] = [(array.shape, array.dtype) for array in arrays]
         data, size = np.concatenate([np.asarray(flat_bytes(array)) for array in arrays]), self._memory.shape[1]
         for i, slot in enumerate(slots):
             piece = data[i * size : (i + 1) * size]
             self._memory[slot, : len(piece)] = piece
 
-    def load_arrays(self, slots: Sequence[int], likes: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
-        """The arrays of these shapes and types that `store_arrays` has copied into the slots."""
+    def load_arrays(self, slots: Sequence[int]) -> list[mx.array]:
+        """The arrays that `store_arrays` has copied into the slots."""
         assert self._memory is not None
-        arrays = list(arrays_of(self._memory[list(slots)].reshape(-1), likes))
+        arrays = list(arrays_of(self._memory[list(slots)].reshape(-1), self._likes[slots[0]]))
         mx.eval(arrays)
         return arrays
 

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,9 +16,10 @@ from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.step import InFlightStep
-from mlxpaged.scheduler.sequence import FinishReason
+from mlxpaged.scheduler.sequence import FinishReason, Priority
 from mlxpaged.step import Step
-from tests.engine.hybrid import Hybrid, Run, assert_balanced, request, run
+from tests.engine.hybrid import Hybrid, Run, TinyModel, assert_balanced, request, run
+from tests.models.architectures import make_architecture
 
 rng = random.Random(5)
 
@@ -303,6 +305,19 @@ def test_preempted_sequences_continue_with_their_states(
     assert (stats.blocks_swapped_in_total > 0) == (swap_blocks > 0)
     if swap_blocks and not prefix_caching:
         assert result.num_computed() == sum(map(len, PROMPTS)) + len(PROMPTS) * 24, "nothing is computed twice"
+
+
+def test_a_state_that_still_grows_is_swapped_as_it_is(tmp_path: Path) -> None:
+    """The embeddings of n-grams keep the last two tokens, of which there is one."""
+    model = TinyModel(make_architecture(tmp_path / "model", "longcat_flash_ngram"))
+    core, result = model.engine(max_num_seqs=1, swap_blocks=100), Run()
+    core.add(request("low", [5], NUM_TOKENS, priority=Priority.LOW))
+    result.note(core.step())
+    core.add(request("high", [9], 1, priority=Priority.HIGH))
+    while core.has_work():
+        result.note(core.step())
+    assert core.stats().scheduler.blocks_swapped_in_total == 1
+    assert model.answer([5], NUM_TOKENS).equals(result.tokens("low"))
 
 
 def test_swapped_states_that_cannot_be_read_back_are_recomputed(
