@@ -180,7 +180,8 @@ class StepLoop:
         """The next step. It may be empty while sequences wait for the pool to grow."""
         self._scheduler.max_tokens = self._headroom.tokens(self._requests.longest)
         scheduled = self._scheduler.schedule()
-        gives_way = self._is_stuck(scheduled) and self._tier is not None and self._tier.give_way()
+        cannot_grow = self._is_stuck(scheduled) and not self._resizer.is_due
+        gives_way = cannot_grow and self._tier is not None and self._tier.give_way()
         if gives_way and not scheduled.moves:
             scheduled = self._scheduler.schedule()
         self._log.start_step(scheduled, self._requests.by_sequence, self._clock())

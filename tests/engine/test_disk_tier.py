@@ -312,6 +312,20 @@ def test_a_prompt_that_is_loaded_in_part_takes_no_room_that_another_request_need
     assert run(core)["loads"] == expected
 
 
+def test_a_prefix_is_loaded_while_the_pool_grows_for_another_request(
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "START_TOKENS", 64)
+    core, prompt = make_core(), prompt_of(1)
+    expected = answer_twice(core, prompt)
+    end(core)
+    core = make_core()
+    add(core, "other", prompt_of(2, 300))
+    add(core, "loads", prompt)
+    assert run(core)["loads"] == expected
+    assert num_loaded(core) == 6
+
+
 def damaged(path: Path, rng: random.Random) -> None:
     content = bytearray(path.read_bytes())
     if rng.random() < 0.3:
