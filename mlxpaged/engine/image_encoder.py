@@ -38,7 +38,7 @@ class ImageEncoder:
 
     Streams keep more than half of their pace, see MULTIPLE. The images of the first sequence in order come first.
     invariant: whether each image is encoded alone, in parts of one size, so that its features depend on nothing else.
-    fail: ends a sequence. clock: seconds.
+    fail: ends a sequence. clock: seconds. has_more: whether the time ended before the work in the last `advance`.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class ImageEncoder:
         self._numbers: list[int] = []  # of the images that are being encoded
         self._work: Iterator[mx.array] | None = None
         self._state: mx.array | None = None
+        self.has_more = False
         self._alone = False  # whether the next image is encoded alone: several together have failed
         self._ended = clock()
         self._plain: deque[float] = deque(maxlen=PLAIN_STEPS)
@@ -73,10 +74,12 @@ class ImageEncoder:
         if not self.has_work:
             self._plain.append(started - self._ended)
         self._ended, took, is_first = started, 0.0, True
+        self.has_more = False
         while self.has_work:
             left = seconds - (self._ended - started)
             fits = None if self._is_invariant else pace.fit(left)
             if not is_first and not (took <= left if fits is None else fits):
+                self.has_more = True
                 break
             if not self._next_part():
                 break

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 class StepLoop:
     """Runs the requests of a model. One call of `step` launches at most one forward pass, unless it recovers from a
     failure. clock: seconds. waits_for_memory: whether the last step was empty because the pool has to grow, and cannot
-    yet. prompt_chunks: of the step that was processed last."""
+    yet, and no image is being encoded. prompt_chunks: of the step that was processed last."""
 
     def __init__(
         self,
@@ -187,7 +187,8 @@ class StepLoop:
         self._log.start_step(scheduled, self._requests.by_sequence, self._clock())
         if scheduled.rows:
             self.num_steps += 1
-        self.waits_for_memory = self._is_stuck(scheduled) and not self._resizer.is_due
+        is_encoding = self._encoder is not None and self._encoder.has_more
+        self.waits_for_memory = self._is_stuck(scheduled) and not self._resizer.is_due and not is_encoding
         if self._is_stuck(scheduled) and not self._resizer.can_wait and not gives_way:
             raise RuntimeError(f"nothing can be scheduled: {self._scheduler.stats()}")
         return scheduled

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import image_encoder
+from mlxpaged.engine import builder, image_encoder
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.constraint import Constraint
@@ -254,6 +254,22 @@ def test_forks_wait_with_their_parent_for_images_that_take_several_steps(
             assert core.pause() == 0.0
     assert not core.scheduler.held
     assert list(finish(core)["b"].token_ids) == expected_answer(path, *PROMPTS[1])
+
+
+def test_an_image_is_encoded_without_a_pause_while_a_request_waits_for_memory(
+    seeing: tuple[ServedModel, PatchTower], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_encoder, "MOST_SECONDS", 0.0)  # one part between two steps
+    monkeypatch.setattr(builder, "START_TOKENS", 64)
+    core = make_core(seeing[0])
+    monkeypatch.setattr(core.runner, "free_memory", lambda: 0)
+    core.add(request("large", shown(text(1, 300))))
+    core.add(request("sees", PROMPTS[0]))
+    while core.scheduler.held:
+        core.step()
+        assert core.pause() == 0.0
+    core.abort("large")
+    assert finish(core)["sees"].finish_reason is FinishReason.LENGTH
 
 
 def test_features_that_were_dropped_are_made_again(
