@@ -69,7 +69,7 @@ class BlockManager:
     def room_for(self, sequence: Sequence, reuse: Reuse) -> int:
         """Free blocks that a waiting sequence needs for all its tokens and the first token of its answer. If it were
         admitted with less room, it could be preempted during its prefill or right after it."""
-        filled = blocks_for(min(len(sequence.token_ids) + 1, sequence.max_kv_tokens), self.block_size)
+        filled = blocks_for(tokens_at_first(sequence), self.block_size)
         if reuse.fork_of is not None:  # the partly full block is copied
             filled -= (len(sequence.token_ids) - 1) // self.block_size
             return self._most_blocks([filled] * len(self.groups))
@@ -80,6 +80,10 @@ class BlockManager:
         gains = self.pool.num_gains, self.states.checkpoints.num_attached
         sequence.kv.last_lookup = RoomLookup(len(sequence.token_ids), needed, *gains)
         return needed
+
+    def can_hold(self, sequence: Sequence) -> bool:
+        """Whether the pool is large enough for a waiting sequence alone."""
+        return self.groups.blocks_needed(tokens_at_first(sequence), self._longest_chunk) <= self.size.num_blocks
 
     def room_left_for(self, sequence: Sequence) -> int:
         """Free blocks that a running sequence still needs for the rest of its prompt or its next token."""
@@ -314,3 +318,8 @@ class BlockManager:
         most = len(tokens) - 1 if sequence.logits_from is None else sequence.logits_from
         usable = sequence.kv.keys[: most // self.block_size]
         return self.prefix_cache.match(usable, tokens, chain)
+
+
+def tokens_at_first(sequence: Sequence) -> int:
+    """The tokens for which a waiting sequence needs room: all that it has, and the first one of its answer."""
+    return min(len(sequence.token_ids) + 1, sequence.max_kv_tokens)

@@ -45,7 +45,8 @@ STARVATION_BOUND = 64
 """A waiting sequence that had no room in this many steps in a row may preempt running ones of any class."""
 
 LOOK_AHEAD = 4
-"""A step stops admitting after this many waiting sequences without room. So a small one may overtake a large one."""
+"""A step stops admitting after this many waiting sequences without room. So a small one may overtake a large one. Those
+that need a larger pool do not count while it cannot grow."""
 
 
 class Prefill(NamedTuple):
@@ -401,7 +402,7 @@ class Scheduler:
                 if num_tokens:
                     self._add(builder, sequence, num_tokens)
             else:
-                refused += 1
+                refused += self.blocks.size.can_grow or self.blocks.can_hold(sequence)
 
     def _add(self, builder: ScheduleBuilder, sequence: Sequence, num_tokens: int, drafts: ListOf[int] = ()) -> None:
         start, restore = sequence.num_computed_tokens, self.blocks.states.take_restore(sequence)

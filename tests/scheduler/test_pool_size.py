@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from mlxpaged.cache.block_pool import BlockPool, OutOfBlocksError
 from mlxpaged.scheduler.admission import PromptTooLongError
-from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.scheduler.scheduler import LOOK_AHEAD, Scheduler
 from mlxpaged.scheduler.sequence import FinishReason, Priority
 from tests.scheduler.simulation import FakeClock, Simulation, answer, make_scheduler, sequence, undisturbed
 
@@ -48,6 +48,13 @@ def test_a_prompt_that_fits_only_a_larger_pool_waits_until_the_pool_has_grown() 
     sim.run()
     assert sim.ended == {1: FinishReason.LENGTH}
     assert sim.scheduler.pool.num_blocks == 20
+
+
+def test_a_prompt_that_fits_runs_while_larger_ones_wait_for_a_pool_that_cannot_grow() -> None:
+    sim = growing(start_blocks=4)
+    sim.scheduler.blocks.size.may_grow = False
+    sim.add(*(sequence(number, 40) for number in range(LOOK_AHEAD)), sequence(LOOK_AHEAD, 6))
+    assert sim.step().sequence_ids == [LOOK_AHEAD]
 
 
 def test_only_what_the_largest_pool_cannot_hold_is_refused() -> None:
