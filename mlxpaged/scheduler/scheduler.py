@@ -402,7 +402,7 @@ class Scheduler:
                 if num_tokens:
                     self._add(builder, sequence, num_tokens)
             else:
-                refused += self.blocks.size.can_grow or self.blocks.can_hold(sequence)
+                refused += not self._waits_for_growth(sequence)
 
     def _add(self, builder: ScheduleBuilder, sequence: Sequence, num_tokens: int, drafts: ListOf[int] = ()) -> None:
         start, restore = sequence.num_computed_tokens, self.blocks.states.take_restore(sequence)
@@ -464,7 +464,7 @@ class Scheduler:
     def _preempt_for_waiting(self, builder: ScheduleBuilder) -> None:
         """Admit one waiting sequence, and preempt running ones for it if it may: the first that has reached the
         starvation bound, or else the first in order."""
-        first = self.waiting.first(LOOK_AHEAD)
+        first = [each for each in self.waiting.first(LOOK_AHEAD) if not self._waits_for_growth(each)]
         if not first or self._admits_none():
             return
         starving = next((sequence for sequence in first if sequence.skipped_steps >= STARVATION_BOUND), None)
@@ -497,6 +497,10 @@ class Scheduler:
         and no other until it has sampled a token, so that a second failure can be attributed to it. Or whether memory
         was short, and what runs is not to become more."""
         return any(other.num_step_failures for other in self.running) or (not self.admits and bool(self.running))
+
+    def _waits_for_growth(self, sequence: Sequence) -> bool:
+        """Whether the whole pool is too small for a waiting sequence, and cannot grow now."""
+        return not (self.blocks.size.can_grow or self.blocks.can_hold(sequence))
 
     def _preempt(self, sequence: Sequence, builder: ScheduleBuilder) -> None:
         self._preemption.preempt(sequence, swap=not sequence.awaits_last_step)

@@ -57,6 +57,15 @@ def test_a_prompt_that_fits_runs_while_larger_ones_wait_for_a_pool_that_cannot_g
     assert sim.step().sequence_ids == [LOOK_AHEAD]
 
 
+def test_a_prompt_that_fits_preempts_a_lower_class_while_a_larger_one_waits_for_a_pool_that_cannot_grow() -> None:
+    sim = growing(start_blocks=8)
+    sim.scheduler.blocks.size.may_grow = False
+    sim.add(sequence(1, 24, priority=Priority.LOW))
+    sim.step()
+    sim.add(sequence(2, 40, priority=Priority.HIGH), sequence(3, 20, priority=Priority.HIGH))
+    assert sim.step().sequence_ids == [3]
+
+
 def test_only_what_the_largest_pool_cannot_hold_is_refused() -> None:
     sim = growing(start_blocks=2, num_blocks=10)
     sim.add(sequence(1, 37, max_tokens=4))
