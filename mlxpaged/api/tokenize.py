@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import others
-from mlxpaged.api.generation.history import adapted, with_system_as_user
+from mlxpaged.api.generation.history import adapted, in_turns, with_system_as_user
 from mlxpaged.api.generation.images import apart, resolve, together
 from mlxpaged.api.generation.request import Chat
 from mlxpaged.api.generation.tool_prompt import with_tools
@@ -97,6 +97,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
             shown = with_tools(together(shown), (), info.tokenizer)
             if not info.tokenizer.takes_system:
                 shown = with_system_as_user(shown)
+            shown = in_turns(shown, info.tokenizer.form)
             shown, order = images.in_parts(shown)
             tokens = info.tokenizer.apply_chat_template(shown, True, partial(check_size, "messages"), marker)
             return images.placed(tokens, order).token_ids

@@ -29,15 +29,15 @@ class TemplateForm:
     """shows_calls: whether it shows the calls of earlier turns. text_arguments: their arguments are JSON (DeepSeek V3.1
     and V3.2). one_call: a message has one call (Llama 3, gpt-oss). whole_tools: all tools have a description,
     parameters and properties (gpt-oss, Seed-OSS). tools_in_system: tools are shown after a system message only
-    (DeepSeek V3.2). one_user, no_user_after_result: a message of the user may not follow another one (Gemma, Mistral),
-    or a result (Mistral)."""
+    (DeepSeek V3.2). takes_turns: the user and the assistant speak in turn (Gemma, Mistral). no_user_after_result: a
+    message of the user may not follow a result (Mistral)."""
 
     shows_calls: bool = False
     text_arguments: bool = False
     one_call: bool = False
     whole_tools: bool = False
     tools_in_system: bool = False
-    one_user: bool = False
+    takes_turns: bool = False
     no_user_after_result: bool = False
 
     def messages(self, given: Messages, has_tools: bool) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ def with_text(call: Mapping[str, Any]) -> dict[str, Any]:
 def form_of(render: Render, new_id: Callable[[], str], shows_tools: bool, may_show_calls: bool) -> TemplateForm:
     """Returns the form that a chat template takes. new_id: makes ids of calls."""
     tools = {"tools": list(map(whole, BARE))} if shows_tools else {}
-    found = TemplateForm(one_user=render([USER]) is not None and render([USER, USER]) is None)
+    found = TemplateForm(takes_turns=render([USER]) is not None and render([USER, USER]) is None)
     if shows_tools:
         without, after_system = (render(messages, **tools) or "" for messages in ([USER], [SYSTEM, USER]))
         in_system = "probe_tool" not in without and "probe_tool" in after_system

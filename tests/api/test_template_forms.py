@@ -134,8 +134,8 @@ def test_what_a_user_says_after_a_result_is_shown(monkeypatch: pytest.MonkeyPatc
     first = [QUESTION, more, CALLS, result("a", "21 degrees"), result("b", "4 o'clock"), reminder, more]
     answer = {"role": "assistant", "content": "Warm."}
     shown = prompt_of(monkeypatch, demo_server, MISTRAL, [*first, answer, reminder])
-    assert "<user>How is it there?\n\nIn French.<assistant>" in shown
-    assert "<tool>21 degrees<tool>4 o'clock\n\nBe brief.\n\nIn French.<assistant>Warm.<user>Be brief." in shown
+    assert "<user>How is it there?\nIn French.<assistant>" in shown
+    assert "<tool>21 degrees<tool>4 o'clock\nBe brief.\nIn French.<assistant>Warm.<user>Be brief." in shown
     tolerant = MISTRAL.replace("{{ raise_exception('roles must alternate') }}", "")
     plain = prompt_of(monkeypatch, demo_server, tolerant, [*first, answer, reminder])
     assert "<tool>4 o'clock" in plain
@@ -150,7 +150,7 @@ def test_messages_are_tokenized_as_in_a_chat(monkeypatch: pytest.MonkeyPatch, de
     system = {"role": "system", "content": "Be brief."}
     messages = [system, QUESTION, QUESTION]
     shown = prompt_of(monkeypatch, demo_server, GEMMA, messages, [])
-    assert shown == "<user>Be brief.\n\nHow is it there?\n\nHow is it there?"
+    assert shown == "<user>Be brief.\n\nHow is it there?\nHow is it there?"
     with raw(demo_server) as client:
         response = client.post("/tokenize", json={"messages": messages})
     assert response.status_code == 200, response.text

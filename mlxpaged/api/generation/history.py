@@ -35,20 +35,7 @@ def adapted(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list
                 open_calls.pop(answered, None)
                 changed["tool_call_id"] = fitting(answered)
         adapted_messages.append(changed)
-    form = tokenizer.form
-    return with_users_joined(one_by_one(adapted_messages) if form.one_call else adapted_messages, form)
-
-
-def with_users_joined(messages: Sequence[Mapping[str, Any]], form: TemplateForm) -> list[dict[str, Any]]:
-    """Joins a message of the user to the one before it, another one or a result, if the template refuses it there."""
-    shown: list[dict[str, Any]] = []
-    for message in messages:
-        last = shown[-1]["role"] if message["role"] == "user" and shown else ""
-        if (last == "user" and form.one_user) or (last == "tool" and form.no_user_after_result):
-            shown[-1]["content"] = "\n\n".join(filter(None, (shown[-1]["content"], message["content"])))
-        else:
-            shown.append(dict(message))
-    return shown
+    return one_by_one(adapted_messages) if tokenizer.form.one_call else adapted_messages
 
 
 def one_by_one(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -128,15 +115,16 @@ def join(messages: list[dict[str, Any]], message: Mapping[str, Any], separator: 
         messages.append(dict(message))
 
 
-def in_turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages for a template that takes those of the user and of the assistant in turn only: several in a
-    row become one, and what the user says after a result becomes the end of the result."""
+def in_turns(messages: Sequence[Mapping[str, Any]], form: TemplateForm) -> list[dict[str, Any]]:
+    """Returns the messages for a template that takes the user and the assistant in turn only: several of one in a row
+    become one, and what the user says after a result becomes the end of the result, if the template refuses these."""
     shown: list[dict[str, Any]] = []
     for message in messages:
         last: dict[str, Any] = shown[-1] if shown else {"role": ""}
         role = message["role"]
         repeats = role == last["role"] and role in ("user", "assistant") and "tool_calls" not in last
-        if repeats or (role == "user" and last["role"] == "tool"):
+        after_result = role == "user" and last["role"] == "tool"
+        if (repeats and form.takes_turns) or (after_result and form.no_user_after_result):
             thoughts = [each["reasoning_content"] for each in (last, message) if "reasoning_content" in each]
             last["texts"].append(message["content"])
             last |= {"tool_calls": message["tool_calls"]} if "tool_calls" in message else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -218,15 +217,12 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo, shown_im
 
     check_length(num_chars)
 
-    def of(
-        conversation: Sequence[dict[str, Any]], images_in_text: bool = False, turns: bool = False
-    ) -> Callable[[], Prompt]:
+    def of(conversation: Sequence[dict[str, Any]], images_in_text: bool = False) -> Callable[[], Prompt]:
         marker, messages, shown, options = tokenizer.mark(apart(adapted(conversation, tokenizer)), tools, variables)
         messages = with_tools(together(messages), shown, tokenizer)
         if not tokenizer.takes_system:
             messages = with_system_as_user(messages)
-        if turns:
-            messages = in_turns(messages)
+        messages = in_turns(messages, tokenizer.form)
         if shown and tokenizer.shows_tools:
             options["tools"] = shown
         messages, order = (shown_images.in_text if images_in_text else shown_images.in_parts)(messages)
@@ -245,20 +241,18 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo, shown_im
     except ChatTemplateError as error:
         raise request.refusal("messages", str(error), reason=NOT_RENDERED) from None
     *earlier, last = chat.messages
-    # Some templates take a thought out of the text, which cannot be continued then. Others do not show all images, or
-    # take the user and the assistant in turn only.
+    # Some templates take a thought out of the text, which cannot be continued then. Others do not show all images.
     thought = with_thought_apart(last, tokenizer.tags) if chat.continue_final_message else None
-    ways: list[Callable[[], Callable[[], Prompt]]] = [lambda: as_given]
-    if thought is not None:
-        ways.append(lambda: of([*earlier, thought]))
-    if has_images := bool(shown_images.shown):
-        ways.append(lambda: of(chat.messages, images_in_text=True))
 
     def render() -> Prompt:
-        for way in ways:
-            with contextlib.suppress(ChatTemplateError):
-                return way()()
-        return of(chat.messages, images_in_text=has_images, turns=True)()
+        try:
+            return as_given()
+        except ChatTemplateError:
+            if thought is not None:
+                return of([*earlier, thought])()
+            if shown_images.shown:
+                return of(chat.messages, images_in_text=True)()
+            raise
 
     return render
 
