@@ -7,6 +7,7 @@ to the engine thread. Only committed tokens advance it, so a failed step or a pr
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import random
 import re
@@ -98,7 +99,7 @@ class Grammars:
 
     def start(self, constraint: Constraint | StructuredOutput, ignore_eos: bool) -> GrammarMatcher:
         """Make a matcher for one answer. Raises GrammarError."""
-        return GrammarMatcher(self.compile(constraint).deep_copy(), self._wrapped.eos_token_ids if ignore_eos else ())
+        return GrammarMatcher(self.compile(constraint).deep_copy(), self._wrapped.eos_token_ids, ignore_eos)
 
     def compile(self, constraint: Constraint | StructuredOutput) -> LLMatcher:
         """Make a matcher at the start of the grammar, to be copied. Raises GrammarError with the reason."""
@@ -310,19 +311,28 @@ def preferring(mask: Mask, avoided: Collection[int]) -> Mask:
 
 
 class GrammarMatcher:
-    """The state of one answer in its grammar. avoided: tokens that are allowed only if nothing else is."""
+    """The state of one answer in its grammar. ends: the tokens that end an answer. avoided: tokens that are allowed
+    only if nothing else is."""
 
-    def __init__(self, matcher: LLMatcher, avoided: Collection[int] = ()) -> None:
+    def __init__(self, matcher: LLMatcher, ends: Collection[int], avoids_ends: bool) -> None:
         self.matcher = matcher
-        self.avoided = avoided
+        self._ends = ends
+        self.avoided = ends if avoids_ends else ()
+        self._takes_back: bool | None = None  # whether it can forget tokens; None: it was not needed so far
 
     def forced(self) -> list[int]:
         """The next tokens if there is no choice."""
         return list(self.matcher.compute_ff_tokens())
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens the answer may continue with, and not be complete."""
-        return int(self.matcher.validate_tokens(list(token_ids)))
+        """How many of these tokens can be drafts: the answer may continue with them, and none is its end. llguidance
+        does not take back an end after a complete answer, and no token of a grammar with max_tokens or stop."""
+        drafts = list(itertools.takewhile(lambda token_id: token_id not in self._ends, token_ids))
+        count = int(self.matcher.validate_tokens(drafts))
+        if count and self._takes_back is None:
+            ahead = self.matcher.deep_copy()
+            self._takes_back = ahead.consume_token(drafts[0]) and ahead.rollback(1)
+        return count if self._takes_back else 0
 
     def advance(self, token_id: int) -> bool:
         """Append a token to the answer. Returns True if nothing can follow. Raises GrammarError if the token is not

@@ -36,14 +36,14 @@ RIGHT = 0.7
 class Oracle:
     """Knows the answers of a run without drafts, and is wrong by chance. It counts the drafts that it was asked for."""
 
-    def __init__(self, answers: Mapping[str, ListOf[int]], seed: int = 1) -> None:
-        self._answers, self._rng = answers, random.Random(seed)
+    def __init__(self, answers: Mapping[str, ListOf[int]], seed: int = 1, right: float = RIGHT) -> None:
+        self._answers, self._rng, self._right = answers, random.Random(seed), right
 
     def propose(self, running: RunningRequest, most: int) -> tuple[list[int], int]:
         sequence = running.sequence
         done = sequence.num_output_tokens
         following = self._answers[sequence.request_id][done : done + most]
-        return [token if self._rng.random() < RIGHT else (token + 1) % 200 for token in following], 3
+        return [token if self._rng.random() < self._right else (token + 1) % 200 for token in following], 3
 
     def forget(self, sequence_id: int) -> None:
         pass
@@ -424,6 +424,35 @@ def test_constrained_answers(has_oracle: bool, caplog: pytest.LogCaptureFixture)
     assert core.stats().drafts.accepted_total >= 10
     assert core.stats().steps_total < plain.stats().steps_total
     assert not caplog.text, "no step fails and is repeated"
+
+
+def test_the_end_of_an_answer_with_a_grammar_is_no_draft() -> None:
+    """In a text with earlier answers, it comes after the last token that the grammar allows."""
+    served = load_model("demo")
+    plain, core = make_core(served, speculative="off"), make_core(served, speculative="ngram")
+    params = SamplingParams(max_tokens=20, temperature=0.8, seed=1, constraint=Constraint("regex", "[a-z]{5}"))
+    asked = [Request("r", prompt(1, 9), params, 0.0)]
+    expected = answers(plain, asked)
+    assert core.drafting is not None
+    following = {"r": [*expected["r"].token_ids, *served.tokenizer.eos_token_ids]}
+    core.drafting.drafter, core.drafting.budget.lengths = Oracle(following, right=1.0), as_many
+    assert tokens_of(answers(core, asked)) == tokens_of(expected)
+    assert core.stats().drafts.accepted_total > 0
+
+
+@pytest.mark.parametrize("has_oracle", [False, True], ids=["forced tokens", "oracle"])
+@pytest.mark.parametrize("limit", ["max_tokens=5", 'stop="x"'])
+def test_a_grammar_that_cannot_be_taken_back_has_no_drafts(limit: str, has_oracle: bool) -> None:
+    served = load_model("demo")
+    plain, core = make_core(served, speculative="off"), make_core(served, speculative="ngram")
+    rule = Constraint("grammar", f'start: words "the the" words\nwords[{limit}]: /[a-z ]+/\n')
+    asked = [Request("r", prompt(1, 9), SamplingParams(max_tokens=40, temperature=0.8, seed=1, constraint=rule), 0.0)]
+    expected = answers(plain, asked)
+    assert core.drafting is not None
+    core.drafting.budget.lengths = as_many
+    if has_oracle:
+        use_oracle(core, tokens_of(expected))
+    assert tokens_of(answers(core, asked)) == tokens_of(expected)
 
 
 def test_repeated_text_is_drafted_from_itself(either: Path) -> None:
