@@ -144,6 +144,7 @@ class RunningRequest:
     ) -> RequestOutput:
         """The next output for the client. It is the last one if it has a finish reason."""
         prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        left = self.sequence.num_output_tokens - self.num_tokens  # of the last step, the last of which was no draft
         return RequestOutput(
             request_id=self.request.request_id,
             time=now,
@@ -158,5 +159,5 @@ class RunningRequest:
             stop_string=self.stop_strings.found,
             prompt_logprobs=prompt_logprobs,
             num_drafted=self.num_drafted,
-            num_accepted=self.num_accepted,
+            num_accepted=self.num_accepted - max(0, left - 1),
         )

@@ -194,6 +194,19 @@ def test_stops_and_limits_within_accepted_drafts(either: Path) -> None:
     assert core.scheduler.pool.usage().used == 0
 
 
+def test_accepted_drafts_after_a_stop_string_are_no_tokens_of_the_answer(llama: Path) -> None:
+    plain, core = both(llama)
+    free = Request("a", prompt(0, 5), SamplingParams(max_tokens=40, temperature=0.0), 0.0)
+    whole = answers(plain, [free])["a"]
+    stopped = replace(free, params=replace(free.params, stop=(whole.text[2:4],)))
+    assert core.drafting is not None
+    core.drafting.drafter, core.drafting.budget.lengths = Oracle({"a": whole.token_ids}, right=1.0), as_many
+    core.add(stopped)
+    counts = [(each.num_accepted, each.num_output_tokens) for _ in iter(core.has_work, False) for each in core.step()]
+    assert counts == [(max(0, number - 1), number) for _, number in counts]
+    assert 2 < len(counts) < 9, "a step accepts more"
+
+
 def test_forks_and_later_turns_from_the_prefix_cache(llama: Path) -> None:
     plain, core = both(llama)
     params = SamplingParams(max_tokens=50, temperature=0.9, seed=5, ignore_eos=True)
