@@ -348,7 +348,7 @@ class Scheduler:
     def _count_skipped_step(self) -> None:
         """Count a step without prompts for the waiting sequences that had no room in the last step with prompts."""
         if self._admission.num_free_slots > 0:
-            for sequence in self.waiting.first(LOOK_AHEAD):
+            for sequence in self._first_waiting(LOOK_AHEAD):
                 sequence.skipped_steps += sequence.skipped_steps > 0
 
     def _add_decodes(self, builder: ScheduleBuilder) -> None:
@@ -371,7 +371,7 @@ class Scheduler:
         """Add chunks of running and waiting prompts, in order, and of a class the short ones first. Stop at a running
         prompt without enough blocks: the next ones would take the blocks that it waits for."""
         prefilling = [sequence for sequence in self.running if sequence.num_uncomputed_tokens > 1]
-        waiting = self.waiting.first(self._admission.num_free_slots + LOOK_AHEAD)
+        waiting = self._first_waiting(self._admission.num_free_slots + LOOK_AHEAD)
         if not prefilling and not waiting:
             self._prefill.forget()
             return
@@ -464,7 +464,7 @@ class Scheduler:
     def _preempt_for_waiting(self, builder: ScheduleBuilder) -> None:
         """Admit one waiting sequence, and preempt running ones for it if it may: the first that has reached the
         starvation bound, or else the first in order."""
-        first = [each for each in self.waiting.first(LOOK_AHEAD) if not self._waits_for_growth(each)]
+        first = [each for each in self._first_waiting(LOOK_AHEAD) if not self._waits_for_growth(each)]
         if not first or self._admits_none():
             return
         starving = next((sequence for sequence in first if sequence.skipped_steps >= STARVATION_BOUND), None)
@@ -498,8 +498,21 @@ class Scheduler:
         was short, and what runs is not to become more."""
         return any(other.num_step_failures for other in self.running) or (not self.admits and bool(self.running))
 
+    def _first_waiting(self, count: int) -> ListOf[Sequence]:
+        """The first `count` waiting sequences in order, and those between them that wait for a larger pool."""
+        size, first = self.blocks.size, []
+        if size.can_grow or size.num_blocks == size.limit:
+            return self.waiting.first(count)
+        for sequence in self.waiting:
+            first.append(sequence)
+            count -= self.blocks.can_hold(sequence)
+            if count == 0:
+                break
+        return first
+
     def _waits_for_growth(self, sequence: Sequence) -> bool:
-        """Whether the whole pool is too small for a waiting sequence, and cannot grow now."""
+        """Whether the whole pool is too small for a waiting sequence without what is cached of it, and cannot grow
+        now."""
         return not (self.blocks.size.can_grow or self.blocks.can_hold(sequence))
 
     def _preempt(self, sequence: Sequence, builder: ScheduleBuilder) -> None:

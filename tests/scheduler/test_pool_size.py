@@ -53,8 +53,9 @@ def test_a_prompt_that_fits_only_a_larger_pool_waits_until_the_pool_has_grown() 
 def test_a_prompt_that_fits_runs_while_larger_ones_wait_for_a_pool_that_cannot_grow() -> None:
     sim = growing(start_blocks=4)
     sim.scheduler.blocks.size.may_grow = False
-    sim.add(*(sequence(number, 40) for number in range(LOOK_AHEAD)), sequence(LOOK_AHEAD, 6))
-    assert sim.step().sequence_ids == [LOOK_AHEAD]
+    number_of_large = sim.scheduler.config.max_num_seqs + LOOK_AHEAD
+    sim.add(*(sequence(number, 40) for number in range(number_of_large)), sequence(number_of_large, 6))
+    assert sim.step().sequence_ids == [number_of_large]
 
 
 def test_a_prompt_that_fits_preempts_a_lower_class_while_a_larger_one_waits_for_a_pool_that_cannot_grow() -> None:
@@ -62,8 +63,9 @@ def test_a_prompt_that_fits_preempts_a_lower_class_while_a_larger_one_waits_for_
     sim.scheduler.blocks.size.may_grow = False
     sim.add(sequence(1, 24, priority=Priority.LOW))
     sim.step()
-    sim.add(sequence(2, 40, priority=Priority.HIGH), sequence(3, 20, priority=Priority.HIGH))
-    assert sim.step().sequence_ids == [3]
+    sim.add(*(sequence(number, 40, priority=Priority.HIGH) for number in range(2, LOOK_AHEAD + 2)))
+    sim.add(sequence(LOOK_AHEAD + 2, 20, priority=Priority.HIGH))
+    assert sim.step().sequence_ids == [LOOK_AHEAD + 2]
 
 
 def test_only_what_the_largest_pool_cannot_hold_is_refused() -> None:
