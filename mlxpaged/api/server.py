@@ -72,7 +72,7 @@ class Server:
         if registry is not None:
             registry.observe(self._observe)
         self.open_requests = OpenRequests()
-        self.is_ending = False  # a signal has come
+        self.is_ending = False  # a signal has come, or the start has failed
         self.ignored_fields = IgnoredFields()
         self.downloads = Downloads()
         self._clock = clock

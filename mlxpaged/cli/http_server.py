@@ -166,7 +166,7 @@ class HttpServer(uvicorn.Server):
             if not self.should_exit:
                 print(f"mlxpaged: {error}", file=sys.stderr, flush=True)
                 self._exit_status = 1
-                self.should_exit = True
+                self.should_exit = self._shared.is_ending = True
                 await registry.drain(GRACE_SECONDS, str(error))  # ends the stream of the page too
                 await self._end_answers()
             return

@@ -301,7 +301,8 @@ class AsyncEngine:
         if self.stats is not None:
             self._dispatch(ends, self.stats)
         for waiter in self._replies:
-            waiter.cancel()
+            if not waiter.done():
+                waiter.set_exception(EngineUnavailableError(self.state, error))
 
     def end_waiting(self, error: str, running: Container[str]) -> None:
         """End the requests of which no step computes or has computed a part, and those for embeddings, with an error:

@@ -38,7 +38,7 @@ LOW_SIDE = 512
 """The longer side of an image that is asked for with little detail."""
 CACHE_BYTES = 64 * 2**20
 DATA_URL = re.compile(r"data:[\w.+/-]{0,100}(; ?[\w.+-]{1,50}=[^;,]{1,200}){0,5};base64,", re.ASCII | re.IGNORECASE)
-DATA_URL_CHARS = 1000
+DATA_URL_CHARS = 1500
 """The beginning of a `data:` URL is within these."""
 TURNS = {
     2: "FLIP_LEFT_RIGHT",

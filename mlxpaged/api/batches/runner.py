@@ -347,6 +347,7 @@ class BatchRunner:
             request = Request(scope | {"app": self._app, "state": state})
             _, respond = BATCH_ENDPOINTS[batch.endpoint]
             while True:
+                request.state.body_size = place.size  # responding adds what a stored conversation has
                 try:
                     response = await respond(request, body)
                     status, content = response.status_code, json.loads(bytes(response.body))

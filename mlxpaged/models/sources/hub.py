@@ -85,7 +85,8 @@ def remove_partial_files(repository: str) -> None:
     cache, folder = Path(constants.HF_HUB_CACHE), f"models--{repository.replace('/', '--')}"
     for path in (cache / folder / "blobs").glob("*.*.incomplete"):
         lock = cache / ".locks" / folder / f"{path.name.partition('.')[0]}.lock"
-        with contextlib.suppress(OSError), lock.open("a") as file:  # another process may hold it
+        # Another process may hold it. It is not made here: without `flock`, the library takes its presence for a lock.
+        with contextlib.suppress(OSError), lock.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
 
