@@ -286,16 +286,17 @@ def load_core(
     reserved = Reserved(config.kv_cache_bytes or 0, least_step())
     options = config.max_model_len, reserved, config.reranker, config.adapters
     group = None if ranks is None else ranks.group
+    # The machine that renders prompts has the file; ranks on others may not.
+    template = config.chat_template if ranks is None else None
     try:
         served = load_model(
             *(config.model, name, config.tool_parser, turns, *options, group, config.joins),
-            *(config.max_image_pixels, config.kv_cache_dtype, config.loads_draft_head, config.mtp),
-            # The machine that renders prompts has the file; ranks on others may not.
-            chat_template=config.chat_template if ranks is None else None,
+            *(config.max_image_pixels, config.kv_cache_dtype, config.loads_draft_head, config.mtp, template),
         )
-    except EncoderError:
+    except EncoderError as error:
         if ranks is not None or config.adapters:
             raise
+        logger.info("%s; it is loaded for embeddings only", error)
         return load_embedding_core(config, clock, turns)
     served = with_draft_model(config, served, turns, ranks)
     turns.take()

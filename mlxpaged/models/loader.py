@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,6 +84,8 @@ CONTEXT_LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length"),
     *("model_max_length", "max_context_length", "max_sequence_length"),  # Kimi Linear, OpenELM, OLMo
 )
+MAX_FACTOR, MAX_ORIGINAL = 1e6, 2**40
+"""A YaRN scaling from these on is a mistake."""
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Where a config may have its context length, and its text part."""
 
@@ -490,6 +491,6 @@ def yarn_length(config: dict[str, Any]) -> int:
     if not isinstance(scaling, dict) or "yarn" not in (scaling.get("rope_type"), scaling.get("type")):
         return 0
     factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
-    if not isinstance(factor, (int, float)) or not isinstance(original, int) or not math.isfinite(factor * original):
+    if not isinstance(factor, (int, float)) or not isinstance(original, int):
         return 0
-    return int(factor * original)
+    return int(factor * original) if 0 < factor < MAX_FACTOR and 0 < original < MAX_ORIGINAL else 0

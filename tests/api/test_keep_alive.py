@@ -8,6 +8,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,6 +16,9 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
+from mlxpaged.api.openai.chat import ChatRenderer
+from mlxpaged.api.openai.schema import ChatRequest
+from mlxpaged.engine.prompt_progress import PromptProgress
 from tests.api.helpers import DEADLINE, StepGate, answer_text, ask, random_tokens, raw, run_on, text_of, within_one_step
 from tests.support import RunningServer
 
@@ -107,6 +111,19 @@ def test_an_event_comes_with_each_comment(server: RunningServer, path: str) -> N
         events = "\n".join(lines).split("\n\n")
     assert any(map(added_text, events))
     assert not [event for event in events if event.startswith(":") and added_text(event)]
+
+
+def test_the_event_is_of_a_choice_that_has_not_ended() -> None:
+    """Clients take the finish_reason of each chunk."""
+    context = SimpleNamespace(request_id="r", service_tier="default")
+    answers: Any = SimpleNamespace(context=context, model="demo", num_choices=3)
+    renderer = ChatRenderer(answers, ChatRequest.model_validate(ask(QUESTION, n=3)))
+    progress = PromptProgress(waiting_before=None, prompt=9, cached=0, computed=9, output=4, seconds=11.0)
+    for ended, index in ((1, 0), (0, 2)):
+        renderer.chunk({"index": ended, "delta": {}, "finish_reason": "stop"})
+        _, data = renderer.keep_alive(progress).strip().split("\n")
+        (choice,) = json.loads(data.removeprefix("data: "))["choices"]
+        assert (choice["index"], choice["delta"], choice["finish_reason"]) == (index, {}, None)
 
 
 def test_a_silence_after_the_first_output_does_not_repeat_the_echoed_prompt(server: RunningServer) -> None:

@@ -57,7 +57,11 @@ PROMPT: tuple[Claim, ...] = (
 
 COUNT: tuple[Claim, ...] = (
     *PROMPT,
-    honoured("output_config", {"effort": "low"}, "it does not change the prompt's length"),
+    honoured(
+        "output_config",
+        {"effort": "low"},
+        "its level reaches chat templates that know an effort; limits are those of answers",
+    ),
 )
 
 TABLE: tuple[Claim, ...] = (

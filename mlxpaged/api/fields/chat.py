@@ -49,7 +49,9 @@ TABLE = Table(
     refused("best_of", 2, "use `n`", (1,)),
     refused("echo", True, "use `/v1/completions`", (False,)),
     refused("add_special_tokens", True, "the chat template adds them", (False,)),
-    refused("chat_template", "{{ messages }}", "the server uses the model's own template"),
+    refused(
+        "chat_template", "{{ messages }}", "the server uses the model's own template, or that of `--chat-template`"
+    ),
     refused("documents", [{"text": "x"}], "put them into a message", ([],)),
     refused("system", "Be brief.", "put it into a message", ("",)),
     refused("instructions", "Be brief.", "put it into a message", ("",)),

@@ -106,8 +106,8 @@ class ChatRenderer(CompletionsRenderer):
         if update.finish is not None:
             yield self._chunk(update.choice, {}, finish_reason=self._finish_reason(update.finish))
 
-    def empty_chunk(self) -> str:
-        return self._chunk(0, {})
+    def empty_chunk(self, index: int) -> str:
+        return self._chunk(index, {})
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None) -> str:
         return self.chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})

@@ -56,8 +56,8 @@ class CompletionRenderer(CompletionsRenderer):
                 self._offsets[update.choice] += sum(map(len, logprobs["tokens"]))
             yield self.chunk(self._choice(update.choice, text, reason, logprobs))
 
-    def empty_chunk(self) -> str:
-        return self.chunk(self._choice(0, "", None, None))
+    def empty_chunk(self, index: int) -> str:
+        return self.chunk(self._choice(index, "", None, None))
 
     def _logprobs(
         self, tokens: Sequence[TokenLogprobs], prompt: PromptLogprobs | None, offset: int = 0

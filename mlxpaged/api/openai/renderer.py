@@ -29,6 +29,7 @@ class CompletionsRenderer(Renderer):
         options = body.stream_options
         self._include_usage = options is not None and bool(options.include_usage)
         self._usage_so_far = options is not None and bool(options.continuous_usage_stats)
+        self._unfinished = list(range(answers.num_choices))
         self._envelope = {
             "id": answers.context.request_id,
             "object": chunk_kind,
@@ -57,6 +58,8 @@ class CompletionsRenderer(Renderer):
         }
 
     def chunk(self, choice: dict[str, Any]) -> str:
+        if choice["finish_reason"] is not None:
+            self._unfinished.remove(choice["index"])
         usage = (
             {"usage": usage_field(self.answers.usage) if self._usage_so_far else None} if self._include_usage else {}
         )
@@ -70,13 +73,13 @@ class CompletionsRenderer(Renderer):
         yield "data: [DONE]\n\n"
 
     @abstractmethod
-    def empty_chunk(self) -> str:
-        """Returns a chunk that adds nothing to the first choice."""
+    def empty_chunk(self, index: int) -> str:
+        """Returns a chunk that adds nothing to a choice."""
 
     def keep_alive(self, progress: PromptProgress) -> str:
         """Returns a chunk with its comment: Dify drops an event that begins with a comment, and LangChain gives a
         stream up that has no chunk for two minutes."""
-        return super().keep_alive(progress) + self.empty_chunk()
+        return super().keep_alive(progress) + self.empty_chunk(next(iter(self._unfinished), 0))
 
     def progress(self, progress: PromptProgress) -> str:
         return event(self._envelope | {"choices": []} | progress_field(progress))

@@ -99,7 +99,7 @@ class ResponseStore:
     ) -> None:
         """Stores a response, and deletes old ones if there are too many. previous: the response that it continues.
         items: the request's own. A conversation that is too long for the store is not stored, and nothing is deleted
-        for it."""
+        for it. Nor is a response whose id is taken, as "a" and "resp_a" of two requests at once are the same."""
         inputs = {
             f"{response['id']}-input-{index}": ITEM.dump_json(item, exclude_none=True)
             for index, item in enumerate(items)
@@ -109,10 +109,8 @@ class ResponseStore:
             for item in OUTPUT.validate_python(response["output"])
         }
         stored = StoredResponse(owner, json.dumps(response).encode(), previous, inputs, outputs)
-        if stored.num_held_bytes > MAX_BYTES:
+        if stored.num_held_bytes > MAX_BYTES or response["id"] in self.responses:
             return
-        if response["id"] in self.responses:  # the ids "a" and "resp_a" of two requests at once become the same
-            self.delete(response["id"])
         self.responses[response["id"]] = stored
         self._holders |= dict.fromkeys((*inputs, *outputs), stored)
         self._hold(stored)
