@@ -11,15 +11,15 @@ from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import others
-from mlxpaged.api.generation.history import adapted, in_turns, with_system_as_user
+from mlxpaged.api.generation.history import adapted, as_shown
 from mlxpaged.api.generation.images import apart, resolve, together
 from mlxpaged.api.generation.request import Chat
-from mlxpaged.api.generation.tool_prompt import with_tools
 from mlxpaged.api.media import media_of
 from mlxpaged.api.openai.schema import MAX_TOKEN_ID, Message
 from mlxpaged.api.schema import MAX_LIST, Body
 from mlxpaged.api.server import server_of
 from mlxpaged.models.control_tokens import ControlTokenError
+from mlxpaged.models.tokenizer import ChatTemplateError
 
 MAX_BYTES = 1_000_000
 """Bytes of a text in UTF-8: no tokenizer makes more tokens of it. One thread tokenizes all prompts, so no request may
@@ -91,16 +91,21 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     chat = await server.prepare(request, lambda: chat_of(body))
     chat, images = await resolve(request, chat, info)
 
+    def of_messages(images_in_text: bool = False) -> list[int]:
+        marker, shown = info.tokenizer.mark(apart(adapted(chat.messages, info.tokenizer)))
+        shown = as_shown(together(shown), (), info.tokenizer)
+        shown, order = (images.in_text if images_in_text else images.in_parts)(shown)
+        tokens = info.tokenizer.apply_chat_template(shown, True, partial(check_size, "messages"), marker)
+        return images.placed(tokens, order).token_ids
+
     def work() -> list[int]:
         if body.prompt is None:
-            marker, shown = info.tokenizer.mark(apart(adapted(chat.messages, info.tokenizer)))
-            shown = with_tools(together(shown), (), info.tokenizer)
-            if not info.tokenizer.takes_system:
-                shown = with_system_as_user(shown)
-            shown = in_turns(shown, info.tokenizer.form)
-            shown, order = images.in_parts(shown)
-            tokens = info.tokenizer.apply_chat_template(shown, True, partial(check_size, "messages"), marker)
-            return images.placed(tokens, order).token_ids
+            try:
+                return of_messages()
+            except ChatTemplateError:  # some templates show images as parts of some messages only
+                if not images.shown:
+                    raise
+                return of_messages(images_in_text=True)
         try:
             return info.tokenizer.encode(
                 body.prompt, body.add_special_tokens is not False, body.split_special_tokens is True

@@ -363,6 +363,17 @@ def test_images_of_several_roles_are_in_their_order(
         )
 
 
+def test_tokenize_shows_images_where_a_chat_does(
+    server: RunningServer, submitted: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_template(server, monkeypatch, USERS_ONLY)
+    result = {"role": "tool", "tool_call_id": "t", "content": [text("R"), url_part(RED)]}
+    messages = [user(text("A")), {"role": "assistant", "content": None, "tool_calls": [CALL]}, result]
+    answered(server, CHAT, {"messages": messages})
+    tokens = answered(server, "/tokenize", {"messages": messages})["tokens"]
+    assert tokens == submitted[0].prompt_token_ids
+
+
 def set_template(server: RunningServer, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     """Until the test ends, prompts are rendered by another chat template."""
     wrapped = load_tokenizer(server.core.served.path)

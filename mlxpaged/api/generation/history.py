@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlxpaged.api.generation.tool_prompt import with_tools
 from mlxpaged.api.media import joined
 from mlxpaged.formats import HARMONY
 from mlxpaged.models.template_form import TemplateForm
@@ -36,6 +37,15 @@ def adapted(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list
                 changed["tool_call_id"] = fitting(answered)
         adapted_messages.append(changed)
     return one_by_one(adapted_messages) if tokenizer.form.one_call else adapted_messages
+
+
+def as_shown(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """Returns `adapted` messages in the form in which the chat template shows all of them: with tools and calls
+    as text, without system messages, and in turns, if it needs that."""
+    shown = with_tools(messages, tools, tokenizer)
+    return in_turns(shown if tokenizer.takes_system else with_system_as_user(shown), tokenizer.form)
 
 
 def one_by_one(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -15,11 +15,11 @@ from starlette.requests import Request
 from mlxpaged.api.errors import NOT_RENDERED, ApiError
 from mlxpaged.api.generation import check, images
 from mlxpaged.api.generation.answer_parser import AnswerParser, HarmonyParser, TagParser
-from mlxpaged.api.generation.history import adapted, in_turns, with_system_as_user, with_thought_apart
+from mlxpaged.api.generation.history import adapted, as_shown, with_thought_apart
 from mlxpaged.api.generation.images import Images, Prompt, apart, together
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
 from mlxpaged.api.generation.structured_output import structured_output
-from mlxpaged.api.generation.tool_prompt import tool_prompt, with_tools
+from mlxpaged.api.generation.tool_prompt import tool_prompt
 from mlxpaged.api.server import server_of
 from mlxpaged.engine.constraint import StructuredOutput, Thinking
 from mlxpaged.engine.info import EngineInfo
@@ -219,10 +219,7 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo, shown_im
 
     def of(conversation: Sequence[dict[str, Any]], images_in_text: bool = False) -> Callable[[], Prompt]:
         marker, messages, shown, options = tokenizer.mark(apart(adapted(conversation, tokenizer)), tools, variables)
-        messages = with_tools(together(messages), shown, tokenizer)
-        if not tokenizer.takes_system:
-            messages = with_system_as_user(messages)
-        messages = in_turns(messages, tokenizer.form)
+        messages = as_shown(together(messages), shown, tokenizer)
         if shown and tokenizer.shows_tools:
             options["tools"] = shown
         messages, order = (shown_images.in_text if images_in_text else shown_images.in_parts)(messages)
