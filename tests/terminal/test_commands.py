@@ -65,7 +65,7 @@ def test_a_server_is_served_listed_used_and_stopped(terminal: Terminal) -> None:
     terminal.run("mlxpaged serve --port 0 --log-level error --kv-cache-memory 16MB > out 2>&1 &")
     status, text = terminal.run("until mlxpaged ps | grep demo; do sleep 0.2; done")
     assert "demo" in text
-    assert re.search(r"demo +loaded +generate", terminal.run("mlxpaged ps")[1])
+    assert re.search(r"demo +loaded +text", terminal.run("mlxpaged ps")[1])
     assert terminal.run("mlxpaged run demo 'What is 17 + 25?'") == (0, "42")
     assert terminal.run("mlxpaged stop demo") == (0, "demo is unloaded")
     assert "demo" not in terminal.run("mlxpaged ps")[1]
@@ -104,7 +104,7 @@ def test_a_model_is_pulled_listed_and_deleted(terminal: Terminal) -> None:
     assert "serve it: mlxpaged serve owner/tiny" in text
     status, text = terminal.run("mlxpaged ls")
     assert (status, text.count("\n")) == (0, 1)
-    assert re.search(r"owner/tiny +3\.\d MB +generate +float32 +4096 +yes", text)
+    assert re.search(r"owner/tiny +3\.\d MB +text +mlx-lm +float32 +4096 +yes", text)
     for answer, expected in (("n", 1), ("y", 0)):
         before = terminal.start("mlxpaged rm owner/tiny")
         terminal.wait_for(r"Delete owner/tiny, 3\.\d MB\? \[y/N\]", since=before)

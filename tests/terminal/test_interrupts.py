@@ -25,6 +25,7 @@ STARTS = {
     "pull": "pull someone/absent",
     "ls": "ls",
     "rm": "rm someone/absent",
+    "cache": "cache ls absent",
     "completion": "completion bash",
     "help": "help serve",
     "version": "version",
