@@ -134,15 +134,21 @@ def test_other_files_of_the_repository_are_no_progress(
     wait_until(lambda: not any(thread.is_alive() for thread in pulling), DEADLINE)
 
 
-@pytest.mark.usefixtures("cache")
-def test_only_so_many_repositories_are_downloaded_at_once(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def held_downloads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """All downloads end, without files, when the event is set."""
     ended = threading.Event()
     monkeypatch.setattr(
         "mlxpaged.models.sources.hub.download_small_files", lambda name, **_: ended.wait(DEADLINE) and None
     )
     monkeypatch.setattr("mlxpaged.models.sources.hub.download_weights", lambda name, files: Path(name))
+    return ended
+
+
+@pytest.mark.usefixtures("cache")
+def test_only_so_many_repositories_are_downloaded_at_once(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = held_downloads(monkeypatch)
     with contextlib.ExitStack() as stack:
         stack.callback(ended.set)
         client = stack.enter_context(raw(server))
@@ -164,11 +170,7 @@ def test_only_so_many_repositories_are_downloaded_at_once(
 def test_the_end_of_the_server_ends_those_who_wait_for_a_download(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = threading.Event()
-    monkeypatch.setattr(
-        "mlxpaged.models.sources.hub.download_small_files", lambda name, **_: ended.wait(DEADLINE) and None
-    )
-    monkeypatch.setattr("mlxpaged.models.sources.hub.download_weights", lambda name, files: Path(name))
+    ended = held_downloads(monkeypatch)
     monkeypatch.setattr(server.app.state.server, "is_ending", True)
     with raw(server) as client:
         assert failing(client, "someone/slow")[1].startswith("the server is shutting down")
