@@ -41,9 +41,10 @@ from mlxpaged.engine.step_input import SampledTokens
 from mlxpaged.models.fused_attention import FusedAttention, fuse_attention
 from mlxpaged.models.head import select_rows_before_head
 from mlxpaged.models.joins import join
-from mlxpaged.models.layer_finder import layer_specs
+from mlxpaged.models.layer_finder import Way, find_layers
 from mlxpaged.models.layers import KV, Recurrent, bytes_per_token
 from mlxpaged.models.loader import load_model
+from mlxpaged.models.replacements import route_layers
 
 # isort: split
 import mlx.core as mx
@@ -171,7 +172,7 @@ class MlxLm:
         self._model, self._batch = make_model(kind), batch
         model = self._model
         self._cache: list[Any] = make_prompt_cache(model)
-        for i, spec in enumerate(layer_specs(make_model(kind))):
+        for i, spec in enumerate(find_layers(make_model(kind)).specs):
             if isinstance(spec, KV):
                 whole = mx.zeros((batch, spec.num_kv_heads, context, HEAD_SIZE), mx.bfloat16)
                 if batch > 1:
@@ -266,7 +267,7 @@ class Ours(ExitStack):
             replace(each, num_query_heads=each.num_kv_heads * HEADS // KV_HEADS, qkv=self._kind)
             if isinstance(each, KV)
             else each
-            for each in layer_specs(model)
+            for each in route_layers(model, Way.ROWS)
         ]
         served = replace(DEMO, model=model, layers=layers, rows=rows)
         served = replace(served, context_length=context + steps + 128)

@@ -11,7 +11,7 @@ from mlx.utils import tree_map
 from mlx_lm.utils import load_model as load_weights
 
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.layer_finder import Way, layer_specs
+from mlxpaged.models.layer_finder import Way, find_layers
 from mlxpaged.models.layers import KV, LayerSpec, PerSequence, kv_layers, leaves, state_bytes
 from mlxpaged.models.weight_names import classes_of
 
@@ -40,7 +40,7 @@ def layers_of(directory: Path) -> list[LayerSpec]:
         model.update(tree_map(zeros, model.parameters()))
         for way in Way:
             try:
-                return layer_specs(model, way)
+                return find_layers(model, way).specs
             except UnsupportedModelError:
                 continue
     except Exception as error:  # mlx-lm's models raise any type without their weights

@@ -7,18 +7,14 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.fused_attention import fuse_attention
-from mlxpaged.models.head_projections import project_rows_together
 from mlxpaged.models.layers import KV, LayerSpec, PerSequence, Recurrent, leaves
-from mlxpaged.models.softcap import attend_with_softcap
-from mlxpaged.models.states import call_in_groups
 
 
 class Way(Enum):
@@ -30,13 +26,16 @@ class Way(Enum):
     MODEL = "model"
 
 
-def layer_specs(model: Module, way: Way = Way.ROWS, fusion: bool = False) -> list[LayerSpec]:
-    """One spec per cache of the model, found by running four tokens through it with mlx-lm's own caches.
+class FoundLayers(NamedTuple):
+    """specs: one for each cache of the model. owners: of its caches, with the modules that use each."""
 
-    Modules that own recurrent states or caches of single sequences are changed to run in groups of a step. fusion:
-    whether attention that takes all rows at once is fused. Raises UnsupportedModelError if a layer needs anything else
-    than these specs describe.
-    """
+    specs: list[LayerSpec]
+    owners: list[Owner]
+
+
+def find_layers(model: Module, way: Way = Way.ROWS) -> FoundLayers:
+    """What the caches of the model keep if it runs in this way, found by running four tokens through it with mlx-lm's
+    own caches. Raises UnsupportedModelError if a layer needs anything else than the specs describe."""
     caches = make_prompt_cache(model)
     owners = {id(cache): Owner(cache) for cache in leaves(caches)}
     model(mx.array([[0]]), cache=caches)  # only the shapes of what the caches keep are read: nothing is computed
@@ -61,22 +60,7 @@ def layer_specs(model: Module, way: Way = Way.ROWS, fusion: bool = False) -> lis
     specs = [spec_of(cache, partial(cache_of, model, i)) for i, cache in enumerate(caches)]
     if not any(True for _ in leaves(specs)):
         raise UnsupportedModelError("none of its layers keeps anything")
-    owning = [
-        owner
-        for owner in owners.values()
-        if way is Way.MODULES or isinstance(owner.cache, ArraysCache) or any(map(is_latent, owner.modules))
-    ]
-    for owner in owners.values() if way is Way.ROWS else ():
-        for module in owner.modules:
-            attend_with_softcap(module)
-            for part in module.modules():
-                project_rows_together(part)
-    if way is Way.ROWS and fusion:
-        attending = [(owner, getattr(owner.cache, "keys", None)) for owner in owners.values()]
-        fuse_attention([(each, keys.dtype) for owner, keys in attending if keys is not None for each in owner.modules])
-    for module in [model] if way is Way.MODEL else [module for owner in owning for module in owner.modules]:
-        call_in_groups(module)
-    return specs
+    return FoundLayers(specs, list(owners.values()))
 
 
 def bytes_per_token_of(cache: Any) -> int:

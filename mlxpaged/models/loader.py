@@ -14,16 +14,9 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.utils import get_total_parameters, load_tokenizer
 
-from mlxpaged.attention.layer import WindowMismatchError
-from mlxpaged.cpu.optimize import optimize_for_cpu, parts_of_projection, prepare_first_load
+from mlxpaged.cpu.optimize import optimize_for_cpu, prepare_first_load
 from mlxpaged.models.adapter_path import AdapterPath
-from mlxpaged.models.adapters import (
-    Adapters,
-    check_adapters,
-    check_files,
-    install_adapters,
-    load_adapters,
-)
+from mlxpaged.models.adapters import Adapters, check_files
 from mlxpaged.models.architectures import Source, source_of
 from mlxpaged.models.draft_assistant import Assistant
 from mlxpaged.models.draft_head import Mtp, load_mtp
@@ -47,18 +40,14 @@ from mlxpaged.models.errors import (
     in_one_line,
 )
 from mlxpaged.models.files import check_entries
-from mlxpaged.models.gated_delta import route_gated_delta
 from mlxpaged.models.generation_config import end_tokens_of, read_generation_config
-from mlxpaged.models.head import RowSelection, select_rows_before_head
-from mlxpaged.models.joins import join
+from mlxpaged.models.head import RowSelection
 from mlxpaged.models.json_files import CONFIG, model_config, read_object
 from mlxpaged.models.kinds import Kind, is_encoder, judges_pairs, kind_of
-from mlxpaged.models.layer_finder import Way, layer_specs
 from mlxpaged.models.layers import KV, LayerSpec, kv_layers, mutual
 from mlxpaged.models.panics import guarded
-from mlxpaged.models.probe import probe, selects_rows
 from mlxpaged.models.quantized_kv import choose_quantization
-from mlxpaged.models.reference import Reference, make_reference
+from mlxpaged.models.replacements import replace_parts
 from mlxpaged.models.reranker import Reranker, make_reranker
 from mlxpaged.models.sharding import least, shard
 from mlxpaged.models.sources.hub import download_weights
@@ -214,30 +203,15 @@ def load_model(
     model.eval()
     try:
         longest = context_length(config)
-        reference = make_reference(model, longest)
-        loaded = load_adapters(model, name, adapters, reference, turns)
-        turns.take()
-        optimize_for_cpu(model)
-        turns.take()
-        if joins:
-            join(model)
-        turns.take()
-        delta = route_gated_delta()
-        layers = find_layers(model, reference, turns, group, fusion=joins)
-        vocab_size = int(reference.logits.shape[1])
-        delta.choose()
-        installed = install_adapters(model, loaded, parts_of_projection)
-        sizes = {vocab_size, vocab_size // num_ranks}  # of a head, or of its share
-        rows = select_rows_before_head(model, sizes, lambda rows: selects_rows(model, layers, reference, rows))
-        installed.step.head = rows
-        check_adapters(model, layers, loaded, installed.step, turns)
+        replaced = replace_parts(model, name, longest, adapters, turns, group, joins)
+        layers, rows, vocab_size = replaced.layers, replaced.rows, replaced.vocab_size
         seen = load_vision(files, own_config, tokenizer.reader.get_vocab, turns.report, most_pixels)
         turns.take()
         everywhere = bool if group is None else partial(all_say, group)
         vision, no_vision_because = let_see(model, layers, *seen, turns, everywhere)
         layers = layers if vision is None else mutual(layers, vision.mutual)
         served_len = min(longest, max_model_len or longest)
-        kv = choose_quantization(model, layers, kv_cache_dtype, reference, served_len, turns, group)
+        kv = choose_quantization(model, layers, kv_cache_dtype, replaced.reference, served_len, turns, group)
     except AdapterError:
         raise
     except UnsupportedModelError as error:
@@ -264,12 +238,12 @@ def load_model(
         vocab_size=vocab_size,
         context_length=longest,
         max_model_len=served_len,
-        weight_bytes=weight_bytes(model) + installed.nbytes + added,
+        weight_bytes=weight_bytes(model) + replaced.adapters.nbytes + added,
         num_parameters=num_parameters,
         reranker=reranker,
         no_reranker_because=no_reranker_because,
         sampling=recommended.sampling,
-        adapters=installed,
+        adapters=replaced.adapters,
         vision=vision,
         no_vision_because=no_vision_because,
         kv_cache_dtype=kv.dtype,
@@ -418,55 +392,6 @@ def own_embedding_model(served: ServedModel, max_tokens: int) -> EmbeddingModel:
     check_causal(model_config(served.path))
     sizes = (served.vocab_size, served.context_length, max_tokens)
     return embedding_model(served.name, served.model, served.tokenizer, spec, *sizes)
-
-
-def find_layers(
-    model: Module,
-    reference: Reference,
-    turns: Turns,
-    group: mx.distributed.Group | None = None,
-    fusion: bool = True,
-) -> list[LayerSpec]:
-    """What the model's layers keep, with which the paged batch reproduces the reference. fusion: as in `layer_specs`.
-    Raises UnsupportedModelError.
-
-    If it cannot take rows of many sequences, its attention, or all of it, is called once per sequence."""
-    reason: UnsupportedModelError | None = None  # of the first way, the fastest
-    for way in Way:
-        try:
-            layers = probe_on_all_ranks(model, way, reference, turns, group, fusion)
-        except UnsupportedModelError as error:
-            logger.debug("by %s: %s", way.value, error)
-            if isinstance(error.__cause__, WindowMismatchError):
-                raise  # no way of running is right
-            reason, last = reason or error, error
-        else:
-            if reason is not None:
-                part = "its attention" if way is Way.MODULES else "the model"
-                logger.warning("%s runs once per sequence, slower and without a prefix cache: %s", part, reason)
-            return layers
-    raise last
-
-
-def probe_on_all_ranks(
-    model: Module,
-    way: Way,
-    reference: Reference,
-    turns: Turns,
-    group: mx.distributed.Group | None,
-    fusion: bool,
-) -> list[LayerSpec]:
-    """`probe`, which fails on all ranks if it fails on one: they must try the same ways."""
-    problem: UnsupportedModelError | None = None
-    try:
-        layers = probe(model, layer_specs(model, way, fusion), reference, turns)
-    except UnsupportedModelError as error:
-        problem = error
-    if group is not None and not least(problem is None, group) and problem is None:
-        raise UnsupportedModelError("another rank computes other logits")
-    if problem is not None:
-        raise problem
-    return layers
 
 
 def context_length(config: dict[str, Any]) -> int:

@@ -31,8 +31,9 @@ from mlxpaged.models import fused_attention, joins
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.expert_rows import rows_of
 from mlxpaged.models.fused_attention import FusedAttention, fuse_attention
-from mlxpaged.models.layer_finder import layer_specs
+from mlxpaged.models.layer_finder import Way, find_layers
 from mlxpaged.models.layers import KV, LayerSpec, Recurrent
+from mlxpaged.models.replacements import route_layers
 from mlxpaged.step import Row
 
 CONTEXT = 900
@@ -217,7 +218,7 @@ def our_step(
 ) -> list[Operation]:
     """The step of `ModelRunner.forward`, and argmax. joined: by models/joins.py. fused: by fused_attention.py."""
     model = known.build()
-    specs = layer_specs(model)
+    specs = route_layers(model, Way.ROWS)
     route_attention(model)
     if joined:
         join_unchecked(model)
@@ -245,7 +246,7 @@ def step_of_mlx_lm(known: KnownModel, batch: int) -> list[Operation]:
     model = known.build()
     state = [mx.zeros((batch, 1), mx.int32)]
     caches = make_prompt_cache(model)
-    for i, (cache, spec) in enumerate(zip(caches, layer_specs(known.build()), strict=True)):
+    for i, (cache, spec) in enumerate(zip(caches, find_layers(known.build()).specs, strict=True)):
         if isinstance(spec, Recurrent):
             state += [mx.zeros((batch, *like[0]), like[1]) for like in spec.arrays if like is not None]
             continue
@@ -284,7 +285,7 @@ def step_of_mlx_lm(known: KnownModel, batch: int) -> list[Operation]:
 
 def kv_bytes(known: KnownModel, batch: int) -> int:
     """Bytes of the keys and values that the tokens of a step see."""
-    specs = [spec for spec in layer_specs(known.build()) if isinstance(spec, KV)]
+    specs = [spec for spec in find_layers(known.build()).specs if isinstance(spec, KV)]
     seen = [min(CONTEXT, spec.window or CONTEXT) for spec in specs]
     return batch * sum(
         keys * spec.kv_layout(block_size=1).bytes_per_token for keys, spec in zip(seen, specs, strict=True)

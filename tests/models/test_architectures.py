@@ -27,7 +27,7 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.models import loader
+from mlxpaged.models import replacements
 from mlxpaged.models.architectures import Source, source_of
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
@@ -235,7 +235,7 @@ def test_fused_and_separate_attention_get_the_tokens_of_mlx_lm(
     if way == "separate":
         other.served = load_model(str(case.path), joins=False)
     else:
-        monkeypatch.setattr(loader, "optimize_for_cpu", lambda _model: None)
+        monkeypatch.setattr(replacements, "optimize_for_cpu", lambda _model: None)
         other.served = load_model(str(case.path))
     assert {spec.qkv is not None for spec in other.served.kv_layers} == {way != "separate"}
     core = other.engine(max_num_batched_tokens=24)

@@ -20,7 +20,7 @@ from mlxpaged.cpu.joined_linear import JoinedLinear, Joint
 from mlxpaged.engine.builder import load_core
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.models import expert_rows, loader
+from mlxpaged.models import expert_rows, replacements
 from mlxpaged.models.joins import join, join_gate_and_up, name_rows
 from mlxpaged.models.loader import load_model
 from tests.models.architectures import make_architecture
@@ -228,7 +228,7 @@ def test_answers_are_the_same_with_joins_and_without(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, joined = str(make_architecture(tmp_path / "m", kind)), []
-    monkeypatch.setattr(loader, "join", lambda model: joined.append(model) or join(model))
+    monkeypatch.setattr(replacements, "join", lambda model: joined.append(model) or join(model))
     answers = []
     for joins in (False, True):
         config = EngineConfig(path, kv_cache_bytes=2**22, joins=joins)

@@ -16,13 +16,14 @@ from mlx_lm.utils import load_model as load_plain_model
 from mlxpaged.attention import precision
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layer import PagedLayer, StepContext
-from mlxpaged.models import loader, probe_steps
+from mlxpaged.models import probe_steps, replacements
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.layer_finder import Way, layer_specs
+from mlxpaged.models.layer_finder import Way
 from mlxpaged.models.layers import is_per_sequence
 from mlxpaged.models.loader import load_model
 from mlxpaged.models.probe import probe
 from mlxpaged.models.reference import make_reference
+from mlxpaged.models.replacements import route_layers
 from mlxpaged.models.states import RecurrentLayer
 from tests.models.architectures import make_architecture
 from tests.support import cast, make_tiny_model, quantize, since_mlx_lm_0_32
@@ -166,7 +167,7 @@ def assert_only_the_broken_one_is_refused(
 ) -> None:
     model = plain_model(path)
     reference = make_reference(model, CONTEXT)
-    specs = layer_specs(model, way)
+    specs = route_layers(model, way)
     probe(model, specs, reference)
     make_wrong(monkeypatch, model)
     with pytest.raises(UnsupportedModelError, match="does not reproduce its logits"):
@@ -210,7 +211,7 @@ def test_a_model_that_was_changed_wrongly_after_loading_is_refused(
         for layer in model.layers:
             layer.self_attn.scale *= 1.02
 
-    monkeypatch.setattr(loader, "optimize_for_cpu", change)
+    monkeypatch.setattr(replacements, "optimize_for_cpu", change)
     path = make_tiny_model(tmp_path / "m", "qwen3")
     with pytest.raises(UnsupportedModelError, match=r"does not reproduce its logits: they differ by \d+\.\d+% in"):
         load_model(str(path))
