@@ -8,17 +8,17 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as ListOf
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
 from mlxpaged.attention.kv_cache import resolve_backend
 from mlxpaged.attention.layout import KV_DTYPES, AttentionShape
-from mlxpaged.attention.metadata import AttentionMetadata, HostStep, IntArray
+from mlxpaged.attention.metadata import HostStep, IntArray
 from mlxpaged.attention.tuning import Tuning
 from mlxpaged.cpu.streams import synchronize
+from mlxpaged.engine.draft_passes import DraftPasses, LastPass
 from mlxpaged.engine.images import Images
 from mlxpaged.engine.rank_messages import MessageWriter
 from mlxpaged.engine.ranks import RankLostError, Ranks, least
@@ -31,7 +31,7 @@ from mlxpaged.models.cache_groups import CacheLayout
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.device_memory import unused_memory
 from mlxpaged.models.loader import ServedModel
-from mlxpaged.step import FIRST_CONTENT_ID, PENDING, BlockMoves, Step
+from mlxpaged.step import PENDING, BlockMoves, Step
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +48,6 @@ in bfloat16, far below a wrong position or block."""
 
 class DeviceError(RuntimeError):
     """The device failed to run this step or an earlier one. The contents of the KV pools are lost."""
-
-
-class LastPass(NamedTuple):
-    """What the draft head needs of a forward pass. vector: the upload of the step. hidden[T, 1, D]: the states of its
-    tokens."""
-
-    step: HostStep
-    vector: mx.array
-    hidden: mx.array
 
 
 class ModelRunner:
@@ -91,7 +82,6 @@ class ModelRunner:
         self._adapters = served.adapters.step
         self._images = images
         self._block_size = block_size
-        self.mtp, self._draft_model = served.mtp, served.draft_model
         sizes = served.layers, num_blocks, block_size
         self._caches = ModelCaches(*sizes, backend, tunings, layout=layout, num_drafting=served.num_drafting)
         self.layers = self._caches.layers
@@ -103,10 +93,7 @@ class ModelRunner:
         self.swap = SwapSpace(self.pools, num_swap_slots, swap_dir) if num_swap_slots else None
         self.thread_id = threading.get_ident()
         self.model_calls = 0
-        if self.mtp is not None and self._rows is not None:
-            self._rows.keeps_hidden = True
-        self._last_pass: LastPass | None = None
-        self._further: tuple[Step, list[AttentionMetadata]] | None = None  # the latest of `draft_further`
+        self.drafts = DraftPasses(served, self._caches, self._rows, block_size)
         self._graphs = StepGraphs(self._outputs, self._caches)
         self._last_step: HostStep | None = None
         mx.eval(self._caches.arrays)
@@ -238,7 +225,7 @@ class ModelRunner:
                 logits, *hidden = self._outputs(host, vector, in_flight)
             else:
                 logits, *hidden = self._graphs.run(host, vector, in_flight, self._adapters.active)
-            self._last_pass = LastPass(host, vector, *hidden) if hidden else None
+            self.drafts.last = LastPass(host, vector, *hidden) if hidden else None
             caches.commit(running)
         finally:
             caches.end()
@@ -256,55 +243,6 @@ class ModelRunner:
             grown = last.grown(step, more, *layers)
         self._last_step = grown or HostStep.build(step, self._block_size, more, *layers)
         return self._last_step
-
-    def draft(self, following: ListOf[int], sampled: mx.array | None, at: ListOf[int]) -> mx.array:
-        """The draft head's hidden states [T, 1, D] for the T tokens of the last `forward`, not yet evaluated. Writes
-        its keys and values into the blocks of these. following: the token after each. sampled[R]: those at the indices
-        `at`, which are on the device."""
-        last, self._last_pass = self._last_pass, None
-        assert last is not None
-        assert self.mtp is not None
-        tokens = mx.array([each if 0 <= each < FIRST_CONTENT_ID else 0 for each in following], mx.int32)
-        if sampled is not None:
-            tokens[mx.array(list(at))] = sampled
-        metas, _ = last.step.on_device(last.vector)
-        return self._caches.forward_draft(partial(self.mtp, tokens, last.hidden), metas)
-
-    def draft_at(self, step: Step, following: mx.array, at: ListOf[int]) -> mx.array:
-        """An assistant's hidden states [R, 1, D] for these of the tokens of the last `forward`, not yet evaluated.
-        step: of one row for each of them. following[R]: the token after each."""
-        last, self._last_pass = self._last_pass, None
-        assert last is not None
-        assert self.mtp is not None
-        is_all = len(at) == last.hidden.shape[0]
-        metas = last.step.on_device(last.vector)[0] if is_all else self._metas(step)
-        hidden = last.hidden if is_all else last.hidden[mx.array(list(at))]
-        return self._caches.forward_draft(partial(self.mtp, following, hidden), metas)
-
-    def draft_further(self, step: Step, following: mx.array, hidden: mx.array) -> mx.array:
-        """Does what `draft` does for a step of one token for each sequence, after `draft` or `draft_at`. following[T]:
-        the tokens after these. hidden[T, 1, D]: the head's own states of the tokens before these."""
-        assert self.mtp is not None
-        if self._further is None or self._further[0] is not step:
-            self._further = step, self._metas(step)
-        return self._caches.forward_draft(partial(self.mtp.further, following, hidden), self._further[1])
-
-    def draft_by_model(self, step: Step, tokens: mx.array, wanted: ListOf[int]) -> mx.array:
-        """Logits [W, V] of the draft model after the tokens [T] of a step at these indices, not yet evaluated. Writes
-        its keys and values into their blocks."""
-        assert self._draft_model is not None
-        return self._caches.forward_draft(partial(self._draft_model, tokens, wanted), self._metas(step))
-
-    def _metas(self, step: Step) -> list[AttentionMetadata]:
-        host = HostStep.build(step, self._block_size, (), self._caches.views, self._caches.planners)
-        metas, _ = host.on_device(host.upload())
-        return metas
-
-    def project(self, hidden: mx.array) -> mx.array:
-        """Logits [T, V] of hidden states [T, 1, D] of the draft head."""
-        assert self._rows is not None
-        assert self.mtp is not None
-        return (self.mtp.project or self._rows.project)(hidden)[:, -1]
 
     def _outputs(self, step: HostStep, vector: mx.array, sampled: mx.array | None) -> list[mx.array]:
         """The graph of a step. vector: its upload. sampled: tokens that replace the pending ones."""

@@ -130,7 +130,7 @@ class HeadDrafter(NetworkDrafter):
                 end = len(following) + row.num_tokens
                 at += range(end - row.num_sampled, end)
             following += [*row.token_ids[1:], after(row, sequences.get(row.sequence_id))]
-        hidden = self._runner.draft(following, tokens, at)
+        hidden = self._runner.drafts.by_head(following, tokens, at)
         if tokens is None:
             mx.async_eval(hidden)
             return None
@@ -138,7 +138,7 @@ class HeadDrafter(NetworkDrafter):
 
     def _first_drafts(self, hidden: mx.array, sampling: ListOf[SamplingRow]) -> mx.array:
         rows = [row._replace(position=row.position + 1) for row in sampling]
-        return self._sampler.guess(self._runner.project(hidden), rows)
+        return self._sampler.guess(self._runner.drafts.project(hidden), rows)
 
     def draft(
         self,
@@ -171,8 +171,8 @@ class HeadDrafter(NetworkDrafter):
         hidden = launched.hidden[mx.array([launched.at[i] for i in chosen])]
         tokens, made = launched.tokens[mx.array(list(chosen))], []
         for number, step in zip(range(more), self._further_steps(launched, sequences, chosen), strict=False):
-            hidden = self._runner.draft_further(step, tokens, hidden)
-            tokens = self._guess(self._runner.project(hidden), running, number + 1)
+            hidden = self._runner.drafts.further(step, tokens, hidden)
+            tokens = self._guess(self._runner.drafts.project(hidden), running, number + 1)
             made.append(tokens)
         return read_columns(made)
 
@@ -208,7 +208,7 @@ class AssistantDrafter(HeadDrafter):
                     last._replace(start=position, token_ids=[0], logits=range(position, position + 1), num_sampled=1)
                     for position in range(row.context_len - row.num_sampled, row.context_len)
                 ]
-        hidden = self._runner.draft_at(Step(rows), tokens, at)
+        hidden = self._runner.drafts.by_assistant(Step(rows), tokens, at)
         return LaunchedDrafts(range(len(at)), first, self._first_drafts(hidden, sampling), hidden, rows)
 
     def _further_steps(
@@ -259,7 +259,7 @@ class ModelDrafter(NetworkDrafter):
                 self._computed[row.sequence_id] = row.context_len if is_next else computed
         if chunks:
             ids = [0 if token >= FIRST_CONTENT_ID else token for row in chunks for token in row.token_ids]
-            mx.async_eval(self._runner.draft_by_model(Step(chunks), mx.array(ids), [len(ids) - 1]))
+            mx.async_eval(self._runner.drafts.by_model(Step(chunks), mx.array(ids), [len(ids) - 1]))
         return None if tokens is None else LaunchedDrafts()
 
     def draft(
@@ -280,7 +280,7 @@ class ModelDrafter(NetworkDrafter):
         ends: list[int] = []
         for part in parts:
             ends.append((ends[-1] if ends else -1) + len(part))
-        logits = self._runner.draft_by_model(self._step(sequences, parts), mx.array(ids), ends)
+        logits = self._runner.drafts.by_model(self._step(sequences, parts), mx.array(ids), ends)
         for sequence, part in zip(sequences, parts, strict=True):
             self._computed[sequence.sequence_id] = part.stop
         ready = [i for i, part in enumerate(parts) if part.stop == len(sequences[i].token_ids)]
@@ -293,7 +293,7 @@ class ModelDrafter(NetworkDrafter):
         for number in range(1, most):
             starts = [len(each.sequence.token_ids) + number - 1 for each in drafting]
             step = self._step([each.sequence for each in drafting], [range(start, start + 1) for start in starts])
-            tokens = self._guess(self._runner.draft_by_model(step, tokens, range(len(drafting))), drafting, number)
+            tokens = self._guess(self._runner.drafts.by_model(step, tokens, range(len(drafting))), drafting, number)
             made.append(tokens)
         self._keep(drafting, read_columns(made))
 

@@ -139,7 +139,7 @@ def test_what_all_drafts_of_an_assistant_need_is_uploaded_once(
     reference: Drafting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = core_of(reference)
-    further, build = core.runner.draft_further, HostStep.build
+    further, build = core.runner.drafts.further, HostStep.build
     uploads, drafts = [0], list[int]()
 
     def build_and_count(*arguments: Any) -> HostStep:
@@ -153,7 +153,7 @@ def test_what_all_drafts_of_an_assistant_need_is_uploaded_once(
         return found
 
     monkeypatch.setattr(HostStep, "build", build_and_count)
-    monkeypatch.setattr(core.runner, "draft_further", draft_and_count)
+    monkeypatch.setattr(core.runner.drafts, "further", draft_and_count)
     answers(core, requests())
     assert len(drafts) > 60
     assert set(drafts) == {0, 1}
@@ -190,7 +190,7 @@ def test_the_head_runs_only_where_it_can_pay(reference: Drafting, expected: dict
     core = core_of(reference)
     assert core.drafting is not None
     core.drafting.budget.lengths = lambda contexts, chances, *_: [0] * len(contexts)
-    setattr(core.runner, reference.method, None)
+    setattr(core.runner.drafts, reference.method, None)
     assert tokens_of(answers(core, requests())) == expected
     assert core.stats().drafts == NO_DRAFTS
 
@@ -200,14 +200,14 @@ def test_a_head_that_fails_is_left_out(
     reference: Drafting, expected: dict[str, tuple[int, ...]], caplog: pytest.LogCaptureFixture
 ) -> None:
     core = core_of(reference)
-    draft, calls = getattr(core.runner, reference.method), itertools.count()
+    draft, calls = getattr(core.runner.drafts, reference.method), itertools.count()
 
     def failing_later(*arguments: Any) -> Any:
         if next(calls) == 5:
             raise ValueError("injected")
         return draft(*arguments)
 
-    setattr(core.runner, reference.method, failing_later)
+    setattr(core.runner.drafts, reference.method, failing_later)
     assert tokens_of(answers(core, requests())) == expected
     assert core.drafting is not None
     assert core.drafting.names == ["grammar"]

@@ -63,7 +63,7 @@ class AssistantReference:
     """mlx-lm's model of a directory, with a random assistant in another one. The model has two layers that read the
     keys and values of others, so its last ones that write some are not its last ones."""
 
-    method = "draft_at"
+    method = "by_assistant"
 
     def __init__(self, path: Path, has_clusters: bool, dtype: mx.Dtype = mx.float32) -> None:
         self.path, self.mtp = path, str(path.parent / "assistant")

@@ -70,7 +70,7 @@ class Head(nn.Module):  # type: ignore[name-defined]
 class Reference:
     """mlx-lm's model of a directory, with a random draft head."""
 
-    method, mtp, has_clusters = "draft", None, False
+    method, mtp, has_clusters = "by_head", None, False
 
     def __init__(self, path: Path, names: dict[str, str]) -> None:
         self.path = path
