@@ -90,7 +90,7 @@ class Simulation:
         tiles = self.device.tiles if self.tiles is None else self.tiles
         config = SchedulerConfig(num_blocks=100_000, max_num_seqs=64, max_num_batched_tokens=2048, tiles=tiles)
         self.scheduler = Scheduler(config, lambda: self.now)
-        self.scheduler.learn_rows({rows: self.device.row_seconds(rows) for rows in TIMED_ROWS})
+        self.scheduler.times.learn_rows({rows: self.device.row_seconds(rows) for rows in TIMED_ROWS})
         self._count = 0
         for tokens in (300, 900, 2000):
             self.finish([self.add(tokens)])
@@ -109,7 +109,7 @@ class Simulation:
         chunks = [(row.start, row.num_tokens) for row in batch.rows if row.num_tokens > 1]
         seconds = self.device.seconds(contexts, chunks)
         self.now += seconds
-        self.scheduler.observe(batch, seconds)
+        self.scheduler.times.observe(batch, seconds)
         sampled = [self.scheduler.sequences[row.sequence_id] for row in batch.rows if row.samples]
         self.scheduler.update(batch, {sequence.sequence_id: [1] for sequence in sampled})
         for sequence in sampled:

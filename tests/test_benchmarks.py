@@ -16,7 +16,7 @@ import pytest
 
 from mlxpaged.cpu import streams
 from mlxpaged.engine.config import EngineConfig
-from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.scheduler.prefill_budget import PrefillLimits
 from tests.attention import step_counts
 from tests.models import gguf_figures
 from tests.support import running_server
@@ -212,7 +212,7 @@ def test_the_figures_of_hostile_images_are_a_table_and_the_times_of_streams(
 
 
 def test_the_benchmark_of_prefixes_on_a_disk_measures(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "prefill_seconds", lambda *_: None)  # reading is never slower than computing
+    monkeypatch.setattr(PrefillLimits, "seconds_roughly", lambda *_: None)  # reading is never slower than computing
     sizes = ("--models", "demo", "--tokens", "200", "--streams", "2", "--rounds", "1", "--seconds", "0.1")
     lines = run("disk_prefixes.py", *sizes).splitlines()
     computed, memory, disk = (line[24:].split() for line in lines[3:6])

@@ -164,7 +164,7 @@ class EngineCore(Worker):
 
     def rest(self, device_is_idle: bool) -> bool:
         self.scheduler.blocks.size.missing = 0  # no request waits for more
-        self.scheduler.learn()
+        self.scheduler.times.learn()
         return self.loop.resize_pools(is_idle=True, device_is_idle=device_is_idle)
 
     def give_back(self) -> int:

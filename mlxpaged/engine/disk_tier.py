@@ -173,7 +173,7 @@ class DiskTier:
             )
             found.append([Wanted([(last.name.key, last.tokens)], [last])])
             num_bytes += self.share.state_bytes
-        computing = self._scheduler.prefill_seconds(usable * size, (end - usable) * size)
+        computing = self._scheduler.times.seconds_roughly(usable * size, (end - usable) * size)
         reading = READ_SECONDS + num_bytes / self.share.store.read_rate
         return chain[:end], [] if computing is not None and computing <= reading else found
 
@@ -234,7 +234,7 @@ class DiskTier:
                 continue
             size = self._pool.block_size
             num_records = sum(len(each.records) for piece in left for each in piece)
-            seconds = self._scheduler.prefill_seconds(len(chain) * size, num_records * size) or 0.0
+            seconds = self._scheduler.times.seconds_roughly(len(chain) * size, num_records * size) or 0.0
             held = [block for record in chain for block in record.blocks if block != UNUSED]
             for block in held:
                 self._pool.share(block)

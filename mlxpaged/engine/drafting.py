@@ -76,7 +76,7 @@ class Drafting:
         self.drafter = drafter
         self.network = network
         config = scheduler.config
-        self.budget = DraftBudget(scheduler.decode_seconds, config.max_draft_states if config.recurrent else None)
+        self.budget = DraftBudget(scheduler.times.decode_seconds, config.max_draft_states if config.recurrent else None)
         self._proposals: dict[int, Proposal] = {}  # those of the next step, by sequence id
         self.stats = NO_DRAFTS
 

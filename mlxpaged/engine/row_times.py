@@ -39,7 +39,7 @@ def time_rows(core: EngineCore, take_turn: Callable[[], None] = lambda: None) ->
                 seconds[rows] = min(steps)
                 spent += sum(steps)
                 longest = max(longest, sum(steps))
-    core.scheduler.learn_rows(seconds)
+    core.scheduler.times.learn_rows(seconds)
     times = ", ".join(f"{rows}: {1000 * seconds[rows]:.1f}" for rows in sorted(seconds))
     logger.info("milliseconds of a decoding step by its rows: %s", times)
     return seconds

@@ -133,7 +133,7 @@ def engine_status(
         steps_total,
         running=tuple(sequence_state(scheduler, sequence, now) for sequence in scheduler.running),
         waiting=tuple(sequence_state(scheduler, sequence, now) for sequence in first),
-        step_seconds=scheduler.row_seconds(),
+        step_seconds=scheduler.times.row_seconds(),
     )
 
 

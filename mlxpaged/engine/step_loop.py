@@ -302,7 +302,7 @@ class StepLoop:
             seconds = now - max(step.started, self.device.read_at)
             if self._drafting is not None:
                 self._drafting.note_seconds(step.scheduled, seconds)
-            self._scheduler.observe(step.scheduled, seconds)
+            self._scheduler.times.observe(step.scheduled, seconds)
         self.device.read_at = now
         self._headroom.note_success()
         self._scheduler.admits = True
@@ -383,9 +383,9 @@ class StepLoop:
         """The size of the step that was scheduled last, and the time of all that run. The watchdog asks on its own
         thread while a step runs, so this only reads what does not change."""
         last, in_flight = self._log.scheduled, self._in_flight
-        seconds = self._scheduler.expected_seconds(last)
+        seconds = self._scheduler.times.expected_seconds(last)
         if in_flight is not None and in_flight.scheduled is not last and seconds is not None:
-            before = self._scheduler.expected_seconds(in_flight.scheduled)
+            before = self._scheduler.times.expected_seconds(in_flight.scheduled)
             seconds = None if before is None else before + seconds
         rows = last.rows if in_flight is None else [*last.rows, *in_flight.scheduled.rows]
         request_ids = frozenset(row.request_id for row in rows)

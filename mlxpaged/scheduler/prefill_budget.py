@@ -81,7 +81,8 @@ class PrefillLimits:
         self.forget()
 
     def learn_rows(self, seconds: Mapping[int, float]) -> None:
-        """Begin anew with what decoding steps of so many rows took: with the tiles that they show, and their times."""
+        """Begin anew with what decoding steps of so many rows, with short contexts, took before the first request: with
+        the tiles that they show, and their times."""
         self._tiles = self._config.tiles.measured(seconds)
         self._cost = StepCost(self._tiles, seconds)
         self.forget()
@@ -95,15 +96,20 @@ class PrefillLimits:
         self._cost.observe(contexts, chunks, seconds)
 
     def learn(self) -> None:
+        """Make the estimate of `expected_seconds` from the steps so far."""
         self._cost.costs()
 
     def expected_seconds(self, step: Step) -> float | None:
+        """The time of a step by the latest estimate; None if it cannot tell. Any thread may ask."""
         return self._cost.expected_seconds(*work_of(step.rows))
 
     def row_seconds(self) -> dict[int, float]:
+        """Seconds of steps without prompts by their rows, beside what their keys take."""
         return self._cost.row_seconds()
 
     def decode_seconds(self) -> Callable[[int, int], float] | None:
+        """Returns the time of a step of so many decoding rows that attend to so many keys together; None if no step was
+        timed yet."""
         costs = self._cost.decoding_costs()
         return None if costs is None else costs.decode_seconds
 

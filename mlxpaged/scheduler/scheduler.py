@@ -59,7 +59,8 @@ class Prefill(NamedTuple):
 class Scheduler:
     """Holds every unfinished sequence. `schedule` starts a step, `update` ends it; all calls come from one thread.
 
-    clock: seconds. The sequences' arrival times and deadlines refer to it.
+    clock: seconds. The sequences' arrival times and deadlines refer to it. times: learns how long steps take, and
+    limits their prompts by that.
     """
 
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -80,7 +81,7 @@ class Scheduler:
         self._changed: set[int] = set()  # sequences whose blocks get their contents in the step being scheduled
         self._preemption = Preemption(self.blocks, self.running, self.waiting, clock)
         self._admission = AdmissionControl(config.max_num_seqs, self._preemption, self._changed)
-        self._prefill = PrefillLimits(config)
+        self.times = PrefillLimits(config)
         self._decode_credit = 0.0
         self.max_tokens = config.max_num_batched_tokens
         """Token budget of the next step: less if memory is short. Decoding sequences are in it all the same."""
@@ -154,14 +155,9 @@ class Scheduler:
         """Mark a prefix if it takes long to compute."""
         if self.valuable_seconds < math.inf:
             chain = chain[: self.blocks.states.usable(chain)]
-            seconds = self.prefill_seconds(0, len(chain) * self.config.block_size)
+            seconds = self.times.seconds_roughly(0, len(chain) * self.config.block_size)
             if seconds is not None and seconds > self.valuable_seconds:
                 value(chain)
-
-    def prefill_seconds(self, start: int, tokens: int) -> float | None:
-        """A first estimate of the time to compute these tokens of a prompt if nothing else runs. None before any prompt
-        was computed."""
-        return self._prefill.seconds_roughly(start, tokens)
 
     def room_beside(self, sequence: Sequence) -> int:
         """Free blocks that the running sequences leave to one that is to wait for admission."""
@@ -178,10 +174,10 @@ class Scheduler:
             return None  # its prefix need not be computed
         length = len(sequence.token_ids)
         start = max(sequence.num_computed_tokens, sequence.kv.num_swapped_tokens)
-        if length - start <= 1 or self._prefill.seconds_alone(start, length - start) <= seconds:
+        if length - start <= 1 or self.times.seconds_alone(start, length - start) <= seconds:
             return None  # without searching the prefix cache, which takes long for long prompts
         start = self.blocks.num_available_tokens(sequence)
-        needed = self._prefill.seconds_alone(start, length - start)
+        needed = self.times.seconds_alone(start, length - start)
         return Prefill(length - start, needed) if needed > seconds else None
 
     # -- a step --------------------------------------------------------------------------------------------------
@@ -209,31 +205,6 @@ class Scheduler:
                 self._add_decodes(builder)
         self.blocks.size.relieve()
         return Step(builder.build(self.tables_of), self.blocks.take_moves())
-
-    def observe(self, step: Step, seconds: float) -> None:
-        """Learn from a step: the device computed all these rows, and nothing else, in `seconds`."""
-        self._prefill.observe(step, seconds)
-
-    def learn_rows(self, seconds: Mapping[int, float]) -> None:
-        """Begin with what decoding steps of so many rows, with short contexts, took before the first request."""
-        self._prefill.learn_rows(seconds)
-
-    def learn(self) -> None:
-        """Make the estimate of `expected_seconds` from the steps so far."""
-        self._prefill.learn()
-
-    def expected_seconds(self, step: Step) -> float | None:
-        """The time of a step by the latest estimate; None if it cannot tell. Any thread may ask."""
-        return self._prefill.expected_seconds(step)
-
-    def decode_seconds(self) -> Callable[[int, int], float] | None:
-        """Returns the time of a step of so many decoding rows that attend to so many keys together; None if no step was
-        timed yet."""
-        return self._prefill.decode_seconds()
-
-    def row_seconds(self) -> dict[int, float]:
-        """Seconds of steps without prompts by their rows, beside what their keys take."""
-        return self._prefill.row_seconds()
 
     def update(self, step: Step, token_ids: Mapping[int, ListOf[int]]) -> None:
         """Commit a step that the device has finished, with the tokens that it sampled, by sequence id. The engine
@@ -373,12 +344,12 @@ class Scheduler:
         prefilling = [sequence for sequence in self.running if sequence.num_uncomputed_tokens > 1]
         waiting = self._first_waiting(self._admission.num_free_slots + LOOK_AHEAD)
         if not prefilling and not waiting:
-            self._prefill.forget()
+            self.times.forget()
             return
         decoding = (len(sequence.token_ids) for sequence in filter(is_decoding, self.running))
         num_prompts = len(prefilling) + len(waiting)
         logits = self.config.max_prompt_logits - builder.num_drafts
-        budget = self._prefill.budget(builder.contexts, decoding, self.max_tokens, logits, num_prompts)
+        budget = self.times.budget(builder.contexts, decoding, self.max_tokens, logits, num_prompts)
         refused = 0
         for sequence in short_first(heapq.merge(prefilling, waiting, key=ORDER)):
             if budget.tokens <= 0:

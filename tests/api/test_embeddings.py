@@ -305,7 +305,7 @@ def test_streams_go_on_beside_a_large_request_and_it_does_not_starve(
 ) -> None:
     """Between two of its steps every stream draws a token; none of its steps is longer than it may be."""
     steps: list[str] = []
-    embedder, observe = server.core_of("vectors").embedder, server.core.scheduler.observe
+    embedder, observe = server.core_of("vectors").embedder, server.core.scheduler.times.observe
     assert embedder is not None
     decode = embedder.model.decode
 
@@ -320,7 +320,7 @@ def test_streams_go_on_beside_a_large_request_and_it_does_not_starve(
         observe(*args)
 
     object.__setattr__(embedder.model, "decode", watching_decode)
-    monkeypatch.setattr(server.core.scheduler, "observe", watching_observe)
+    monkeypatch.setattr(server.core.scheduler.times, "observe", watching_observe)
     try:
         beside_a_stream(server, monkeypatch, 100, [random_tokens(400, i) for i in range(12)])
     finally:
@@ -347,7 +347,7 @@ def test_what_embeddings_take_is_not_learned_as_the_time_of_a_step_under_way(
         step(alone)
 
     monkeypatch.setattr(embedder, "step", slow)
-    monkeypatch.setattr(scheduler, "observe", lambda batch, seconds: events.append(seconds))
+    monkeypatch.setattr(scheduler.times, "observe", lambda batch, seconds: events.append(seconds))
     beside_a_stream(server, monkeypatch, 60, [random_tokens(400, i) for i in range(5)])
     beside = [after for before, after in itertools.pairwise(events) if before is None and after is not None]
     assert len(beside) >= 9

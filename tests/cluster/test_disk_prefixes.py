@@ -26,7 +26,7 @@ from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.scheduler.prefill_budget import PrefillLimits
 from tests.cluster.ranks import Setup, no_fault, play, play_alone
 from tests.cluster.servers import cluster_of
 from tests.models.architectures import QWEN3_5, linear_attention, make_architecture, nested
@@ -96,7 +96,7 @@ class Life:
     def __call__(self, core: EngineCore) -> Outcome:
         outcome = Outcome()
         self.prepare()
-        costs = mock.patch.object(Scheduler, "prefill_seconds", lambda _, start, tokens: tokens / 10)
+        costs = mock.patch.object(PrefillLimits, "seconds_roughly", lambda _, start, tokens: tokens / 10)
         with costs, mock.patch.object(disk_tier, "PATIENCE_SECONDS", self.patience):
             for i in range(self.rounds):
                 if self.is_emptied and i == self.rounds - 1:

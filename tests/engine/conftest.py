@@ -5,7 +5,7 @@ import pytest
 from mlxpaged.cache.disk_store import READ_RATE, DiskStore
 from mlxpaged.engine import disk_tier
 from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.scheduler.prefill_budget import PrefillLimits
 from tests.metal_on_cpu.fixtures import metal, metal_on_cpu
 
 __all__ = ["metal", "metal_on_cpu"]
@@ -21,6 +21,6 @@ def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler expects a millisecond for each token, on any machine, and the tier a fast disk, on any disk."""
-    monkeypatch.setattr(Scheduler, "prefill_seconds", lambda _, start, tokens: tokens / 1000)
+    monkeypatch.setattr(PrefillLimits, "seconds_roughly", lambda _, start, tokens: tokens / 1000)
     monkeypatch.setattr(DiskStore, "read_rate", READ_RATE)
     monkeypatch.setattr(disk_tier, "PATIENCE_SECONDS", 600.0)

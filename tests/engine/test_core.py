@@ -456,13 +456,13 @@ def test_the_engine_measures_its_steps_and_cuts_prompts_to_the_limit(
 def observed(core: EngineCore) -> list[tuple[int, float]]:
     """Tokens and seconds of every step that the cost model learns from, from here on."""
     found: list[tuple[int, float]] = []
-    observe = core.scheduler.observe
+    observe = core.scheduler.times.observe
 
     def noting(batch: Step, seconds: float) -> None:
         found.append((batch.num_tokens, seconds))
         observe(batch, seconds)
 
-    core.scheduler.observe = noting  # type: ignore[method-assign]
+    core.scheduler.times.observe = noting  # type: ignore[method-assign]
     return found
 
 

@@ -32,7 +32,7 @@ from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.fingerprint import fingerprint
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.scheduler.prefill_budget import PrefillLimits
 from mlxpaged.vision.image import PromptImage
 from tests.engine.seeing import expected_answer, image, load_seeing, shown
 from tests.models.architectures import make_architecture
@@ -205,7 +205,7 @@ def test_what_is_computed_sooner_than_read_is_computed(make_core: MakeCore, monk
     expected = answer_twice(core, prompt)
     end(core)
     core = make_core()
-    monkeypatch.setattr(Scheduler, "prefill_seconds", lambda *_: 0.001)
+    monkeypatch.setattr(PrefillLimits, "seconds_roughly", lambda *_: 0.001)
     assert answer(core, prompt) == expected
     assert num_loaded(core) == 0
 

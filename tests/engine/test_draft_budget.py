@@ -46,7 +46,7 @@ class Device:
         monkeypatch.setattr(ModelRunner, "overlaps", overlaps)
         config = EngineConfig(kv_cache_bytes=4_000_000, max_step_ms=0, speculative="ngram")
         self.core: EngineCore = build_engine(config, load_model(str(path)), clock=lambda: self.now)
-        self.core.scheduler.learn_rows({rows: seconds(rows) for rows in range(1, MOST_DRAFT_ROWS + 1)})
+        self.core.scheduler.times.learn_rows({rows: seconds(rows) for rows in range(1, MOST_DRAFT_ROWS + 1)})
         read = InFlightStep.read
 
         def reading(step: InFlightStep) -> Any:
@@ -105,7 +105,7 @@ def device(request: pytest.FixtureRequest, path: Path, monkeypatch: pytest.Monke
 
 def test_after_many_steps_with_drafts_one_goes_without(device: Device, known: dict[str, tuple[int, ...]]) -> None:
     device.seconds = lambda rows: 0.02 + 0.01 * rows
-    device.core.scheduler.learn_rows({rows: device.seconds(rows) for rows in range(1, MOST_DRAFT_ROWS + 1)})
+    device.core.scheduler.times.learn_rows({rows: device.seconds(rows) for rows in range(1, MOST_DRAFT_ROWS + 1)})
     device.use(Late(device, known))
     assert tokens_of(answers(device.core, asked(1))) == {"r0": known["r0"]}
     with_drafts = "".join("d" if step.has_drafts else "p" for step in device.decoding())

@@ -47,7 +47,7 @@ def test_the_scheduler_knows_the_steps_that_were_timed(tmp_path: Path, monkeypat
     device = Device(monkeypatch, tmp_path / "model", "llama", milliseconds=0.01)
     found = time_rows(device.core)
     assert found == pytest.approx({rows: rows / 100_000 for rows in ROWS})
-    known = device.core.scheduler.row_seconds()
+    known = device.core.scheduler.times.row_seconds()
     assert all(known[rows] == pytest.approx(found[rows]) for rows in ROWS if rows not in (32, 33)), "these count as one"
 
 
@@ -103,7 +103,7 @@ def test_a_step_that_moves_blocks_or_is_traced_teaches_nothing(tmp_path: Path, m
     core = Device(monkeypatch, tmp_path / "model", "llama").core
     traced = SimpleNamespace(count=0)
     monkeypatch.setattr(type(core.runner), "num_traced", property(lambda runner: traced.count))
-    run, observe, learned = core.runner.run, core.scheduler.observe, []
+    run, observe, learned = core.runner.run, core.scheduler.times.observe, []
 
     def tracing(step: Step, *args: object) -> object:
         traced.count += len(step) == 2
@@ -111,7 +111,7 @@ def test_a_step_that_moves_blocks_or_is_traced_teaches_nothing(tmp_path: Path, m
 
     monkeypatch.setattr(core.runner, "run", tracing)
     monkeypatch.setattr(
-        core.scheduler, "observe", lambda batch, seconds: (learned.append(len(batch)), observe(batch, seconds))
+        core.scheduler.times, "observe", lambda batch, seconds: (learned.append(len(batch)), observe(batch, seconds))
     )
     run_requests(core, [[1, 2, 3]], max_tokens=3)
     run_requests(core, PROMPTS, max_tokens=3)

@@ -20,7 +20,7 @@ from mlxpaged.engine.core import EngineCore
 from mlxpaged.models.cache_groups import cache_layout
 from mlxpaged.models.layers import KV, bytes_per_token, quantized
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.scheduler.prefill_budget import PrefillLimits
 from tests.engine.test_disk_tier import answer_twice, end, prompt_of
 from tests.models.architectures import make_architecture
 from tests.models.test_cache_groups import CONTEXT, MODELS, check, kv
@@ -193,7 +193,7 @@ def test_the_type_of_the_model_is_the_default(tmp_path: Path) -> None:
 def test_stored_prefixes_are_found_again_and_are_not_those_of_another_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Scheduler, "prefill_seconds", lambda _, start, tokens: tokens / 1000)
+    monkeypatch.setattr(PrefillLimits, "seconds_roughly", lambda _, start, tokens: tokens / 1000)
     path = make_tiny_model(tmp_path / "llama", "llama", head_dim=64)
     models = [load_model(str(path), kv_cache_dtype=dtype) for dtype in ("int8", "int8", "auto")]
     prompt, hits, tokens = prompt_of(0), [], []

@@ -130,7 +130,7 @@ def teach(scheduler: Scheduler, lengths: range = range(50, 451, 50)) -> None:
     """Steps with prompts, each token of which takes the same time."""
     for length in lengths:
         row = Row(10_000, 0, range(length))
-        scheduler.observe(Step((row,)), SECONDS_PER_TOKEN * length)
+        scheduler.times.observe(Step((row,)), SECONDS_PER_TOKEN * length)
 
 
 def test_deadline_estimates_count_the_remaining_tokens() -> None:

@@ -186,7 +186,7 @@ class TimedScheduler:
         chunks = [(row.start, row.num_tokens) for row in self.last.rows if row.num_tokens > 1]
         seconds = self.seconds(contexts, chunks)
         tokens = {row.sequence_id: 1 for row in self.last.rows if row.samples}
-        self.scheduler.observe(self.last, seconds)
+        self.scheduler.times.observe(self.last, seconds)
         commit(self.scheduler, self.last, tokens)
         return seconds
 
@@ -196,7 +196,7 @@ def with_streams(
 ) -> TimedScheduler:
     """Streams decode, and the machine is known. timed_rows: seconds by rows, measured before."""
     timed = TimedScheduler(machine, **options)
-    timed.scheduler.learn_rows(timed_rows)
+    timed.scheduler.times.learn_rows(timed_rows)
     timed.add(*(sequence(number, 20 + 10 * number, max_tokens=5000) for number in range(count)))
     for number in range(100, 104):
         for _ in range(4):
@@ -506,7 +506,7 @@ def test_tiles_and_least_chunks_are_measured_where_the_times_are_clear(
 def test_the_scheduler_cuts_chunks_by_the_tiles_that_were_measured() -> None:
     """They are known to have 64 rows, and have 32."""
     timed = TimedScheduler(FAST_GPU, tiles=RowTiles(64))
-    timed.scheduler.learn_rows({rows: rows_of_a_gpu(rows) for rows in (1, 32, 33, 64, 128)})
+    timed.scheduler.times.learn_rows({rows: rows_of_a_gpu(rows) for rows in (1, 32, 33, 64, 128)})
     timed.seconds = lambda contexts, chunks: rows_of_a_gpu(  # type: ignore[method-assign]
         len(contexts) + sum(tokens for _, tokens in chunks)
     )

@@ -141,7 +141,7 @@ def time_rows_of(engine: EngineCore) -> dict[str, float]:
 def drafts_of(engine: EngineCore) -> dict[str, dict[str, int]]:
     """The draft tokens that a step would verify for each sequence, by their chance and by the sequences that decode,
     according to the times of steps by their rows."""
-    seconds = engine.scheduler.decode_seconds()
+    seconds = engine.scheduler.times.decode_seconds()
     assert seconds is not None, "steps were timed"
 
     def count(batch: int, chance: float) -> int:
