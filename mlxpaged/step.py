@@ -189,6 +189,11 @@ class Step:
         """Whether it has rows of images."""
         return max(self.token_ids) >= FIRST_CONTENT_ID
 
+    @functools.cached_property
+    def spans(self) -> dict[int, Sequence[tuple[int, int]]]:
+        """Those of the rows that have any, by the indices of the rows."""
+        return {i: row.spans for i, row in enumerate(self.rows) if row.spans}
+
     @property
     def sequence_ids(self) -> list[int]:
         return [row.sequence_id for row in self.rows]

@@ -75,9 +75,9 @@ class GatherPool:
         queries = options.whole(queries)
         key = ("gather", options.locality, self._num_kv_heads)
         if key not in meta.derived:
-            make = make_groups if meta.num_repeats is None else make_ranges
+            make = make_groups if meta.step.num_repeats is None else make_ranges
             meta.derived[key] = make(meta, options.locality, self._num_kv_heads)
-        if meta.num_repeats is not None:
+        if meta.step.num_repeats is not None:
             out = attend_in_ranges(queries, self._read, meta.derived[key], options)
             return self._memory.has_read(out)
         groups, order = meta.derived[key]
@@ -90,16 +90,16 @@ class GatherPool:
         return self._memory.has_read(mx.concatenate(outputs)[order])
 
     def read_context(self, meta: AttentionMetadata) -> mx.array:
-        rows = rows_of(meta, np.zeros(1, int), np.arange(meta.host_context_lens[0])[None], self._num_kv_heads)
+        rows = rows_of(meta, np.zeros(1, int), np.arange(meta.step.context_lens[0])[None], self._num_kv_heads)
         return self._memory.has_read(self._memory.seen_as(self._shapes)[0][rows.squeeze(0)])
 
 
 def make_groups(meta: AttentionMetadata, locality: Locality, num_kv_heads: int) -> tuple[list[Group], mx.array]:
     """One group for each number of query tokens, and the order that brings their outputs back. All decoding sequences
     of a step share one call."""
-    lens = np.asarray(meta.host_query_lens)
+    lens = np.asarray(meta.step.query_lens)
     starts = np.concatenate(([0], np.cumsum(lens)))
-    contexts = np.asarray(meta.host_context_lens)
+    contexts = np.asarray(meta.step.context_lens)
     groups, all_rows = [], []
     for length in np.unique(lens).tolist():
         members = np.flatnonzero(lens == length)
@@ -109,8 +109,8 @@ def make_groups(meta: AttentionMetadata, locality: Locality, num_kv_heads: int) 
         position = first[:, None] + np.arange((last - first).max() + 1)
         query = (last - length + 1)[:, None, None] + np.arange(length)[:, None]
         last_keys = query
-        if locality.looks_ahead(meta, members):
-            last_keys = np.array([locality.last_keys(meta, i) for i in members.tolist()])[..., None]
+        if locality.looks_ahead(meta.step, members):
+            last_keys = np.array([locality.last_keys(meta.step, i) for i in members.tolist()])[..., None]
         mask = (position[:, None] <= last_keys) & (position[:, None] >= locality.first_key(query))
         keys = rows_of(meta, members, np.minimum(position, last[:, None]), num_kv_heads)
         groups.append(Group(mx.array(rows), keys, mx.array(mask[:, None])))

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.attention.metadata import AttentionMetadata, distinct_rows
 from mlxpaged.attention.pool import Locality, Options
 from mlxpaged.attention.tile_schedule import counts_from_zero
 
@@ -46,9 +46,9 @@ def rows_of(meta: AttentionMetadata, sequences: Any, positions: Any, num_kv_head
 
 
 def make_ranges(meta: AttentionMetadata, locality: Locality, num_kv_heads: int) -> KeyRanges:
-    distinct = meta.distinct
+    distinct = distinct_rows(meta.step)
     size, count = len(distinct), distinct[-1] + 1
-    last = np.asarray(meta.host_context_lens)[:count] - 1
+    last = np.asarray(meta.step.context_lens)[:count] - 1
     first = locality.first_key(last)
     first_range = first // RANGE
     counts = last // RANGE - first_range + 1

@@ -234,8 +234,8 @@ class LayerKVCache:
     def read_context(self, meta: AttentionMetadata) -> mx.array:
         """The keys of the context of a step's only sequence, [num_kv_heads, context_len, key_size], in order."""
         self._check_meta(meta)
-        if len(meta.host_context_lens) != 1:
-            raise ValueError(f"metadata of one sequence is needed, not of {len(meta.host_context_lens)}")
+        if len(meta.step.context_lens) != 1:
+            raise ValueError(f"metadata of one sequence is needed, not of {len(meta.step.context_lens)}")
         return self._pool.read_context(meta)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

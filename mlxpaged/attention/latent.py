@@ -32,7 +32,7 @@ class LatentGroup(TokenGroup):
     def __init__(self, meta: AttentionMetadata, first: int, last: int, sequences: slice, context_len: int = 0) -> None:
         """context_len: of the piece, its tokens included; 0 for rows."""
         super().__init__(first, last, is_rows=not context_len)
-        lens, contexts = meta.host_query_lens[sequences], meta.host_context_lens[sequences]
+        lens, contexts = meta.step.query_lens[sequences], meta.step.context_lens[sequences]
         if context_len:
             lens, contexts = [last - first], [context_len]
         self.meta = meta.part(sequences, slice(first, last), lens, contexts)
@@ -52,7 +52,7 @@ def make_latent_groups(meta: AttentionMetadata, num_heads: int, expand_from: int
     """The calls of a step, in the order of its tokens. Empty if it has no chunk that is worth expanding."""
     groups: list[LatentGroup] = []
     first_sequence = first_row = token = 0
-    for i, (length, context_len) in enumerate(zip(meta.host_query_lens, meta.host_context_lens, strict=True)):
+    for i, (length, context_len) in enumerate(zip(meta.step.query_lens, meta.step.context_lens, strict=True)):
         piece = min(length, MAX_SCORES // (num_heads * context_len))
         if piece >= expand_from:
             if token > first_row:
@@ -63,7 +63,7 @@ def make_latent_groups(meta: AttentionMetadata, num_heads: int, expand_from: int
             first_sequence, first_row = i + 1, token + length
         token += length
     if groups and token > first_row:
-        groups.append(LatentGroup(meta, first_row, token, slice(first_sequence, len(meta.host_query_lens))))
+        groups.append(LatentGroup(meta, first_row, token, slice(first_sequence, len(meta.step.query_lens))))
     return groups
 
 
@@ -151,7 +151,7 @@ class ExpandedChunk:
 
     def __init__(self, kv: LayerKVCache, step: StepContext, group: LatentGroup) -> None:
         self._kv, self._step, self._group = kv, step, group
-        [query_len], [context_len] = group.meta.host_query_lens, group.meta.host_context_lens
+        [query_len], [context_len] = group.meta.step.query_lens, group.meta.step.context_lens
         self.offset = context_len - query_len
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

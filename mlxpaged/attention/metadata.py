@@ -82,42 +82,25 @@ class Planner(NamedTuple):
     plan into the upload. The plan itself is static: of two steps with equal shapes and plans, the graphs are equal.
 
     `grow` changes these arrays, which are those of the step before, for a step in which each sequence has one more
-    token. It gets the plan, the lengths, all arrays of the upload, and for how many steps the plan has served. It
+    token. It gets the plan, that step, all arrays of the upload, and for how many steps the plan has served. It
     returns False, and changes nothing, if the plan has to be made again."""
 
     key: Hashable
-    make: Callable[[HostMetadata, Upload], Any]
-    grow: Callable[[Any, HostMetadata, Sequence[IntArray], int], bool] = lambda *_: False
+    make: Callable[[Step, Upload], Any]
+    grow: Callable[[Any, Step, Sequence[IntArray], int], bool] = lambda *_: False
 
 
 @dataclass(frozen=True)
-class HostMetadata:
-    """The lengths of a step's sequences. host_context_lens include the step's query tokens. num_repeats: as in Step.
-    host_spans: of the rows that have any, by their indices; see Row."""
-
-    block_size: int
-    host_query_lens: list[int]
-    host_context_lens: list[int]
-    num_repeats: int | None = field(default=None, kw_only=True)
-    host_spans: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict, kw_only=True)
-
-    @property
-    def distinct(self) -> IntArray:
-        """Indices [n]: for each sequence of a tile, that of the first one that is the same."""
-        count = len(self.host_query_lens)
-        first: IntArray = np.minimum(np.arange(count), count - (self.num_repeats or 0) - 1).astype(np.int32)
-        return first
-
-
-@dataclass(frozen=True)
-class AttentionMetadata(HostMetadata):
-    """A ragged batch of S sequences and T query tokens. All arrays are int32 on the device.
+class AttentionMetadata:
+    """A step of S sequences and T query tokens for the layers of one view. All arrays are int32 on the device.
 
     positions[T]: of each query token in its sequence, as the rotary embedding gets it. padded_slots[max(T, 8)]: the
     slot of each token's key and value, `block * block_size + offset`, then UNUSED. block_tables[S, b]: block ids, then
     UNUSED; b is a bucket. host_block_tables: as they were given.
     """
 
+    step: Step
+    block_size: int
     positions: mx.array
     padded_slots: mx.array
     block_tables: mx.array
@@ -137,7 +120,7 @@ class AttentionMetadata(HostMetadata):
     @property
     def num_written(self) -> int:
         """The first tokens, whose keys and values are written. Two threads must not write one slot."""
-        return self.num_tokens - (self.num_repeats or 0)
+        return self.num_tokens - (self.step.num_repeats or 0)
 
     @functools.cached_property
     def slot_mapping(self) -> mx.array:
@@ -148,7 +131,7 @@ class AttentionMetadata(HostMetadata):
         """The step's plan of that planner, made now if the step was built without it: that is one more upload."""
         if planner.key not in self.plans:
             upload = Upload(len(self.arrays))
-            self.plans[planner.key] = planner.make(self, upload)
+            self.plans[planner.key] = planner.make(self.step, upload)
             if upload.shapes:
                 self.arrays.extend(split(mx.array(upload.vector), upload.shapes))
         return self.plans[planner.key]
@@ -157,14 +140,14 @@ class AttentionMetadata(HostMetadata):
         self, sequences: slice, tokens: slice, query_lens: list[int], context_lens: list[int]
     ) -> AttentionMetadata:
         """Metadata of some sequences of the step and their query tokens, or of some of the tokens of one sequence."""
+        tables = self.host_block_tables[sequences]
         return AttentionMetadata(
+            step=step_of(query_lens, context_lens, tables[None]),
             block_size=self.block_size,
             positions=self.positions[tokens],
             padded_slots=padded(self.padded_slots[tokens]),
             block_tables=self.block_tables[sequences],
-            host_query_lens=query_lens,
-            host_context_lens=context_lens,
-            host_block_tables=self.host_block_tables[sequences],
+            host_block_tables=tables,
             max_block=self.max_block,
         )
 
@@ -178,7 +161,7 @@ class AttentionMetadata(HostMetadata):
         spans: Mapping[int, Sequence[tuple[int, int]]] | None = None,
     ) -> AttentionMetadata:
         """Token j of the n query tokens of sequence i is at position `context_lens[i] - n + j`. spans: as in
-        HostMetadata.
+        Step.
 
         Raises ValueError if the lists do not fit each other, a length or block id is out of range, or a table is too
         short for its context.
@@ -215,12 +198,14 @@ class AttentionMetadata(HostMetadata):
 
 @dataclass(frozen=True)
 class HostStep:
-    """A step before its upload. vector: all that goes to the device. tables[S, b]: of each view. plans: by key.
+    """What is made of a step before its upload. vector: all that goes to the device. tables[S, b]: of each view. plans:
+    by key.
 
     num_more: how many vectors beside the metadata are in the upload. age: steps since the plans were made.
     """
 
-    lengths: HostMetadata
+    step: Step
+    block_size: int
     tables: Sequence[IntArray]
     plans: dict[Hashable, Any]
     num_more: int
@@ -245,21 +230,18 @@ class HostStep:
         query_lens, context_lens, block_tables = step.query_lens, step.context_lens, tables_of(step)
         query: IntArray = np.asarray(query_lens, dtype=np.int32)
         context: IntArray = np.asarray(context_lens, dtype=np.int32)
-        spans = {i: row.spans for i, row in enumerate(step.rows) if row.spans}
-        lengths = HostMetadata(block_size, query_lens, context_lens, num_repeats=step.num_repeats, host_spans=spans)
-        for i, of_row in spans.items():
+        for i, of_row in step.spans.items():
             if of_row[-1][1] > context_lens[i]:
                 raise ValueError(f"a chunk ends at {context_lens[i]}, within an image that ends at {of_row[-1][1]}")
         owner = np.repeat(np.arange(len(query)), query)
         starts = np.cumsum(query) - query
         positions = (np.arange(len(owner)) - starts[owner] + (context - query)[owner]).astype(np.int32)
-        index, offset = positions // block_size, positions % block_size
         tables = [blocks_of(block_tables[view.group], view) for view in views]
         upload = Upload()
         upload.add(positions + shifts_of(step)[owner] if step.is_shifted else positions)
         for table in tables:
             slots = np.full(max(LEAST, len(positions)), UNUSED, np.int32)
-            slots[: len(positions)] = slots_of(table, owner, index, offset, lengths)
+            slots[: len(positions)] = slots_of(table, owner, positions, block_size, step)
             upload.add(slots)
         for table in tables:
             sequences, width = table.shape
@@ -268,8 +250,8 @@ class HostStep:
             upload.add(wide)
         for vector in more:
             upload.add(vector)
-        plans = {planner.key: planner.make(lengths, upload) for planner in planners}
-        return cls(lengths, tables, plans, len(more), upload.vector, upload.shapes)
+        plans = {planner.key: planner.make(step, upload) for planner in planners}
+        return cls(step, block_size, tables, plans, len(more), upload.vector, upload.shapes)
 
     def grown(
         self,
@@ -281,11 +263,11 @@ class HostStep:
         """What `build` makes, from the step before: in both, the same number of sequences decode, and each context is
         one longer. None if that is not so, or if the shapes or a plan are others. Then the step has to be built."""
         query_lens, context_lens, block_tables = step.query_lens, step.context_lens, tables_of(step)
-        before, count = self.lengths, len(context_lens)
+        before, count = self.step, len(context_lens)
         width = self.shapes[1 + len(views)][1]
-        if query_lens != before.host_query_lens or self.shapes[0] != (count,) or before.num_repeats is not None:
+        if query_lens != before.query_lens or self.shapes[0] != (count,) or before.num_repeats is not None:
             return None
-        if context_lens != [context + 1 for context in before.host_context_lens]:
+        if context_lens != [context + 1 for context in before.context_lens]:
             return None
         if table_width(block_tables.shape[2]) != width or len(more) != self.num_more:
             return None
@@ -296,25 +278,24 @@ class HostStep:
         ]
         keys = np.asarray(context_lens, np.int32) - 1
         arrays[0][:] = keys + shifts_of(step) if step.is_shifted else keys
-        index, offset = np.divmod(keys, before.block_size)
         tables = [blocks_of(block_tables[view.group], view) for view in views]
         for table, slots, wide in zip(tables, arrays[1:], arrays[1 + len(views) :], strict=False):
-            slots[:count] = slots_of(table, np.arange(count), index, offset, before)
+            slots[:count] = slots_of(table, np.arange(count), keys, self.block_size, step)
             wide[:, : table.shape[1]] = table
             wide[:, table.shape[1] :] = UNUSED
         for array, vector_of_step in zip(arrays[1 + 2 * len(views) :], more, strict=False):
             if array.shape != vector_of_step.shape:
                 return None
             array[:] = vector_of_step
-        lengths, age = HostMetadata(before.block_size, query_lens, context_lens), self.age + 1
-        if not all(planner.grow(self.plans[planner.key], lengths, arrays, age) for planner in planners):
+        age = self.age + 1
+        if not all(planner.grow(self.plans[planner.key], step, arrays, age) for planner in planners):
             return None
-        return HostStep(lengths, tables, self.plans, self.num_more, vector, self.shapes, age)
+        return HostStep(step, self.block_size, tables, self.plans, self.num_more, vector, self.shapes, age)
 
     @property
     def signature(self) -> Hashable:
         """Equal for steps with equal graphs. None if a sequence has several query tokens: such steps differ."""
-        if max(self.lengths.host_query_lens) > 1:
+        if max(self.step.query_lens) > 1:
             return None
         return self.shapes, tuple(self.plans.items())
 
@@ -334,18 +315,15 @@ class HostStep:
         plans, views = dict(self.plans), len(self.tables)
         metas = [
             AttentionMetadata(
-                block_size=self.lengths.block_size,
+                step=self.step,
+                block_size=self.block_size,
                 positions=arrays[0],
                 padded_slots=arrays[1 + i],
                 block_tables=arrays[1 + views + i],
-                host_query_lens=self.lengths.host_query_lens,
-                host_context_lens=self.lengths.host_context_lens,
                 host_block_tables=table,
                 max_block=max_block,
                 plans=plans,
                 arrays=arrays,
-                num_repeats=self.lengths.num_repeats,
-                host_spans=self.lengths.host_spans,
             )
             for i, (table, max_block) in enumerate(zip(self.tables, self.max_blocks, strict=True))
         ]
@@ -382,18 +360,23 @@ def step_of(
     )
 
 
-def slots_of(
-    table: IntArray, owner: npt.NDArray[Any], index: IntArray, offset: IntArray, lengths: HostMetadata
-) -> IntArray:
-    """The slot of each query token, from its sequence, the index of its block there, and its offset in the block.
-    Raises ValueError for a token without a block."""
-    contexts = lengths.host_context_lens
+def slots_of(table: IntArray, owner: npt.NDArray[Any], positions: IntArray, block_size: int, step: Step) -> IntArray:
+    """The slot of each query token, from its sequence and its position there. Raises ValueError for a token without a
+    block."""
+    index, offset = np.divmod(positions, block_size)
     if index.max() >= table.shape[1]:
-        raise ValueError(f"block tables are too short for contexts of {contexts} tokens")
-    slots: IntArray = table.take(owner * table.shape[1] + index) * lengths.block_size + offset
+        raise ValueError(f"block tables are too short for contexts of {step.context_lens} tokens")
+    slots: IntArray = table.take(owner * table.shape[1] + index) * block_size + offset
     if slots.min() < 0:
-        raise ValueError(f"block tables lack blocks for contexts of {contexts} tokens")
+        raise ValueError(f"block tables lack blocks for contexts of {step.context_lens} tokens")
     return slots
+
+
+def distinct_rows(step: Step) -> IntArray:
+    """Indices [n]: for each row of a tile, that of the first one that is the same."""
+    count = len(step)
+    first: IntArray = np.minimum(np.arange(count), count - (step.num_repeats or 0) - 1).astype(np.int32)
+    return first
 
 
 def padded(array: mx.array) -> mx.array:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from mlxpaged.attention import kernels, matrix
 from mlxpaged.attention.gather import contiguous_attention
 from mlxpaged.attention.layout import KVLayout
-from mlxpaged.attention.metadata import AttentionMetadata, HostMetadata, IntArray, Planner, Upload, padded
+from mlxpaged.attention.metadata import AttentionMetadata, IntArray, Planner, Upload, distinct_rows, padded
 from mlxpaged.attention.pool import Locality, Memory, Options
 from mlxpaged.attention.qkv import Qkv
 from mlxpaged.attention.tile_schedule import TileSchedule, make_schedule
@@ -39,6 +39,7 @@ from mlxpaged.attention.variants import (
     choose_tile,
     quantization_template,
 )
+from mlxpaged.step import Step
 
 MERGE_THREADS = 256
 
@@ -93,7 +94,7 @@ class ContiguousPart:
             context_len = self.first_block * meta.block_size + self.num_keys
             keys = mx.arange(context_len - self.num_keys, context_len)
             first = locality.first_key(np.arange(context_len - self.num_rows, context_len, dtype=np.int32))
-            last = locality.last_keys(meta, self.sequence)
+            last = locality.last_keys(meta.step, self.sequence)
             # On the device: numpy took 0.5 s for 2,048 queries and 32,768 keys.
             meta.derived[key] = (keys <= mx.array(last)[:, None]) & (keys >= mx.array(first)[:, None])
         mask: mx.array = meta.derived[key]
@@ -254,20 +255,21 @@ class MetalPool:
     def _make_plan(
         self,
         sizes: tuple[Locality, int, matrix.QueryTile | None, Ranges],
-        meta: HostMetadata,
+        step: Step,
         upload: Upload,
     ) -> Plan:
         """All decoding sequences together are one shape class with one choice. Every chunk has its own choice.
 
         A tile of a batch-invariant engine has no choice: the ranges of a row depend on its own context alone."""
         locality, tile, matrix_tile, ranges = sizes
-        if meta.num_repeats is not None:
-            members_of_tile = np.unique(meta.distinct).astype(np.int64)
-            schedule = make_schedule(meta, members_of_tile, locality, 1, ranges, upload, always_merge=True)
-            return Plan((PagedPart(schedule, single_queries=True),), upload.add(meta.distinct))
-        lens = np.asarray(meta.host_query_lens)
+        if step.num_repeats is not None:
+            distinct = distinct_rows(step)
+            members_of_tile = np.unique(distinct).astype(np.int64)
+            schedule = make_schedule(step, members_of_tile, locality, 1, ranges, upload, always_merge=True)
+            return Plan((PagedPart(schedule, single_queries=True),), upload.add(distinct))
+        lens = np.asarray(step.query_lens)
         starts = np.concatenate(([0], np.cumsum(lens)))
-        contexts = np.asarray(meta.host_context_lens)
+        contexts = np.asarray(step.context_lens)
         keys = contexts - locality.first_key(contexts - 1)
         decoding = np.flatnonzero(lens == 1)
         members: dict[tuple[bool, Choice], list[int]] = {}
@@ -281,12 +283,12 @@ class MetalPool:
         parts: list[PagedPart | ContiguousPart] = []
         for (single, choice), sequences in members.items():
             if choice.partition is None:
-                parts += [contiguous_part(meta, i, int(starts[i]), locality) for i in sequences]
+                parts += [contiguous_part(step, i, int(starts[i]), locality, self.layout.block_size) for i in sequences]
             else:
                 queries = 1 if single else matrix_tile.queries if choice.matrix and matrix_tile else tile
                 members_of_part = np.asarray(sequences)
-                schedule = make_schedule(meta, members_of_part, locality, queries, choice.partition or ranges, upload)
-                mutual = locality.looks_ahead(meta, sequences)
+                schedule = make_schedule(step, members_of_part, locality, queries, choice.partition or ranges, upload)
+                mutual = locality.looks_ahead(step, sequences)
                 parts.append(PagedPart(schedule, single, choice.matrix, mutual))
         if len(parts) == 1:
             return Plan(tuple(parts), None, self._decode_choice(keys[decoding]) if decoding.size else None)
@@ -297,9 +299,7 @@ class MetalPool:
         """keys: that each decoding sequence sees."""
         return self.tuning.choice(decode_class(keys))
 
-    def _grow_plan(
-        self, locality: Locality, plan: Plan, lengths: HostMetadata, arrays: Sequence[IntArray], steps: int
-    ) -> bool:
+    def _grow_plan(self, locality: Locality, plan: Plan, step: Step, arrays: Sequence[IntArray], steps: int) -> bool:
         """Does what `Planner.grow` says."""
         [part, *others] = plan.parts
         if others or not isinstance(part, PagedPart) or part.schedule.growth is None:
@@ -308,7 +308,7 @@ class MetalPool:
         if steps > most_steps:
             return False
         if self.tuning.varies:
-            contexts = np.asarray(lengths.host_context_lens)
+            contexts = np.asarray(step.context_lens)
             if self._decode_choice(contexts - locality.first_key(contexts - 1)) != plan.decode:
                 return False
         arrays[part.schedule.items].reshape(-1)[moving] += 1
@@ -380,7 +380,7 @@ class MetalPool:
         return self._sinks[1]
 
     def read_context(self, meta: AttentionMetadata) -> mx.array:
-        [num_keys] = meta.host_context_lens
+        [num_keys] = meta.step.context_lens
         keys, _, self._memory.token = self._gather(meta.block_tables[0, :], num_keys)
         return keys
 
@@ -412,13 +412,13 @@ class MetalPool:
         )
 
 
-def contiguous_part(meta: HostMetadata, sequence: int, first_row: int, locality: Locality) -> ContiguousPart:
+def contiguous_part(step: Step, sequence: int, first_row: int, locality: Locality, block_size: int) -> ContiguousPart:
     """Copies only the blocks with keys that at least one query token of the sequence sees."""
-    query_len, context_len = meta.host_query_lens[sequence], meta.host_context_lens[sequence]
+    query_len, context_len = step.query_lens[sequence], step.context_lens[sequence]
     first_keys = locality.first_key(np.arange(context_len - query_len, context_len))
-    first_block = int(first_keys[0]) // meta.block_size
-    num_keys = context_len - first_block * meta.block_size
-    masked = int(first_keys[-1]) > first_block * meta.block_size or locality.looks_ahead(meta, [sequence])
+    first_block = int(first_keys[0]) // block_size
+    num_keys = context_len - first_block * block_size
+    masked = int(first_keys[-1]) > first_block * block_size or locality.looks_ahead(step, [sequence])
     return ContiguousPart(first_row, query_len, sequence, first_block, num_keys, masked)
 
 

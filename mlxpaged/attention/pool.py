@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from mlxpaged.attention import kernels
 from mlxpaged.attention.layout import KVLayout
-from mlxpaged.attention.metadata import AttentionMetadata, HostMetadata, IntArray, padded
+from mlxpaged.attention.metadata import AttentionMetadata, IntArray, padded
+from mlxpaged.step import Step
 
 
 class Locality(NamedTuple):
@@ -36,17 +37,17 @@ class Locality(NamedTuple):
             first = positions // self.chunk * self.chunk
         return first
 
-    def last_keys(self, meta: HostMetadata, sequence: int) -> IntArray:
+    def last_keys(self, step: Step, sequence: int) -> IntArray:
         """Positions of the last keys that the query tokens of a sequence see."""
-        context_len = meta.host_context_lens[sequence]
-        last = np.arange(context_len - meta.host_query_lens[sequence], context_len, dtype=np.int32)
-        for start, end in meta.host_spans.get(sequence, ()) if self.mutual else ():
+        context_len = step.context_lens[sequence]
+        last = np.arange(context_len - step.query_lens[sequence], context_len, dtype=np.int32)
+        for start, end in step.spans.get(sequence, ()) if self.mutual else ():
             last[(last >= start) & (last < end)] = end - 1
         return last
 
-    def looks_ahead(self, meta: HostMetadata, sequences: Iterable[int]) -> bool:
+    def looks_ahead(self, step: Step, sequences: Iterable[int]) -> bool:
         """Whether query tokens of one of `sequences` see keys after their own."""
-        return self.mutual and not meta.host_spans.keys().isdisjoint(sequences)
+        return self.mutual and not step.spans.keys().isdisjoint(sequences)
 
 
 class Options(NamedTuple):

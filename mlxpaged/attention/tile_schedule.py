@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxpaged.attention.buckets import work_items
-from mlxpaged.attention.metadata import HostMetadata, Upload
+from mlxpaged.attention.metadata import Upload
 from mlxpaged.attention.pool import Locality
 from mlxpaged.attention.tuning import Ranges
+from mlxpaged.step import Step
 
 ITEM, POSITION, BEGIN, END = 8, 3, 4, 5
 """Elements of an item, and the indices of some of them."""
@@ -47,7 +48,7 @@ class TileSchedule:
 
 
 def make_schedule(
-    meta: HostMetadata,
+    step: Step,
     members: npt.NDArray[np.int64],
     locality: Locality,
     queries: int,
@@ -59,16 +60,16 @@ def make_schedule(
     Ranges end at multiples of their size, so that few blocks are in two ranges, but a range of all keys ends with them.
     always_merge: results are merged even if no tile has several ranges, so that a tile's rounding does not depend on
     the others."""
-    query_lens = np.asarray(meta.host_query_lens)
+    query_lens = np.asarray(step.query_lens)
     starts = np.concatenate(([0], np.cumsum(query_lens)))
-    runs = runs_of(meta, members, locality)
+    runs = runs_of(step, members, locality)
     tiles = -(-runs.lens // queries)
     run = np.repeat(np.arange(len(tiles)), tiles)
     sequence, last_key = runs.sequences[run], runs.last_keys[run]
     in_run = counts_from_zero(tiles) * queries
     offset = runs.offsets[run] + in_run  # of a tile's first token in its sequence's query tokens
     count = np.minimum(queries, runs.lens[run] - in_run)
-    position = np.asarray(meta.host_context_lens)[sequence] - query_lens[sequence] + offset
+    position = np.asarray(step.context_lens)[sequence] - query_lens[sequence] + offset
     first_key = locality.first_key(position)
     end_key = np.maximum(position + count, last_key + 1)
     keys = end_key - first_key
@@ -132,16 +133,16 @@ class Runs(NamedTuple):
     last_keys: npt.NDArray[np.int64]
 
 
-def runs_of(meta: HostMetadata, members: npt.NDArray[np.int64], locality: Locality) -> Runs:
+def runs_of(step: Step, members: npt.NDArray[np.int64], locality: Locality) -> Runs:
     """The query tokens of each sequence are one run. If tokens of images see one another, each image is a run, and so
     is the text between them."""
-    lens = np.asarray(meta.host_query_lens)[members]
-    if not locality.looks_ahead(meta, members):
+    lens = np.asarray(step.query_lens)[members]
+    if not locality.looks_ahead(step, members):
         return Runs(members, np.zeros_like(lens), lens, np.zeros_like(lens))
     runs = []
     for i, query_len in zip(members.tolist(), lens.tolist(), strict=True):
-        first, at = meta.host_context_lens[i] - query_len, 0
-        for start, end in meta.host_spans.get(i, ()):
+        first, at = step.context_lens[i] - query_len, 0
+        for start, end in step.spans.get(i, ()):
             begin = max(0, start - first)
             runs += [(i, at, begin - at, 0), (i, begin, end - first - begin, end - 1)]
             at = end - first

@@ -111,7 +111,7 @@ class Plan:
 
 def make_plan(meta: AttentionMetadata, locality: Locality, num_heads: int, num_kv_heads: int) -> Plan:
     group = num_heads // num_kv_heads
-    lens = np.asarray(meta.host_query_lens)
+    lens = np.asarray(meta.step.query_lens)
     starts = np.cumsum(lens) - lens
     decoding = np.flatnonzero(lens == 1).astype(np.int32)
     prompts = np.flatnonzero(lens > 1).tolist()
@@ -126,14 +126,14 @@ def make_plan(meta: AttentionMetadata, locality: Locality, num_heads: int, num_k
 def plan_chunk(
     meta: AttentionMetadata, sequence: int, row: int, locality: Locality, num_kv_heads: int, group: int
 ) -> ChunkPlan:
-    query_len, context_len = meta.host_query_lens[sequence], meta.host_context_lens[sequence]
+    query_len, context_len = meta.step.query_lens[sequence], meta.step.context_lens[sequence]
     first_query = context_len - query_len
     firsts = locality.first_key(np.arange(first_query, context_len))
     first_block = int(firsts[0]) // meta.block_size
     num_keys = context_len - first_block * meta.block_size
     blocks = meta.host_block_tables[sequence, first_block : -(-context_len // meta.block_size)]
-    if locality.looks_ahead(meta, [sequence]):
-        lasts = locality.last_keys(meta, sequence)
+    if locality.looks_ahead(meta.step, [sequence]):
+        lasts = locality.last_keys(meta.step, sequence)
         tiles = tiles_by_ranges(firsts - first_block * meta.block_size, lasts - first_block * meta.block_size, group)
     else:
         tiles = causal_tiles(meta, sequence, firsts, locality, group)
@@ -148,7 +148,7 @@ def causal_tiles(
 ) -> list[Tile]:
     """The tiles of a sequence's chunk, each query of which sees the keys from one of `firsts` on up to its own."""
     first_key = int(firsts[0]) // meta.block_size * meta.block_size
-    num_keys = meta.host_context_lens[sequence] - first_key
+    num_keys = meta.step.context_lens[sequence] - first_key
     tiles = []
     for begin, end in pieces(firsts, locality):
         offset = int(firsts[begin]) - first_key if locality.window is None else 0
@@ -209,7 +209,7 @@ def plan_decode(
 ) -> DecodePlan:
     size, n = meta.block_size, len(members)
     tables = meta.host_block_tables[members]
-    context = np.asarray(meta.host_context_lens)[members]
+    context = np.asarray(meta.step.context_lens)[members]
     first = locality.first_key(context - 1)
     columns = np.arange(tables.shape[1])
     paired = (columns >= (first // size)[:, None]) & (columns < -(-context // size)[:, None])

@@ -36,7 +36,7 @@ class CpuPool:
         return self._memory.has_read(attend(options.whole(queries), kv, meta.derived[key], options))
 
     def read_context(self, meta: AttentionMetadata) -> mx.array:
-        [num_keys] = meta.host_context_lens
+        [num_keys] = meta.step.context_lens
         blocks = meta.host_block_tables[0, : -(-num_keys // meta.block_size)]
         matrices = mx.array(blocks) * self._num_kv_heads + mx.arange(self._num_kv_heads)[:, None]
         return self._memory.has_read(contiguous(self._memory.seen_as(self._shapes)[0], matrices)[:, :num_keys])
@@ -58,7 +58,7 @@ def slot_indices(meta: AttentionMetadata, num_kv_heads: int) -> tuple[Indices, I
         size = meta.block_size
         matrices = (meta.slot_mapping // size)[:, None] * num_kv_heads + mx.arange(num_kv_heads)
         slots = matrices, mx.broadcast_to((meta.slot_mapping % size)[:, None], matrices.shape)
-        context, query = np.asarray(meta.host_context_lens), np.asarray(meta.host_query_lens)
+        context, query = np.asarray(meta.step.context_lens), np.asarray(meta.step.query_lens)
         last, filled = (context - 1) // size, (context - 1) % size + 1
         begins = np.flatnonzero((context - query <= last * size) & (filled < size))
         which, tail = np.nonzero(np.arange(size) >= filled[begins, None])

@@ -286,7 +286,7 @@ def test_work_items_cover_every_visible_key_of_every_query_once(
     meta = AttentionMetadata.build([q for q, _ in lens], [c for _, c in lens], tables, spans=spans)
     members = np.array([0, 1, 2, 4, 5])
     upload, locality = Upload(), Locality(window, mutual=True)
-    schedule = make_schedule(meta, members, locality, queries, partition, upload)
+    schedule = make_schedule(meta.step, members, locality, queries, partition, upload)
     arrays = split(mx.array(upload.vector), upload.shapes)
     items = np.array(arrays[schedule.items])
     assert len(items) == schedule.num_items
@@ -315,7 +315,7 @@ def test_work_items_cover_every_visible_key_of_every_query_once(
         position = lens[sequence][1] - lens[sequence][0] + row - starts[sequence]
         parts = sorted(seen[row])
         assert parts[0][0] <= (0 if window is None else max(0, position + 1 - window))
-        assert parts[-1][1] > locality.last_keys(meta, sequence)[row - starts[sequence]]
+        assert parts[-1][1] > locality.last_keys(meta.step, sequence)[row - starts[sequence]]
         assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
         if schedule.ranges is None:
             assert [first for _, _, first in parts] == [place]

@@ -70,7 +70,7 @@ def test_long_chunks_are_calls_of_their_own_and_the_rows_between_them_stay_toget
         (12, 17, True),
         (17, 37, False),
     ]
-    assert [group.meta.host_context_lens for group in groups] == [[40, 5], [10], [3, 9], [33]]
+    assert [group.meta.step.context_lens for group in groups] == [[40, 5], [10], [3, 9], [33]]
     assert groups[2].meta.positions.tolist() == [0, 1, 2, 7, 8]
     assert groups[2].meta.slot_mapping.tolist() == [2400, 2401, 2402, 3207, 3208]
     assert groups[3].meta.block_tables.tolist() == [[500, 501, 502, 503, 504, -1, -1, -1]]
@@ -81,7 +81,7 @@ def test_a_chunk_with_too_many_scores_is_cut_and_each_piece_sees_what_is_before_
 ) -> None:
     monkeypatch.setattr(latent, "MAX_SCORES", 4 * 50 * 12)
     pieces = groups_of([30], [50])
-    assert [(piece.last - piece.first, piece.meta.host_context_lens) for piece in pieces] == [
+    assert [(piece.last - piece.first, piece.meta.step.context_lens) for piece in pieces] == [
         (12, [32]),
         (12, [44]),
         (6, [50]),
