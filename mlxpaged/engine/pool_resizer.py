@@ -202,11 +202,13 @@ class PoolResizer:
         return min(present, max(keep, self._least, math.ceil(used / FULL)))
 
     def shrink_to_least(self) -> None:
-        """Give back at once what no running sequence needs, for another model. No step may be in flight. Raises as
-        `shrink` does."""
+        """Give back at once what no running sequence needs, for another model, and end a growth. No step may be in
+        flight. Raises as `shrink` does."""
         keep = self._size_to_keep(MemoryPressure.CRITICAL, self._clock(), rests=True)
         if keep < self._size.num_blocks:
             self.shrink(keep)
+        elif self._target > self._size.num_blocks:  # what has grown already
+            self._resize_to(self._size.num_blocks)
         while self.is_resizing:
             self.advance()
 

@@ -420,6 +420,20 @@ def test_a_growth_ends_when_the_system_becomes_short_of_memory(
     assert_balanced(core)
 
 
+def test_a_growth_ends_when_another_model_needs_memory(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_resizer, "COPY_BYTES", 1)  # one layer between two steps
+    core = llama.engine(num_blocks=64, start_tokens=32)
+    start = core.runner.kv_cache_bytes
+    prompt = [(3 * i) % 180 + 1 for i in range(60)]
+    core.add(request("long", prompt, 4))
+    core.step()
+    core.step()
+    assert (grown := core.runner.kv_cache_bytes) > start
+    assert core.give_back() == grown - start
+    assert core.runner.kv_cache_bytes == start
+    assert llama.answer(prompt, 4).equals(run(core, []).tokens("long"))
+
+
 def test_a_pool_that_shrinks_keeps_room_for_the_prompts_that_run(llama: TinyModel) -> None:
     """Otherwise a prompt in its first half would keep its blocks and wait, and others behind it, until the pool may
     grow again."""
