@@ -82,8 +82,17 @@ class BlockManager:
         return needed
 
     def can_hold(self, sequence: Sequence) -> bool:
-        """Whether the pool is large enough for a waiting sequence alone."""
-        return self.groups.blocks_needed(tokens_at_first(sequence), self._longest_chunk) <= self.size.num_blocks
+        """Whether the pool is large enough for a waiting sequence alone. What is cached of it saves blocks of windows,
+        and is searched only if that can be enough."""
+        filled = blocks_for(tokens_at_first(sequence), self.block_size)
+
+        def holds_from(position: int) -> bool:
+            firsts = (self.groups.first_block(group, position) for group in range(len(self.groups)))
+            return self._most_blocks([filled - first for first in firsts]) <= self.size.num_blocks
+
+        if holds_from(0):
+            return True
+        return holds_from(len(sequence.token_ids) - 1) and holds_from(len(self.find(sequence).hit) * self.block_size)
 
     def room_left_for(self, sequence: Sequence) -> int:
         """Free blocks that a running sequence still needs for the rest of its prompt or its next token."""

@@ -68,6 +68,20 @@ def test_a_prompt_that_fits_preempts_a_lower_class_while_a_larger_one_waits_for_
     assert sim.step().sequence_ids == [LOOK_AHEAD + 2]
 
 
+def test_a_chat_that_fits_with_what_is_cached_preempts_a_lower_class_while_the_pool_cannot_grow() -> None:
+    """Without its cached blocks, the window of its second prompt would take 7 blocks at once, and with them 4."""
+    sim = growing(start_blocks=17, windows=(None, 8), max_num_batched_tokens=16)
+    sim.scheduler.blocks.size.may_grow = False
+    sim.add(sequence(1, 38, max_tokens=1))
+    sim.run()
+    sim.add(sequence(2, 8, max_tokens=20, priority=Priority.LOW))
+    sim.step()
+    sim.add(sequence(3, [*sim.added[0].token_ids, 1, 2, 3], priority=Priority.HIGH))
+    assert sim.step().sequence_ids == [3]
+    sim.run()
+    assert len(sim.ended) == 3
+
+
 def test_only_what_the_largest_pool_cannot_hold_is_refused() -> None:
     sim = growing(start_blocks=2, num_blocks=10)
     sim.add(sequence(1, 37, max_tokens=4))
