@@ -54,7 +54,8 @@ class Model:
     def state(self) -> ModelState:
         if self.engine is None:
             return ModelState.AVAILABLE if self.error is None else ModelState.FAILED
-        if self.engine.state is EngineState.LOADING:
+        is_draining = self.engine.state is EngineState.DRAINING
+        if self.engine.state is EngineState.LOADING or (is_draining and self.engine.info is None):
             return ModelState.LOADING
         return ModelState.FAILED if self.engine.state is EngineState.DEAD else ModelState.LOADED
 

@@ -59,6 +59,18 @@ def test_models_are_unloaded_while_another_one_loads(paths: dict[str, Path], mon
         assert states(server) == {"demo": "loaded", "small": "available", "other": "available"}
 
 
+def test_a_model_of_the_start_is_not_loaded_because_the_server_ends_meanwhile(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the end would wait ten seconds for the engine thread, and not one."""
+    go_on = hold_loads(monkeypatch)
+    with running_server(models(paths), wait_loaded=False) as server:
+        assert server.run(server.registry.drain(DEADLINE)).result(DEADLINE)
+        assert states(server) == {"demo": "loading"}
+        assert not server.registry.loaded
+        go_on.set()
+
+
 def test_a_model_that_is_loaded_already_waits_for_no_other_load(
     paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
