@@ -207,7 +207,7 @@ class AsyncEngine:
                     await asyncio.wait([waiter], timeout=left)
                 if not waiter.done():
                     raise errors.DeadlineExceededError(late.format(timeout))
-            raise_if_stalled(waiter)
+            self._raise_if_ended(waiter)
             output = waiter.result()
         finally:
             waiter.cancel()
@@ -268,11 +268,19 @@ class AsyncEngine:
             done, _ = await asyncio.wait([waiter], timeout=REPLY_SECONDS)
             if not done:
                 raise errors.EngineBusyError(f"the engine has not replied within {REPLY_SECONDS:.0f} s")
-            raise_if_stalled(waiter)
+            self._raise_if_ended(waiter)
             return waiter.result()
         finally:
             waiter.cancel()
             self._replies.discard(waiter)
+
+    def _raise_if_ended(self, waiter: asyncio.Future[Any]) -> None:
+        """Only `end_waiting` and `drain` cancel what a task waits for. Raises EngineUnavailableError."""
+        if waiter.cancelled():
+            if self.state is EngineState.DRAINING:
+                raise EngineUnavailableError(self.state, str(self.reason))
+            message = "the engine was stalled, so that this could not be done"
+            raise EngineUnavailableError(EngineState.STALLED, message)
 
     async def drain(self, timeout: float) -> bool:
         """Take no more requests, and wait until the others are done. Returns False if some had to be ended."""
@@ -301,8 +309,7 @@ class AsyncEngine:
         if self.stats is not None:
             self._dispatch(ends, self.stats)
         for waiter in self._replies:
-            if not waiter.done():
-                waiter.set_exception(EngineUnavailableError(self.state, error))
+            waiter.cancel()
 
     def end_waiting(self, error: str, running: Container[str]) -> None:
         """End the requests of which no step computes or has computed a part, and those for embeddings, with an error:
@@ -400,9 +407,3 @@ class AsyncEngine:
             self._dispatch(ends, dataclasses.replace(self.stats, scheduler=scheduler))
         self._loaded.set()
         self._ended.set()
-
-
-def raise_if_stalled(waiter: asyncio.Future[Any]) -> None:
-    """Only `end_waiting` cancels what a task waits for. Raises EngineUnavailableError."""
-    if waiter.cancelled():
-        raise EngineUnavailableError(EngineState.STALLED, "the engine was stalled, so that this could not be done")

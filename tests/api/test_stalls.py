@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +31,14 @@ from tests.api.helpers import (
     start,
 )
 from tests.api.test_batches import ended, jsonl, submit
-from tests.support import RunningServer, make_embedding_model, make_tiny_model, running_server, wait_until
+from tests.support import (
+    RunningServer,
+    make_embedding_model,
+    make_tiny_model,
+    running_server,
+    wait_until,
+    with_embeddings,
+)
 
 COMPLETIONS, EMBEDDINGS = "/v1/completions", "/v1/embeddings"
 LIMIT = 60.0
@@ -221,6 +229,23 @@ def test_a_shutdown_does_not_wait_for_a_step_that_does_not_end(stream: bool) -> 
         error = check_failure(running, 503, "server_error", "draining")
         assert error["message"] == "the server is shutting down"
         gate.open()
+
+
+def test_what_a_step_answers_after_a_shutdown_has_ended_its_request_is_no_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = with_embeddings(EngineConfig(kv_cache_bytes=2_000_000), make_embedding_model(tmp_path / "vectors"))
+    with running_server(registry) as server:
+        with StepGate(server) as gate:
+            start(server, run_on("x", 20), "running")
+            gate.wait_held()
+            embedding = Background.post(server, EMBEDDINGS, {"model": "vectors", "input": "x"})
+            wait_until(lambda: registry.num_unfinished == 2)
+            assert not server.run(registry.drain(0)).result(DEADLINE)
+            assert check_failure(embedding, 503, "server_error", "draining")["message"] == "the server is shutting down"
+            gate.open()
+        server.run(registry.engines[1].clear_cache()).result(DEADLINE)
+    assert "Exception in callback" not in caplog.text
 
 
 def test_a_shutdown_without_time_for_requests_does_not_say_that_some_run(caplog: pytest.LogCaptureFixture) -> None:
