@@ -7,6 +7,7 @@ import contextlib
 import gc
 import http.client
 import json
+import re
 import socket
 import struct
 import threading
@@ -422,6 +423,28 @@ def exchange(server: RunningServer, *sent: bytes) -> bytes:
         while piece := connection.recv(65536):
             received += piece
     return received
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+EMPTY_BODY = b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        (b"\r\n" + HEALTH,),
+        (b"\n\r\n\r\n" + HEALTH,),
+        (EMPTY_BODY + b"\r\n" + HEALTH,),
+        (EMPTY_BODY + b"\r\n", HEALTH),
+        (EMPTY_BODY, b"\r\n" + HEALTH),
+        (EMPTY_BODY + b"\r", b"\n" + HEALTH),
+    ],
+    ids=["first", "several", "pipelined", "with the body", "after the body", "cut"],
+)
+def test_empty_lines_before_a_request_are_ignored(plain: RunningServer, sent: tuple[bytes, ...]) -> None:
+    """Some clients end a body with one."""
+    statuses = re.findall(rb"HTTP/1.1 ([0-9]+)", exchange(plain, *sent))
+    assert statuses == [b"404"] * any(b"nothing" in piece for piece in sent) + [b"200"]
 
 
 @pytest.mark.parametrize("path", ["/health", COMPLETIONS])
