@@ -35,6 +35,8 @@ MAX_PIECES, PIECE_BYTES = 4096, 64
 """A body may come in so many pieces, and in one more for each so many bytes."""
 EMPTY_LINES = re.compile(rb"(\r?\n)*(\r\Z)?")
 """Empty lines before a request. Of the last one, half may have come."""
+ABSOLUTE = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE)
+"""A target with the host in it, as clients send it to a proxy."""
 FOLDED = re.compile(rb"\n[ \t]")
 """The start of a line that continues the header line before it (obs-fold)."""
 
@@ -69,6 +71,8 @@ class Connection(h11.Connection):
             self._num_pieces = self._num_bytes = 0
             if b"upgrade" in names:  # each request of Java's client offers HTTP/2, of which uvicorn would warn twice
                 event = without_upgrade(event)
+            if (absolute := ABSOLUTE.fullmatch(event.target)) is not None:
+                event = from_this_server(event, *absolute.groups())
         elif isinstance(event, h11.Data):
             self._num_pieces += 1
             self._num_bytes += len(event.data)
@@ -92,6 +96,15 @@ def without_upgrade(request: h11.Request) -> h11.Request:
     """Ignores the offer of another protocol, as a server may (RFC 9110, 7.8)."""
     kept = [(name, value) for name, value in request.headers if name != b"upgrade"]
     return h11.Request(method=request.method, target=request.target, headers=kept, http_version=request.http_version)
+
+
+def from_this_server(request: h11.Request, host: bytes, target: bytes) -> h11.Request:
+    """Takes the host from an absolute target, and ignores the header (RFC 9112, 3.2.2)."""
+    others = [(name, value) for name, value in request.headers if name != b"host"]
+    path = target if target.startswith(b"/") else b"/" + target
+    return h11.Request(
+        method=request.method, target=path, headers=[(b"host", host), *others], http_version=request.http_version
+    )
 
 
 REPLACED = (

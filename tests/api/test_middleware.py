@@ -447,6 +447,26 @@ def test_empty_lines_before_a_request_are_ignored(plain: RunningServer, sent: tu
     assert statuses == [b"404"] * any(b"nothing" in piece for piece in sent) + [b"200"]
 
 
+@pytest.mark.parametrize(
+    ("target", "status", "says"),
+    [
+        (b"http://127.0.0.1:80/health", b"200", b'"status":"ok"'),
+        (b"HTTP://localhost/v1/responses/x?y=http://z", b"400", b'"param":"y"'),
+        (b"http://localhost", b"200", b"<!doctype html>"),
+        (b"https://localhost?x", b"200", b"<!doctype html>"),
+        (b"http://evil.example/health", b"403", b"host_not_allowed"),
+        (b"http://evil.example@localhost/health", b"403", b"host_not_allowed"),
+    ],
+)
+def test_the_host_in_a_target_counts_and_the_header_does_not(
+    plain: RunningServer, target: bytes, status: bytes, says: bytes
+) -> None:
+    host = b"evil.example" if b"localhost" in target or b"127" in target else b"localhost"
+    received = exchange(plain, b"GET %b HTTP/1.1\r\nHost: %b\r\nConnection: close\r\n\r\n" % (target, host))
+    assert re.findall(rb"HTTP/1.1 ([0-9]+)", received) == [status]
+    assert says in received.lower()
+
+
 @pytest.mark.parametrize("path", ["/health", COMPLETIONS])
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
 @pytest.mark.parametrize("expect", ["", "Expect: 100-continue\r\n"])
