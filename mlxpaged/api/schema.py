@@ -68,6 +68,8 @@ def unlimited(value: Any) -> Any:
 UNLIMITED = BeforeValidator(unlimited)
 Limit = Annotated[Annotated[int, Field(ge=1)] | None, UNLIMITED]
 """Most tokens of an answer."""
+TokenLimit = Annotated[Annotated[int, Field(ge=0)] | None, UNLIMITED]
+"""The same. 0: only the prompt is computed."""
 
 
 LIKELIEST_ONLY = 1e-9

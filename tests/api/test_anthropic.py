@@ -215,6 +215,22 @@ def test_the_asynchronous_client(server: RunningServer) -> None:
     assert tokens > 5
 
 
+def test_without_tokens_for_an_answer_only_the_prompt_is_cached(demo_server: RunningServer) -> None:
+    """So Anthropic's clients warm the cache up."""
+    with Anthropic(base_url=demo_server.url, api_key="none", max_retries=0) as client:
+        request = body("How are you? " * 50, model="demo")
+        for text in ("streamed", "whole"):
+            warm = request | {"system": f"{text} " * 50, "max_tokens": 0}
+            if text == "whole":
+                message = client.messages.create(**warm)
+            else:
+                with client.messages.stream(**warm) as stream:
+                    message = stream.get_final_message()
+            assert (message.content, message.stop_reason, message.usage.output_tokens) == ([], "max_tokens", 0)
+            asked = client.messages.create(**warm | {"max_tokens": 1})
+            assert asked.usage.cache_read_input_tokens > message.usage.input_tokens / 2
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 USE = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
 RESULT = {"type": "tool_result", "tool_use_id": "b", "content": "x"}
@@ -223,7 +239,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "b", "content": "x"}
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"temperature": 1.5}, "temperature"),
         ({"top_k": -1}, "top_k"),
         ({"stop_sequences": [1]}, "stop_sequences.0"),

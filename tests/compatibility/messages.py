@@ -67,6 +67,7 @@ COUNT: tuple[Claim, ...] = (
 TABLE: tuple[Claim, ...] = (
     *PROMPT,
     honoured("max_tokens", 3, "-1 is no limit; it is cut to what is left of the context"),
+    honoured("max_tokens", 0, "only the prompt is computed, for the prefix cache"),
     honoured("stop_sequences", ["a"], "an empty string is none"),
     honoured("stream", True),
     honoured("temperature", 0.5),

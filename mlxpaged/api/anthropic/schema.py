@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import messages as fields
 from mlxpaged.api.media import Medium, all_but
-from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Label, Limit, OneOf, ToolName, TopP, stop_field
+from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Label, OneOf, TokenLimit, ToolName, TopP, stop_field
 
 
 class TextBlock(Body):
@@ -206,7 +206,7 @@ def references(block: Body) -> list[str]:
 class MessagesRequest(CountTokensRequest):
     table = fields.TABLE
 
-    max_tokens: Limit
+    max_tokens: TokenLimit
     stop_sequences: Annotated[list[str] | None, stop_field("stop_sequences")] = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None

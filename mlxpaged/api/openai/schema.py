@@ -21,6 +21,7 @@ from mlxpaged.api.schema import (
     Label,
     Labels,
     OneOf,
+    TokenLimit,
     TopP,
     stop_field,
     until_first_fault,
@@ -38,8 +39,6 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(ge=0)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 Seconds = Annotated[float, Field(gt=0)]
-TokenLimit = Annotated[Annotated[int, Field(ge=0)] | None, UNLIMITED]
-"""Most tokens of an answer. 0: only the prompt is computed."""
 
 
 def no_penalty(value: Any) -> Any:
