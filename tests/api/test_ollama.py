@@ -34,6 +34,8 @@ SCRIPT = {
     "Weather in Rome?": f"Let me see.\n{CALL}",
     "21 degrees": "It is 21 degrees in Rome.",
     "Describe Rome": REPLY,
+    "The answer is": " 42.",
+    "is<|im_end|>\n<|im_start|>assistant\n": "A new turn.",
     "Separate": SEPARATED,
 }
 SCHEMA = {
@@ -116,6 +118,13 @@ def test_whole_answers_and_prompts_have_the_same_text(server: RunningServer) -> 
     assert (answer["response"], answer["done_reason"]) == ("Hello there.", "stop")
     pieces = lines(server, "/api/generate", prompted("Hello"))
     assert "".join(piece["response"] for piece in pieces) == "Hello there."
+
+
+def test_the_last_message_is_continued_if_it_is_the_assistants(server: RunningServer) -> None:
+    said = {"role": "assistant", "content": "The answer is"}
+    body = {"model": "scripted", "messages": [{"role": "user", "content": "And?"}, said]}
+    assert whole(server, "/api/chat", body)["message"]["content"] == " 42."
+    assert "".join(piece["message"]["content"] for piece in lines(server, "/api/chat", body)) == " 42."
 
 
 def test_a_prompt_is_a_message_unless_it_is_raw(server: RunningServer) -> None:

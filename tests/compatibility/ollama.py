@@ -53,6 +53,11 @@ CHAT: tuple[Claim, ...] = (
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}],
         "roles `system`, `user`, `assistant`, `tool`; with none, the answer is `load` or `unload` at once",
     ),
+    honoured(
+        "messages",
+        [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
+        "a last message of the assistant without calls is continued",
+    ),
     by_model("messages", [{"role": "user", "content": "x", "images": ["aGk="]}], IMAGES),
     ignored(
         "messages.images",

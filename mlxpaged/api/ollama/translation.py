@@ -40,8 +40,11 @@ def translate_chat(body: schema.OllamaChatRequest, model: str) -> GenerationRequ
         )
         for i, tool in enumerate(body.tools or ())
     ]
-    messages = body.messages or []
-    return translated(body, model, chat_of(body, messages_of(messages), media_of(messages, "messages"), tools))
+    messages = messages_of(body.messages or [])
+    chat = chat_of(body, messages, media_of(body.messages or [], "messages"), tools)
+    # Ollama continues the last message if it is the assistant's.
+    continues = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    return translated(body, model, replace(chat, continue_final_message=continues))
 
 
 def translate_prompt(body: schema.OllamaGenerateRequest, model: str, tokenizer: Tokenizer) -> GenerationRequest:
