@@ -17,10 +17,11 @@ from mlxpaged.api.ollama import routes as ollama
 from mlxpaged.api.ollama import schema as ollama_schema
 from mlxpaged.api.openai import chat, completions, embeddings, models
 from mlxpaged.api.openai.responses import routes as responses
+from mlxpaged.api.openai.responses.beginning import ResponseBeginning
 from mlxpaged.api.openai.responses.schema import InputTokensRequest, ItemList, ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
 from mlxpaged.api.page import PageQuery
-from mlxpaged.api.streaming import EVENTS, LINES, Failure, Model, Respond, handler
+from mlxpaged.api.streaming import EVENTS, LINES, Beginning, Model, Respond, handler
 from mlxpaged.api.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -39,11 +40,11 @@ def reads(
     summary: str,
     body: type[Model],
     streams: str | None = None,
-    failure: Failure | None = None,
+    begin: type[Beginning] | None = None,
     **options: Any,
 ) -> Endpoint:
-    """Returns an endpoint that reads a body. Its work ends when the client leaves. failure: as in `handler`."""
-    return post(path, handler(body, respond, streams, failure), summary, body, streams=streams, **options)
+    """Returns an endpoint that reads a body. Its work ends when the client leaves. begin: as in `handler`."""
+    return post(path, handler(body, respond, streams, begin), summary, body, streams=streams, **options)
 
 
 generates = partial(reads, streams=EVENTS, cancellable=True)
@@ -58,7 +59,7 @@ ENDPOINTS = (
         responses.respond,
         "Answer, and remember the conversation",
         ResponseRequest,
-        failure=responses.failure,
+        begin=ResponseBeginning,
     ),
     reads("/v1/responses/input_tokens", responses.input_tokens, "Count a conversation's tokens", InputTokensRequest),
     get("/v1/responses/{response_id}", responses.retrieve, "A stored response"),

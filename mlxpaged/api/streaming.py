@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -22,9 +23,19 @@ Result = TypeVar("Result")
 Model = TypeVar("Model", bound=BaseModel)
 Respond = Callable[[Request, Model], Coroutine[Any, Any, Response]]
 
-Failure = Callable[[ApiError, str, str], list[dict[str, Any]]]
-"""Makes the events of a stream that failed before its answer began, from the error, the request's id and the model's
-name."""
+
+class Beginning(Protocol):
+    """Events of a stream whose answer has not begun, because its model is not loaded. It is made from the request's id
+    and the model's name."""
+
+    def __init__(self, request_id: str, model: str) -> None: ...
+
+    def go_on(self) -> str:
+        """Returns an event that adds nothing."""
+
+    def fail(self, error: ApiError) -> str:
+        """Returns the last events."""
+
 
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 """Media types of streams: server-sent events, and lines of JSON."""
@@ -57,11 +68,11 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
 
 
 def handler(
-    model: type[Model], respond: Respond[Model], streams: str | None = None, failure: Failure | None = None
+    model: type[Model], respond: Respond[Model], streams: str | None = None, begin: type[Beginning] | None = None
 ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """Returns a route that reads a body and responds to it. Its work ends when the client leaves. streams: the media
     type of a stream, if the body may ask for one. A stream for a model that is not loaded begins before the load.
-    failure: makes its events if the load fails; None: the only event has the body of an error."""
+    begin: makes its events until the answer begins; None: there is one if the load fails, with the body of an error."""
 
     async def handle(request: Request) -> Response:
         body = await read_json(request, model)
@@ -70,8 +81,9 @@ def handler(
             load = await server_of(request).begin_load(request, getattr(body, "model", None))
             if load is not None:
                 request.state.has_begun = True  # its headers are sent before the handler is called
+                request.state.beginning = begin and begin(request.state.request_id, load.model.name)
                 work = respond(request, body)
-                response = EventStream(after_loading(request, load, work, streams, failure), work.close, streams)
+                response = EventStream(after_loading(request, load, work, streams), work.close, streams)
         if response is None:
             response = await unless_disconnected(request.receive, respond(request, body))
         if response is None:
@@ -118,20 +130,24 @@ def wants_stream(body: BaseModel) -> bool:
 
 
 async def after_loading(
-    request: Request, load: Load, respond: Coroutine[Any, Any, Response], media_type: str, failure: Failure | None
+    request: Request, load: Load, respond: Coroutine[Any, Any, Response], media_type: str
 ) -> AsyncGenerator[str, None]:
-    """Yields comments that say how far the load is, then the events of the response. Lines have no comments. failure:
-    as in `handler`."""
+    """Yields comments that say how far the load is, then the events of the response. Lines have no comments."""
+    beginning: Beginning | None = request.state.beginning
+    silent_since, longest = time.monotonic(), server_of(request).http.keep_alive_seconds
     try:
         with load.model.wanted():  # until the request is submitted
             while not load.done:
                 if media_type == EVENTS:
                     yield comment(load.progress)
+                if beginning is not None and time.monotonic() - silent_since >= longest:
+                    yield beginning.go_on()
+                    silent_since = time.monotonic()
                 await load.wait(LOADING_SECONDS)
             load.raise_if_failed()
             response = await respond
     except Exception as error:
-        yield error_events(from_engine(error), request, media_type, failure, load.model.name)
+        yield error_events(from_engine(error), request, media_type, beginning)
         return
     if not isinstance(response, EventStream):  # a request that only loads the model
         yield f"{bytes(response.body).decode()}\n"
@@ -143,14 +159,12 @@ async def after_loading(
         await response.aclose()
 
 
-def error_events(
-    error: ApiError, request: Request, media_type: str, failure: Failure | None = None, model: str = ""
-) -> str:
-    """A stream that failed before its first event, in the API's format."""
+def error_events(error: ApiError, request: Request, media_type: str, beginning: Beginning | None = None) -> str:
+    """A stream that failed before its answer began, in the API's format."""
     note_refusal(error, request.scope)
     form, request_id = format_of(request.url.path), request.state.request_id
-    if failure is not None:
-        return "".join(map(named_event, failure(error, request_id, model)))
+    if beginning is not None:
+        return beginning.fail(error)
     body = error.body() if form is None else form.body(error, request_id)
     if media_type == LINES:
         return line(body)

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlxpaged.api import streaming
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.engine import builder
 from mlxpaged.engine.config import EngineConfig
@@ -103,6 +104,27 @@ def test_a_stream_says_how_far_its_load_is(paths: dict[str, Path], monkeypatch: 
         assert len(rest) > 2
         if path != "/api/chat":  # its answers have no id
             assert response.headers["x-request-id"] in "".join(rest)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_response_has_events_while_its_model_is_loaded(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr(streaming, "LOADING_SECONDS", 0.01)
+    http = HttpConfig(keep_alive_seconds=0)
+    with running_server(models(paths, "small"), http=http) as server, server.client() as client:
+        go_on = hold_loads(monkeypatch)
+        sent: dict[str, Any] = {"model": "small", "input": "x" * (1 if not fails else 100_000), "max_output_tokens": 2}
+        with client.responses.stream(**sent) as stream:
+            first, second = itertools.islice(stream, 2)
+            go_on.set()
+            events = [first, second, *stream]
+    assert [each.type for each in events[:2]] == ["response.created", "response.in_progress"]
+    assert "response.created" not in [each.type for each in events[1:]]
+    assert events[-1].type == ("response.failed" if fails else "response.incomplete")
+    assert [each.sequence_number for each in events] == [*range(len(events))]
+    responses = [each.response for each in events if hasattr(each, "response")]
+    assert len({(each.id, each.created_at, each.model) for each in responses}) == 1
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from mlxpaged.api.generation import deltas
 from mlxpaged.api.generation.answers import Answer, Answers, Renderer, progress_field, timeline_field
 from mlxpaged.api.generation.request import INPUT
 from mlxpaged.api.openai.renderer import chat_logprobs
+from mlxpaged.api.openai.responses.beginning import ResponseBeginning
 from mlxpaged.api.openai.responses.schema import ResponseRequest
 from mlxpaged.api.openai.responses.tools import (
     CustomTool,
@@ -35,15 +36,21 @@ REPEATED = {"instructions", "previous_response_id", "user", "safety_identifier",
 
 
 class ResponseRenderer(Renderer):
-    """keep: called with the complete response, before it is sent."""
+    """keep: called with the complete response, before it is sent. beginning: of a stream that waited for its model."""
 
-    def __init__(self, answers: Answers, body: ResponseRequest, keep: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        answers: Answers,
+        body: ResponseRequest,
+        keep: Callable[[dict[str, Any]], None],
+        beginning: ResponseBeginning | None,
+    ) -> None:
         self._answers = answers
         self._body = body
         self._keep = keep
-        self._created = int(time.time())
+        self._created = int(time.time()) if beginning is None else beginning.created
         self._output = OutputItems({tool.name: called_as for tool, called_as in functions(body.tools)})
-        self._sequence_number = -1  # of the last event
+        self._sequence_number = -1 if beginning is None else beginning.num_events - 1  # of the last event
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         for update in answers[0].updates:
@@ -53,7 +60,8 @@ class ResponseRenderer(Renderer):
         return response
 
     def begin(self) -> Iterator[str]:
-        yield self._event("created", response=self._response("in_progress"))
+        if self._sequence_number < 0:
+            yield self._event("created", response=self._response("in_progress"))
         yield self._event("in_progress", response=self._response("in_progress"))
 
     def events(self, update: deltas.Update) -> Iterator[str]:

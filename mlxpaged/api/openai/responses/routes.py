@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from starlette.requests import Request
@@ -14,6 +13,7 @@ from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.generation.answers import reply
 from mlxpaged.api.generation.prompt import count_tokens
 from mlxpaged.api.generation.submission import start
+from mlxpaged.api.openai.responses.beginning import ResponseBeginning
 from mlxpaged.api.openai.responses.renderer import ResponseRenderer
 from mlxpaged.api.openai.responses.schema import InputTokensRequest, Item, ItemList, ItemReference, ResponseRequest
 from mlxpaged.api.openai.responses.store import MAX_RESPONSES, ResponseStore, StoredResponse
@@ -43,29 +43,8 @@ async def respond(request: Request, body: ResponseRequest) -> Response:
         if body.kept:
             store.add(owner_of(request), response, previous, items)
 
-    return await reply(answers, ResponseRenderer(answers, body, keep), bool(body.stream))
-
-
-def failure(error: ApiError, request_id: str, model: str) -> list[dict[str, Any]]:
-    """Returns the events of a stream that failed while its model was loaded. OpenAI's client refuses a stream that does
-    not begin with `response.created`."""
-    response = {
-        "id": response_id_of(request_id),
-        "object": "response",
-        "created_at": int(time.time()),
-        "status": "in_progress",
-        "error": None,
-        "model": model,
-        "output": [],
-        "tools": [],
-        "tool_choice": "auto",
-        "parallel_tool_calls": True,
-    }
-    ended = {"status": "failed", "error": {"code": error.code or error.kind, "message": error.message}}
-    return [
-        {"type": "response.created", "sequence_number": 0, "response": response},
-        {"type": "response.failed", "sequence_number": 1, "response": response | ended},
-    ]
+    beginning: ResponseBeginning | None = getattr(request.state, "beginning", None)
+    return await reply(answers, ResponseRenderer(answers, body, keep, beginning), bool(body.stream))
 
 
 async def input_tokens(request: Request, body: InputTokensRequest) -> Response:
