@@ -13,6 +13,7 @@ from mlxpaged.api.batches.records import BatchRecord, FileRecord
 from mlxpaged.api.endpoint import BYTES, FORM, HTML, TEXT, Access, Endpoint
 from mlxpaged.api.ollama import models as ollama_models
 from mlxpaged.api.ollama import pull as ollama_pull
+from mlxpaged.api.ollama import renderer as ollama_renderer
 from mlxpaged.api.ollama import routes as ollama
 from mlxpaged.api.ollama import schema as ollama_schema
 from mlxpaged.api.openai import chat, completions, embeddings, models
@@ -52,8 +53,14 @@ answers = partial(reads, streams=LINES, cancellable=True)
 
 
 ENDPOINTS = (
-    generates("/v1/chat/completions", chat.respond, "Answer a conversation", ChatRequest),
-    generates("/v1/completions", completions.respond, "Continue one or more prompts", CompletionRequest),
+    generates("/v1/chat/completions", chat.respond, "Answer a conversation", ChatRequest, begin=chat.ChatBeginning),
+    generates(
+        "/v1/completions",
+        completions.respond,
+        "Continue one or more prompts",
+        CompletionRequest,
+        begin=completions.CompletionBeginning,
+    ),
     generates(
         "/v1/responses",
         responses.respond,
@@ -112,9 +119,19 @@ ENDPOINTS = (
     get("/v1/batches", batches.list_batches, "Batches, the newest first", query=PageQuery),
     get("/v1/batches/{batch_id}", batches.get_batch, "One batch", answer=BatchRecord),
     post("/v1/batches/{batch_id}/cancel", batches.cancel_batch, "Cancel a batch", answer=BatchRecord),
-    answers("/api/chat", ollama.chat, "Answer a conversation, as Ollama's API does", ollama_schema.OllamaChatRequest),
     answers(
-        "/api/generate", ollama.generate, "Answer a prompt, as Ollama's API does", ollama_schema.OllamaGenerateRequest
+        "/api/chat",
+        ollama.chat,
+        "Answer a conversation, as Ollama's API does",
+        ollama_schema.OllamaChatRequest,
+        begin=ollama_renderer.ChatBeginning,
+    ),
+    answers(
+        "/api/generate",
+        ollama.generate,
+        "Answer a prompt, as Ollama's API does",
+        ollama_schema.OllamaGenerateRequest,
+        begin=ollama_renderer.GenerateBeginning,
     ),
     reads("/api/embed", ollama.embed_inputs, "Embed texts", ollama_schema.OllamaEmbedRequest, cancellable=True),
     reads(

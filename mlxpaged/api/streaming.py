@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -24,17 +25,19 @@ Model = TypeVar("Model", bound=BaseModel)
 Respond = Callable[[Request, Model], Coroutine[Any, Any, Response]]
 
 
-class Beginning(Protocol):
-    """Events of a stream whose answer has not begun, because its model is not loaded. It is made from the request's id
-    and the model's name."""
+class Beginning(ABC):
+    """Events of a stream that waits for its model. Some clients count events only."""
 
+    @abstractmethod
     def __init__(self, request_id: str, model: str) -> None: ...
 
+    @abstractmethod
     def go_on(self) -> str:
         """Returns an event that adds nothing."""
 
-    def fail(self, error: ApiError) -> str:
-        """Returns the last events."""
+    def fail(self, error: ApiError) -> str | None:
+        """Returns the last events; None: there is one, with the body of the error."""
+        return None
 
 
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
@@ -72,7 +75,7 @@ def handler(
 ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """Returns a route that reads a body and responds to it. Its work ends when the client leaves. streams: the media
     type of a stream, if the body may ask for one. A stream for a model that is not loaded begins before the load.
-    begin: makes its events until the answer begins; None: there is one if the load fails, with the body of an error."""
+    begin: makes its events until the answer begins; None: there are none."""
 
     async def handle(request: Request) -> Response:
         body = await read_json(request, model)
@@ -163,8 +166,8 @@ def error_events(error: ApiError, request: Request, media_type: str, beginning: 
     """A stream that failed before its answer began, in the API's format."""
     note_refusal(error, request.scope)
     form, request_id = format_of(request.url.path), request.state.request_id
-    if beginning is not None:
-        return beginning.fail(error)
+    if beginning is not None and (events := beginning.fail(error)) is not None:
+        return events
     body = error.body() if form is None else form.body(error, request_id)
     if media_type == LINES:
         return line(body)

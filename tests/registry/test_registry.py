@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -125,6 +126,31 @@ def test_a_response_has_events_while_its_model_is_loaded(
     assert [each.sequence_number for each in events] == [*range(len(events))]
     responses = [each.response for each in events if hasattr(each, "response")]
     assert len({(each.id, each.created_at, each.model) for each in responses}) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/api/chat", "/api/generate"])
+def test_chunks_and_lines_without_text_come_while_the_model_is_loaded(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    fields: dict[str, Any] = {"model": "small", "stream": True}
+    said = ask("x", max_tokens=2) if "chat" in path else {"prompt": "x", "max_tokens": 2}
+    with running_server(models(paths, "small"), http=HttpConfig(keep_alive_seconds=0)) as server, raw(server) as client:
+        go_on = hold_loads(monkeypatch)
+        with client.stream("POST", path, json=said | fields) as response:
+            lines = (line.removeprefix("data: ") for line in response.iter_lines())
+            found = (json.loads(line) for line in lines if line.startswith("{"))
+            first = next(found)
+            go_on.set()
+            rest = list(found)
+    if path.startswith("/v1"):
+        [choice] = first["choices"]
+        assert choice.get("delta", choice.get("text")) in ({}, "")
+        assert {each["id"] for each in (first, *rest)} == {response.headers["x-request-id"]}
+    else:
+        assert first.get("response", first.get("message", {}).get("content")) == ""
+    assert first["model"] == "small"
+    assert not first.get("done")
+    assert first.keys() <= rest[0].keys()
 
 
 @pytest.mark.parametrize(

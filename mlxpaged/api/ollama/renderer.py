@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, ClassVar
 
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation import deltas
@@ -14,7 +14,7 @@ from mlxpaged.api.generation.logprobs import described
 from mlxpaged.api.generation.tool_calls import call_arguments
 from mlxpaged.api.ollama.errors import error_body
 from mlxpaged.api.ollama.schema import GeneratingFields
-from mlxpaged.api.streaming import LINES, line
+from mlxpaged.api.streaming import LINES, Beginning, line
 from mlxpaged.engine.logprobs import TokenLogprobs
 from mlxpaged.engine.prompt_progress import PromptProgress
 from mlxpaged.engine.timeline import Timeline
@@ -88,6 +88,26 @@ class OllamaRenderer(Renderer):
 
     def _timeline(self, timeline: Timeline) -> dict[str, Any]:
         return timeline_field([timeline]) if self._answers.context.timeline else {}
+
+
+class OllamaBeginning(Beginning):
+    """nothing: what a line without text has."""
+
+    nothing: ClassVar[Mapping[str, Any]]
+
+    def __init__(self, request_id: str, model: str) -> None:
+        self._model = model
+
+    def go_on(self) -> str:
+        return line({"model": self._model, "created_at": timestamp(), **self.nothing, "done": False})
+
+
+class ChatBeginning(OllamaBeginning):
+    nothing: ClassVar[Mapping[str, Any]] = {"message": {"role": "assistant", "content": ""}}
+
+
+class GenerateBeginning(OllamaBeginning):
+    nothing: ClassVar[Mapping[str, Any]] = {"response": ""}
 
 
 class ChatRenderer(OllamaRenderer):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +13,7 @@ from mlxpaged.api.generation.deltas import Delta, Finish, Text, Thinking, ToolCa
 from mlxpaged.api.generation.request import Chat, GenerationRequest, function_call, sampling_params
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.media import media_of
-from mlxpaged.api.openai.renderer import CompletionsRenderer, chat_logprobs
+from mlxpaged.api.openai.renderer import ChunkBeginning, CompletionsRenderer, chat_logprobs
 from mlxpaged.api.openai.schema import ChatRequest
 from mlxpaged.api.openai.thinking import ThinkingFields
 from mlxpaged.api.openai.tools import NamedTool, translated_choice
@@ -64,9 +64,14 @@ def translate(body: ChatRequest) -> GenerationRequest:
     )
 
 
+class ChatBeginning(ChunkBeginning):
+    kind = "chat.completion.chunk"
+    nothing: ClassVar[Mapping[str, Any]] = {"delta": {}}
+
+
 class ChatRenderer(CompletionsRenderer):
     def __init__(self, answers: Answers, body: ChatRequest) -> None:
-        super().__init__(answers, body, "chat.completion", "chat.completion.chunk")
+        super().__init__(answers, body, "chat.completion", ChatBeginning.kind)
         self._shows_logprobs = bool(body.logprobs)
         self._names_tool = isinstance(body.tool_choice, NamedTool)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,7 +12,7 @@ from mlxpaged.api.generation.answers import Answer, Answers, reply
 from mlxpaged.api.generation.deltas import Text, Update
 from mlxpaged.api.generation.request import GenerationRequest, sampling_params
 from mlxpaged.api.generation.submission import start
-from mlxpaged.api.openai.renderer import CompletionsRenderer, completion_logprobs
+from mlxpaged.api.openai.renderer import ChunkBeginning, CompletionsRenderer, completion_logprobs
 from mlxpaged.api.openai.schema import CompletionRequest
 from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
 
@@ -34,9 +34,14 @@ def translate(body: CompletionRequest) -> GenerationRequest:
     )
 
 
+class CompletionBeginning(ChunkBeginning):
+    kind = "text_completion"
+    nothing: ClassVar[Mapping[str, Any]] = {"text": ""}
+
+
 class CompletionRenderer(CompletionsRenderer):
     def __init__(self, answers: Answers, body: CompletionRequest) -> None:
-        super().__init__(answers, body, "text_completion", "text_completion")
+        super().__init__(answers, body, "text_completion", CompletionBeginning.kind)
         self._shows_logprobs = body.logprobs is not None
         self._num_top = body.logprobs or 0
         self._echoes = bool(body.echo)

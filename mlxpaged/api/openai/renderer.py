@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, ClassVar
 
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation.answers import Answer, Answers, Renderer, progress_field, timeline_field
 from mlxpaged.api.generation.deltas import Usage
 from mlxpaged.api.generation.logprobs import MIN_LOGPROB, described
 from mlxpaged.api.openai.schema import SamplingFields
-from mlxpaged.api.streaming import event
+from mlxpaged.api.streaming import Beginning, event
 from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
 from mlxpaged.engine.prompt_progress import PromptProgress
 from mlxpaged.models.tokenizer import Tokenizer
@@ -86,6 +86,26 @@ class CompletionsRenderer(Renderer):
 
     def error(self, error: ApiError) -> str:
         return event(error.body())
+
+
+class ChunkBeginning(Beginning):
+    """kind: the "object" of a chunk. nothing: what a choice has in a chunk that adds nothing to it."""
+
+    kind: str
+    nothing: ClassVar[Mapping[str, Any]]
+
+    def __init__(self, request_id: str, model: str) -> None:
+        choice = {"index": 0, **self.nothing, "logprobs": None, "finish_reason": None}
+        self._chunk = {
+            "id": request_id,
+            "object": self.kind,
+            "created": int(time.time()),
+            "model": model,
+            "choices": [choice],
+        }
+
+    def go_on(self) -> str:
+        return event(self._chunk)
 
 
 def usage_field(usage: Usage) -> dict[str, Any]:

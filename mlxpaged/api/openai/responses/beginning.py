@@ -7,10 +7,10 @@ from typing import Any
 
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.request_id import response_id_of
-from mlxpaged.api.streaming import named_event
+from mlxpaged.api.streaming import Beginning, named_event
 
 
-class ResponseBeginning:
+class ResponseBeginning(Beginning):
     """OpenAI's client refuses a stream that does not begin with `response.created`. Codex gives a stream up that has no
     event for five minutes: a model may be downloaded for longer.
 
