@@ -59,14 +59,14 @@ def described(download: Download) -> dict[str, Any]:
     from mlxpaged.models.json_files import model_config
     from mlxpaged.models.kinds import kind_of
     from mlxpaged.models.loader import context_length
-    from mlxpaged.models.sources.downloads import quantization
+    from mlxpaged.models.sources.downloads import missing_files, quantization
     from mlxpaged.models.sources.local import local_path
     from mlxpaged.models.sources.preflight import check_directory, local_file_sizes
 
     config: dict[str, Any] = {}
     path = download.path
     try:
-        if missing := download.missing_files():
+        if missing := missing_files(path):
             raise UnsupportedModelError(
                 f"{missing[0]} is missing: `mlxpaged pull {download.name}` resumes the download"
             )

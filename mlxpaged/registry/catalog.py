@@ -14,7 +14,7 @@ from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.json_files import CONFIG
 from mlxpaged.models.kinds import Kind, kind_of
-from mlxpaged.models.sources.downloads import repositories
+from mlxpaged.models.sources.downloads import missing_files, repositories
 from mlxpaged.models.sources.gguf.choice import begins_model, choose, gguf_sizes, split_name
 from mlxpaged.models.sources.gguf.file import split_paths
 from mlxpaged.models.sources.other_apps import OLLAMA, app_models, app_path
@@ -114,13 +114,14 @@ def model_paths(directory: Path) -> set[Path]:
 
 
 def described(name: str, path: Path, wanted: str = "") -> Found | None:
-    """None if the directory has no config.json and weights, and no GGUF file, or cannot be read. wanted: as `choose`
-    has it."""
+    """None if the directory has no config.json and all weights, and no GGUF file, or cannot be read. wanted: as
+    `choose` has it."""
     try:
         if path.is_file():
             return Found(name, path, gguf_bytes(path)) if path.suffix.lower() == GGUF else None
         if has_safetensors(path):
-            sizes = weight_files(local_file_sizes(path)) if (path / CONFIG).is_file() else {}
+            is_whole = (path / CONFIG).is_file() and not missing_files(path)
+            sizes = weight_files(local_file_sizes(path)) if is_whole else {}
             return Found(name, path, sum(size or 0 for size in sizes.values())) if sizes else None
         found = gguf_sizes(path) if path.is_dir() else {}
         file = path / choose(found, wanted, free_device_memory())[0]

@@ -239,6 +239,23 @@ def test_directories_and_downloaded_repositories_are_served_by_name(
         assert states(server) == before  # no directory is served twice
 
 
+def test_a_download_that_was_interrupted_between_two_files_is_no_model(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    snapshot = tmp_path / "models--org--hubbed" / "snapshots" / "abc"
+    shutil.copytree(paths["small"], snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    assert [found.name for found in Catalog().all()] == ["org/hubbed"]
+    parts = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    (snapshot / "model.safetensors").rename(snapshot / parts[0])
+    index = {"weight_map": {"model.norm.weight": parts[0], "lm_head.weight": parts[1]}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert (Catalog().all(), Catalog().find("org/hubbed")) == ([], None)
+
+
 def test_links_in_a_directory_of_models_are_listed_as_they_are_found(
     paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

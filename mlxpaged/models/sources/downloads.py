@@ -23,14 +23,15 @@ class Download:
     path: Path
     bytes: int
 
-    def missing_files(self) -> list[str]:
-        """Files of weights that the index names and that are not here: the download was interrupted."""
-        try:
-            wanted = read_object(self.path / INDEX, missing_is_empty=True).get("weight_map")
-        except UnsupportedModelError:
-            return [INDEX]
-        names = set(wanted.values()) if isinstance(wanted, dict) else set()
-        return sorted(name for name in names if not (self.path / str(name)).exists())
+
+def missing_files(directory: Path) -> list[str]:
+    """Files of weights that the index names and that are not here: the download was interrupted."""
+    try:
+        wanted = read_object(directory / INDEX, missing_is_empty=True).get("weight_map")
+    except UnsupportedModelError:
+        return [INDEX]
+    names = set(wanted.values()) if isinstance(wanted, dict) else set()
+    return sorted(name for name in names if not (directory / str(name)).exists())
 
 
 def downloads() -> list[Download]:
