@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from mlxpaged.models.sources.gguf.file import split_paths
 from mlxpaged.models.sources.other_apps import OLLAMA, app_models, app_path
 from mlxpaged.models.sources.preflight import GGUF, has_safetensors, local_file_sizes, weight_files
 from mlxpaged.models.sources.short_names import LATEST, full_name
+
+MAX_SEARCHED = 5_000
+"""Directories that are searched for models below one of the user's."""
 
 
 @dataclass(frozen=True)
@@ -97,20 +101,37 @@ class Catalog:
 
 def model_paths(directory: Path) -> set[Path]:
     """Directories with a config.json, and GGUF files, the first ones of models in parts. Links to directories are
-    followed, but a directory is searched once, without links if it can be: a link can lead back."""
-    found, searched, tops = set[Path](), set[Path](), [directory]
-    for top in tops:
-        for parent, folders, files in os.walk(top):
-            path = Path(parent)
-            if (real := path.resolve()) in searched:
-                folders.clear()
-                continue
-            searched.add(real)
-            found |= {path / name for name in files if begins_model(name)}
-            if CONFIG in files:
+    followed, but a directory is searched once, without links if it can be: a link can lead back. It can also lead to a
+    whole disk, so MAX_SEARCHED directories are searched, those near the top first."""
+    found, searched = set[Path](), set[Path]()
+    left, links = deque([directory]), deque[Path]()
+    while (left or links) and len(searched) < MAX_SEARCHED:
+        if not left:
+            left, links = links, left
+        path = left.popleft()
+        try:
+            real, entries = path.resolve(), sorted(os.scandir(path), key=lambda entry: entry.name)
+        except OSError:  # another user's, for example
+            continue
+        if real in searched:
+            continue
+        searched.add(real)
+        for entry in entries:
+            if is_directory(entry):
+                (links if entry.is_symlink() else left).append(path / entry.name)
+            elif begins_model(entry.name):
+                found.add(path / entry.name)
+            elif entry.name == CONFIG:
                 found.add(path)
-            tops += sorted(path / name for name in folders if (path / name).is_symlink())
     return found - {directory}
+
+
+def is_directory(entry: os.DirEntry[str]) -> bool:
+    """False for a link that cannot be followed."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def described(name: str, path: Path, wanted: str = "") -> Found | None:

@@ -282,6 +282,20 @@ def test_a_model_to_which_a_link_leads_is_listed_by_its_own_name(tmp_path: Path)
     assert model_paths(tmp_path) == {tmp_path / f"{name}-models" / "m" for name in "abcdefgh"}
 
 
+def test_a_link_to_a_large_tree_is_searched_near_its_top(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("mlxpaged.registry.catalog.MAX_SEARCHED", 10)
+    (tmp_path / "large" / Path(*"abcdefghijklmnop")).mkdir(parents=True)
+    for path in [*(tmp_path / "large").rglob("*"), tmp_path / "other"]:
+        path.mkdir(exist_ok=True)
+        (path / "config.json").touch()
+    (root := tmp_path / "models").mkdir()
+    for name in ("large", "other"):
+        (root / name).symlink_to(tmp_path / name)
+    found = model_paths(root)
+    assert {root / "other", root / "large" / "a" / "b"} <= found
+    assert len(found) < 10
+
+
 LONG = "lmstudio:someone/" + 300 * "x"
 """A name that no file can have."""
 
