@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from mlxpaged.cli.client import Client, ServerError
 from mlxpaged.cli.running_servers import server_of
+from mlxpaged.interpreter import PYTHON
 
 POLL_SECONDS = 0.05
 END_SECONDS = 10.0
@@ -31,7 +32,7 @@ class BackgroundServer:
         flags = ["--host", "127.0.0.1", *ports, "--until-eof", "--log-level", "warning"]
         file = [] if config is None else ["--config", config]
         named = [] if model is None else ["--model", model]
-        command = [sys.executable, "-m", "mlxpaged", *file, "serve", *flags, *named]
+        command = [*PYTHON, "-m", "mlxpaged", *file, "serve", *flags, *named]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
         self._process = subprocess.Popen(
             command,

@@ -19,6 +19,7 @@ from mlxpaged.cluster.channel import Channel, Listener
 from mlxpaged.cluster.hosts import Hosts
 from mlxpaged.cluster.messages import Hello
 from mlxpaged.cluster.silence import Silence
+from mlxpaged.interpreter import PYTHON
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class Processes:
         self._hostfile = tempfile.NamedTemporaryFile("w", prefix="mlxpaged-hosts-")  # noqa: SIM115
         self._hostfile.write(hosts.for_launch)
         self._hostfile.flush()
-        script = [sys.executable, "-m", "mlxpaged.cluster.rank"]
+        script = [*PYTHON, "-m", "mlxpaged.cluster.rank"]
         ports = ["--starting-port", str(hosts.first_port)]
         self._launcher = subprocess.Popen(
             [*LAUNCH, "--hostfile", self._hostfile.name, "--backend", hosts.backend, *ports, *OFFLINE, "--", *script],
@@ -115,7 +116,7 @@ class Processes:
 OFFLINE = ["--env", "HF_HUB_OFFLINE=1"]
 """Ranks load from their own disks. They do not all download the same weights at once."""
 
-LAUNCH = [sys.executable, "-m", "mlxpaged.cluster.launch"]
+LAUNCH = [*PYTHON, "-m", "mlxpaged.cluster.launch"]
 
 
 def kill_remote(host: str, pid: int) -> None:

@@ -133,6 +133,8 @@ def test_without_a_server_one_is_started_with_the_configuration_and_ended(
     (file := tmp_path / "mine.toml").write_text(configured)
     started: list[background_server.BackgroundServer] = []
     end = background_server.BackgroundServer.end
+    (tmp_path / "uvloop.py").write_text("raise SystemExit('a file of the working directory')")
+    monkeypatch.chdir(tmp_path)
 
     def watched(self: background_server.BackgroundServer) -> None:
         started.append(self)

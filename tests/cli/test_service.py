@@ -16,6 +16,7 @@ import pytest
 from mlxpaged.cli.running_servers import registered
 from mlxpaged.cli.service.manager import Job, ServiceError
 from mlxpaged.cli.service.systemd import Systemd
+from mlxpaged.interpreter import PYTHON
 from tests.cli.helpers import Result
 
 ODD = ("a b", "$HOME", "100%", 'a"b', "back\\slash", "it's", "new\nline", "")
@@ -69,7 +70,7 @@ def test_launchd_is_told_what_to_run(
     assert (result.status, result.stdout) == (0, "")
     assert str(path) in result.stderr
     found = plistlib.loads(path.read_bytes())
-    assert found["ProgramArguments"] == [sys.executable, "-m", "mlxpaged", "serve", "demo", "--port", "8090"]
+    assert found["ProgramArguments"] == [*PYTHON, "-m", "mlxpaged", "serve", "demo", "--port", "8090"]
     assert found["WorkingDirectory"] == os.getcwd()
     assert found["EnvironmentVariables"] == {"HF_HOME": "/models"}
     assert found["KeepAlive"] == {"SuccessfulExit": False}, "`mlxpaged stop` is not undone"
@@ -109,7 +110,8 @@ def test_systemd_is_told_what_to_run_and_to_forget_it(
     unit = configparser.ConfigParser(interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read(path)
-    assert unit["Service"]["ExecStart"] == f'"{sys.executable}" "-m" "mlxpaged" "serve" "--port" "8090"'
+    words = [*PYTHON, "-m", "mlxpaged", "serve", "--port", "8090"]
+    assert unit["Service"]["ExecStart"] == " ".join(f'"{word}"' for word in words)
     assert unit["Service"]["Restart"] == "on-failure"
     assert calls() == [
         f"--user {words}" for words in ("daemon-reload", "enable mlxpaged.service", "restart mlxpaged.service")

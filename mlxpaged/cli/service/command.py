@@ -15,6 +15,7 @@ from mlxpaged.cli.service.launchd import Launchd
 from mlxpaged.cli.service.manager import Job, Manager, ServiceError
 from mlxpaged.cli.service.systemd import Systemd
 
+from mlxpaged.interpreter import PYTHON
 KEPT = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CONFIG_HOME", "MLXPAGED_CONFIG")
 """Variables that say where models and settings are. A service sees no other variables of the user's shell."""
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 def run_install(args: argparse.Namespace, manager: Manager) -> int:
     check_serve(args.serve_args, args.parser.config)
     file = () if args.config is None else ("--config", args.config)
-    command = (sys.executable, "-m", "mlxpaged", *file, "serve", *args.serve_args)
+    command = (*PYTHON, "-m", "mlxpaged", *file, "serve", *args.serve_args)
     variables = {name: os.environ[name] for name in KEPT if os.environ.get(name)}
     content = manager.content(Job(command, Path.cwd(), variables))
     if args.dry_run:
