@@ -22,7 +22,18 @@ from tests.cli.helpers import Result
 ODD = ("a b", "$HOME", "100%", 'a"b', "back\\slash", "it's", "new\nline", "")
 PROGRAM = """#!/bin/sh
 echo "$@" >> "$CALLS"
-cat "$ANSWERS/$(basename "$0")" 2>/dev/null
+answer="$ANSWERS/$(basename "$0")"
+case "$1" in
+print)
+    [ -e "$answer" ] || exit 113  # launchd does not know the service
+    cat "$answer"
+    ! [ -e "$ANSWERS/ending" ] || rm "$ANSWERS/ending" "$answer"  # it has ended after this
+    exit 0;;
+bootout)
+    touch "$ANSWERS/ending"
+    exit "${STATUS:-36}";;  # EINPROGRESS of macOS
+esac
+cat "$answer" 2>/dev/null
 exit "${STATUS:-0}"
 """
 
@@ -73,11 +84,26 @@ def test_launchd_is_told_what_to_run(
     assert found["ProgramArguments"] == [*PYTHON, "-m", "mlxpaged", "serve", "demo", "--port", "8090"]
     assert found["WorkingDirectory"] == os.getcwd()
     assert found["EnvironmentVariables"] == {"HF_HOME": "/models"}
+    assert found["ExitTimeOut"] == 60, "running requests have 30 s to finish"
     assert found["KeepAlive"] == {"SuccessfulExit": False}, "`mlxpaged stop` is not undone"
     assert Path(found["StandardErrorPath"]).parent == home / "Library" / "Logs" / "mlxpaged"
     assert Path(found["StandardErrorPath"]).parent.is_dir()
     domain = f"gui/{os.getuid()}"
-    assert calls() == [f"bootout {domain}/mlxpaged.server", f"bootstrap {domain} {path}"]
+    assert calls() == [f"print {domain}/mlxpaged.server", f"bootstrap {domain} {path}"]
+
+
+@pytest.mark.usefixtures("on_a_mac")
+def test_the_server_of_the_launch_agent_ends_before_another_one_is_started(
+    calls: Callable[[], list[str]], tmp_path: Path, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "launchctl").write_text("mlxpaged.server = {\n\tstate = running\n}\n")
+    assert run("service", "install").status == 0
+    verbs = [line.partition(" ")[0] for line in calls()]
+    assert verbs == ["print", "bootout", "print", "bootout", "print", "bootstrap"]
+    (tmp_path / "launchctl").write_text("mlxpaged.server = {\n\tstate = running\n}\n")
+    monkeypatch.setenv("STATUS", "1")
+    said = f"mlxpaged: `launchctl bootout gui/{os.getuid()}/mlxpaged.server` has failed: status 1\n"
+    assert run("service", "remove") == Result(1, "", said)
 
 
 @pytest.mark.usefixtures("on_a_mac")
@@ -106,12 +132,13 @@ def test_systemd_is_told_what_to_run_and_to_forget_it(
     calls: Callable[[], list[str]], tmp_path: Path, home: Path, run: Callable[..., Result]
 ) -> None:
     path = home / ".config" / "systemd" / "user" / "mlxpaged.service"
-    assert run("service", "install", "--", "--port", "8090").status == 0
+    assert run("service", "install", "--", "--port", "8090", "--drain-timeout", "99.5").status == 0
     unit = configparser.ConfigParser(interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read(path)
-    words = [*PYTHON, "-m", "mlxpaged", "serve", "--port", "8090"]
+    words = [*PYTHON, "-m", "mlxpaged", "serve", "--port", "8090", "--drain-timeout", "99.5"]
     assert unit["Service"]["ExecStart"] == " ".join(f'"{word}"' for word in words)
+    assert unit["Service"]["TimeoutStopSec"] == "130"
     assert unit["Service"]["Restart"] == "on-failure"
     assert calls() == [
         f"--user {words}" for words in ("daemon-reload", "enable mlxpaged.service", "restart mlxpaged.service")
@@ -178,7 +205,7 @@ def test_flags_that_serve_refuses_are_refused_before_anything_is_installed(
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
-    job = Job((sys.executable, "-m", "mlxpaged", *ODD), tmp_path, {"HF_HOME": '/a b%$"\\c'})
+    job = Job((sys.executable, "-m", "mlxpaged", *ODD), tmp_path, {"HF_HOME": '/a b%$"\\c'}, 60)
     path = tmp_path / "odd.service"
     path.write_bytes(Systemd().content(job))
     done = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, check=False)
@@ -188,16 +215,16 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a\nExecStartPre=/bin/evil", "a\rb", "a\x7f", "ends\\"])
 def test_a_directory_cannot_add_a_directive_to_a_unit(name: str) -> None:
     with pytest.raises(ServiceError, match="cannot be the working directory of a service"):
-        Systemd().content(Job(("mlxpaged", "serve"), Path(f"/{name}"), {}))
+        Systemd().content(Job(("mlxpaged", "serve"), Path(f"/{name}"), {}, 60))
 
 
 def test_a_directory_with_specifiers_and_quotes_is_taken_as_it_is() -> None:
     """systemd takes quotes in this directive as letters, and %h as the home."""
-    unit = Systemd().content(Job(("mlxpaged", "serve"), Path("/a %h\"b'"), {})).decode()
+    unit = Systemd().content(Job(("mlxpaged", "serve"), Path("/a %h\"b'"), {}, 60)).decode()
     assert "\nWorkingDirectory=/a %%h\"b'\n" in unit
 
 
 def test_a_word_cannot_add_a_directive_to_a_unit() -> None:
-    unit = Systemd().content(Job(("mlxpaged", "a\nb\x1b"), Path("/a"), {"NAME": "c\nd"})).decode()
+    unit = Systemd().content(Job(("mlxpaged", "a\nb\x1b"), Path("/a"), {"NAME": "c\nd"}, 60)).decode()
     assert r'ExecStart="mlxpaged" "a\x0ab\x1b"' in unit
     assert r'Environment="NAME=c\x0ad"' in unit

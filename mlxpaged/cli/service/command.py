@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -14,10 +15,13 @@ from mlxpaged.cli.running_servers import server_of
 from mlxpaged.cli.service.launchd import Launchd
 from mlxpaged.cli.service.manager import Job, Manager, ServiceError
 from mlxpaged.cli.service.systemd import Systemd
-
 from mlxpaged.interpreter import PYTHON
+
 KEPT = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CONFIG_HOME", "MLXPAGED_CONFIG")
 """Variables that say where models and settings are. A service sees no other variables of the user's shell."""
+
+END_SECONDS = 30
+"""Time that a server has to end after its --drain-timeout. Without a limit, launchd kills it after 20 s."""
 
 
 def add_parser(commands: Any) -> None:
@@ -50,11 +54,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_install(args: argparse.Namespace, manager: Manager) -> int:
-    check_serve(args.serve_args, args.parser.config)
+    drain_timeout = parsed(args.serve_args, args.parser.config).drain_timeout
     file = () if args.config is None else ("--config", args.config)
     command = (*PYTHON, "-m", "mlxpaged", *file, "serve", *args.serve_args)
     variables = {name: os.environ[name] for name in KEPT if os.environ.get(name)}
-    content = manager.content(Job(command, Path.cwd(), variables))
+    content = manager.content(Job(command, Path.cwd(), variables, math.ceil(drain_timeout) + END_SECONDS))
     if args.dry_run:
         print(f"# {manager.path}", file=sys.stderr)
         print(content.decode(), end="")
@@ -89,8 +93,8 @@ def run_status(args: argparse.Namespace, manager: Manager) -> int:
     return 0 if pid is not None else 1
 
 
-def check_serve(serve_args: list[str], config: ConfigFile) -> None:
-    """End the command if `mlxpaged serve` refuses the arguments: the service would fail at each start."""
+def parsed(serve_args: list[str], config: ConfigFile) -> argparse.Namespace:
+    """Ends the command if `mlxpaged serve` refuses the arguments: the service would fail at each start."""
     from mlxpaged import cli
 
-    cli.make_parser(["serve"], config).parse_args(["serve", *serve_args])
+    return cli.make_parser(["serve"], config).parse_args(["serve", *serve_args])

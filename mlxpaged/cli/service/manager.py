@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from abc import ABC, abstractmethod
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +15,13 @@ class ServiceError(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What the service runs. directory: relative paths in the command are relative to it."""
+    """What the service runs. directory: relative paths in the command are relative to it. stop_seconds: from a SIGTERM
+    until it is killed."""
 
     command: tuple[str, ...]
     directory: Path
     variables: dict[str, str]
+    stop_seconds: int
 
 
 class Manager(ABC):
@@ -47,13 +50,14 @@ class Manager(ABC):
         """Returns where the log is: a file or a command."""
 
 
-def call(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Raises ServiceError if the program is missing or, with `check`, fails."""
+def call(*command: str, statuses: Container[int] | None = (0,)) -> subprocess.CompletedProcess[str]:
+    """statuses: exit statuses that are no failure; None: all. Raises ServiceError for another one, or if the program is
+    missing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         raise ServiceError(f"{command[0]} cannot be run: {error.strerror}") from None
-    if check and done.returncode != 0:
+    if statuses is not None and done.returncode not in statuses:
         said = (done.stderr or done.stdout).strip()
         raise ServiceError(f"`{' '.join(command)}` has failed: {said or f'status {done.returncode}'}")
     return done

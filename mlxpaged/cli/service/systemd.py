@@ -23,6 +23,7 @@ ExecStart={command}
 WorkingDirectory={directory}
 {variables}Restart=on-failure
 RestartSec={restart}
+TimeoutStopSec={stop}
 
 [Install]
 WantedBy=default.target
@@ -41,6 +42,7 @@ class Systemd(Manager):
             directory=as_path(job.directory),
             variables="".join(variables),
             restart=RESTART_SECONDS,
+            stop=job.stop_seconds,
         ).encode()
 
     def start(self) -> None:
