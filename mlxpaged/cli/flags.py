@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from mlxpaged.cli.config_file import Given
 from mlxpaged.cli.parser import Parser, Setting
+from mlxpaged.models.sources.short_names import without_address
 
 TRUE, FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
@@ -49,11 +50,14 @@ class Flags:
         return Flags(self._parser, title, defaults)
 
     def model(self, default: str, help: str) -> None:
-        """Add the model's name, as MODEL or as --model."""
+        """Add the model's name, as MODEL or as --model. Of several in the variable or the file, it is the first one."""
         either = self._parser.add_mutually_exclusive_group()
         either.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=help)
+        given = next(iter(self._texts("--model")), None)
+        self._parser.settings.append(Setting("model", default, "", given))
+        first = default if given is None else name_and_path(given)[1]
         same = f"the same as MODEL (default {default}) [{variable('model')}]"
-        either.add_argument("--model", default=self._setting("--model", default), metavar="MODEL", help=same)
+        either.add_argument("--model", default=first, metavar="MODEL", help=same)
 
     def models(self, default: str, help: str, more: str) -> None:
         """Add the names of models: one as MODEL, and further ones as --model. `models_of` collects them."""
@@ -88,14 +92,18 @@ class Flags:
 
     def values(self, flag: str, kind: Kind, help: str, dest: str) -> None:
         """Add a flag that can be repeated. Its variable has commas between the values; the file has a list."""
-        texts = list(filter(None, (text.strip() for text in os.environ.get(variable(flag), "").split(","))))
-        given = [Given(text, variable(flag)) for text in texts] or self._parser.config.values(key_of(flag)) or []
+        given = self._texts(flag)
         self._parser.settings.append(Setting(key_of(flag), None, "none", given or None))
         try:
             default = tuple(map(located(kind), given))
         except argparse.ArgumentTypeError as error:
             self._parser.error(f"{flag}: {error}")
         self._add(flag, f"{help}; can be repeated", kind, action=Append, default=default, dest=dest)
+
+    def _texts(self, flag: str) -> list[Given]:
+        """The texts that the variable or the file gives for a flag that can be repeated."""
+        texts = list(filter(None, (text.strip() for text in os.environ.get(variable(flag), "").split(","))))
+        return [Given(text, variable(flag)) for text in texts] or self._parser.config.values(key_of(flag)) or []
 
     def _add(self, flag: str, help: str, kind: Kind, **options: Any) -> None:
         if kind in CHOICES:
@@ -138,6 +146,13 @@ def models_of(args: argparse.Namespace) -> tuple[str, ...]:
     if args.model is None:
         return args.models or (args.default_model,)
     return (args.model, *(() if args.models is args.parser.get_default("models") else args.models))
+
+
+def name_and_path(model: str) -> tuple[str, str]:
+    """A directory that exists may have an equals sign in its name. An address of the hub becomes the repository."""
+    model = without_address(model)
+    name, equals, path = model.partition("=")
+    return (model, model) if not (name and equals and path) or os.path.exists(model) else (name, without_address(path))
 
 
 def from_flags(config: type[Config], args: argparse.Namespace, **fields: Any) -> Config:

@@ -209,7 +209,7 @@ def server_models(args: argparse.Namespace) -> Registry | None:
     if args.served_embedding_model_name is not None and args.embedding_model is None:
         raise ValueError("--served-embedding-model-name needs --embedding-model")
     first, *others = names
-    own_name, path = name_and_path(first)
+    own_name, path = flags.name_and_path(first)
     options = {"generation_config": not args.no_generation_config}
     name = args.served_model_name or own_name
     base = engine_config(args, **options, model=path, served_model_name=None if name == path else name)
@@ -223,7 +223,7 @@ def server_models(args: argparse.Namespace) -> Registry | None:
         models.append(Model(name, of(plain, without_address(args.embedding_model), name, only_embeds=True)))
     num_at_start = len(models)
     for other in others:
-        name, path = name_and_path(other)
+        name, path = flags.name_and_path(other)
         models.append(Model(name, of(plain, path, name)))
     give_adapters(models, args.adapter_paths)
     give_kv_cache_dtypes(models, args.kv_cache_dtypes)
@@ -292,13 +292,6 @@ def give_kv_cache_dtypes(models: Sequence[Model], dtypes: Sequence[tuple[str, st
 
 def of(config: EngineConfig, model: str, name: str, **fields: Any) -> EngineConfig:
     return dataclasses.replace(config, model=model, served_model_name=name, **fields)
-
-
-def name_and_path(model: str) -> tuple[str, str]:
-    """A directory that exists may have an equals sign in its name. An address of the hub becomes the repository."""
-    model = without_address(model)
-    name, equals, path = model.partition("=")
-    return (model, model) if not (name and equals and path) or os.path.exists(model) else (name, without_address(path))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -50,6 +50,27 @@ def test_every_kind_of_flag_takes_its_value_from_the_file(write: Write) -> None:
     assert (args["model"], args["max_num_seqs"], args["concurrency"]) == ("a/b", 7, (2, 4))
 
 
+@pytest.mark.parametrize("command", ["bench", "doctor"])
+def test_a_command_of_one_model_takes_the_first_of_several(
+    write: Write, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    write('model = ["quick=a/b", "c/d"]\n')
+    assert parsed(ConfigFile.read(), command)["model"] == "a/b"
+    assert parsed(ConfigFile.read(), command, "e/f")["model"] == "e/f"
+    monkeypatch.setenv("MLXPAGED_MODEL", "g/h,quick=a/b")
+    assert parsed(ConfigFile.read(), command)["model"] == "g/h"
+
+
+def test_the_file_of_the_figures_is_no_switch_of_the_doctor(
+    write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write(f"json = '{tmp_path}/figures.json'\n")
+    assert parsed(ConfigFile.read(), "bench")["json"] == f"{tmp_path}/figures.json"
+    assert parsed(ConfigFile.read(), "doctor")["json"] is False
+    monkeypatch.setenv("MLXPAGED_JSON", f"{tmp_path}/others.json")
+    assert parsed(ConfigFile.read(), "doctor", "--json")["json"] is True
+
+
 def test_a_tilde_is_the_home_directory_in_every_path(
     write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

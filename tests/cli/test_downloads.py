@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from mlxpaged.cli.serve import name_and_path
+from mlxpaged.cli.flags import name_and_path
 from mlxpaged.models import device_memory, disk, loader
 from mlxpaged.models.architectures import has_module, modules_of
 from mlxpaged.models.fit import fit, layers_of

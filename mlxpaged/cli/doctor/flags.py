@@ -31,7 +31,8 @@ def add_parser(commands: Any) -> None:
     add_block_size(flags)
     flags.field("--max-num-seqs", positive_int, "most sequences in a batch for which kernels are timed")
     add_retune(flags)
-    flags.switch("--json", "print JSON, to paste into an issue, instead of tables")
+    # As in `ls` and `ps`, nothing but the command line sets it: the file's `json` is the file of `bench`.
+    parser.add_argument("--json", action="store_true", help="print JSON, to paste into an issue, instead of tables")
     written = f"also write the JSON to a file, {REPORT_FILE} if none is named"
     flags.value("--report", output_file, None, written, without_value=REPORT_FILE)
     asked = "instead, give the model tasks with tools, as agents do, over the server that runs or a new one"
