@@ -259,7 +259,10 @@ def positive_ints(text: str) -> tuple[int, ...]:
 
 
 def path(text: str) -> Path:
-    """~ is the home directory: shells put it in for a word of its own, but not for a variable or the file."""
+    """~ is the home directory: shells put it in for a word of its own, but not for a variable or the file. Without a
+    name, it would be the working directory."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"must be a path, got {text!r}")
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -267,13 +270,13 @@ def path(text: str) -> Path:
 
 
 def file(text: str) -> Path:
-    if not text.strip() or not path(text).is_file():
+    if not path(text).is_file():
         raise argparse.ArgumentTypeError(f"not a file: {text!r}")
     return path(text)
 
 
 def directory(text: str) -> Path:
-    if not text.strip() or not path(text).is_dir():
+    if not path(text).is_dir():
         raise argparse.ArgumentTypeError(f"not a directory: {text!r}")
     return path(text)
 
@@ -283,7 +286,7 @@ def output_file(text: str) -> str:
     if text == "-":
         return text
     file = path(text)
-    if not text.strip() or file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot be written: {text!r}")
     return str(file)
 
