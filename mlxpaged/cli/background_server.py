@@ -27,9 +27,9 @@ class BackgroundServer:
     def __init__(self, model: str | None, config: str | None) -> None:
         """model: as for `mlxpaged serve`; None: what the user has set for it, or the demo model. config: the file of
         --config, if the user has named one."""
-        # Another server may have the port that is configured for Ollama's clients.
-        ports = ["--port", "0", "--ollama-port", "0"]
-        flags = ["--host", "127.0.0.1", *ports, "--until-eof", "--log-level", "warning"]
+        # Another server may have the port that is configured for Ollama's clients, and the directory.
+        own = ["--port", "0", "--ollama-port", "0", "--data-dir", "0"]
+        flags = ["--host", "127.0.0.1", *own, "--until-eof", "--log-level", "warning"]
         file = [] if config is None else ["--config", config]
         named = [] if model is None else ["--model", model]
         command = [*PYTHON, "-m", "mlxpaged", *file, "serve", *flags, *named]

@@ -136,7 +136,8 @@ def add_parser(commands: Any) -> None:
     requests.field("--ttft-timeout", timeout, f"time for the first token, {limit}", "0")
     requests.switch("--strict", "refuse unknown fields and hints in requests, which are ignored otherwise")
     requests.switch("--timelines", "add the times of waiting, prefill and decoding to every answer")
-    requests.value("--data-dir", flags.path, None, "directory for /v1/files and /v1/batches", "both are off")
+    kept = "directory for /v1/files and /v1/batches; 0: both are off"
+    requests.value("--data-dir", flags.or_zero(flags.path, None), None, kept, "0")
 
     stalls = groups.group("stalls")
     longest = "seconds after which a step that has not ended counts as stalled; 0: never"

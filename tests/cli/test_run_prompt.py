@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mlxpaged.api.batches.store import Store
 from mlxpaged.cli import background_server
 from mlxpaged.cli.client import Client
 from mlxpaged.cli.running_servers import running_servers
@@ -129,12 +131,12 @@ def test_without_a_server_one_is_started_with_the_configuration_and_ended(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     taken = socket.create_server(("127.0.0.1", 0))  # by the server of another chat, with the same configuration
-    configured = f'served-model-name = "mine"\nollama-port = {taken.getsockname()[1]}\n'
+    configured = f'served-model-name = "mine"\nollama-port = {taken.getsockname()[1]}\ndata-dir = "{tmp_path}/data"\n'
     (file := tmp_path / "mine.toml").write_text(configured)
-    started: list[background_server.BackgroundServer] = []
-    end = background_server.BackgroundServer.end
     (tmp_path / "uvloop.py").write_text("raise SystemExit('a file of the working directory')")
     monkeypatch.chdir(tmp_path)
+    started: list[background_server.BackgroundServer] = []
+    end = background_server.BackgroundServer.end
 
     def watched(self: background_server.BackgroundServer) -> None:
         started.append(self)
@@ -144,7 +146,7 @@ def test_without_a_server_one_is_started_with_the_configuration_and_ended(
         end(self)
 
     monkeypatch.setattr(background_server.BackgroundServer, "end", watched)
-    with taken:
+    with taken, contextlib.closing(Store(tmp_path / "data")):
         assert run("--config", str(file), "run", "demo", "What is 17 + 25?").stdout == "42\n"
     assert len(started) == 1
     wait_until(lambda: not running_servers())
