@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -10,11 +11,12 @@ from typing import Any
 
 INTERRUPTED = 130
 """The exit status is 128 plus the number of SIGINT, as in a shell."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main() -> int:
     """Returns the exit status. Ctrl-C shows no traceback: neither during the imports, nor while Python ends. The same
-    holds for a reader of standard output that leaves, as `head` does: the status is then 1."""
+    holds for a reader of standard output that leaves, as `head` does, and for a full disk: the status is then 1."""
     sys.unraisablehook = end_if_interrupted
     try:
         open_standard_streams()
@@ -24,13 +26,17 @@ def main() -> int:
             status = cli.main()
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the end of Python fails once more
-        status = 1
     except BaseException as error:
-        if not was_interrupted(error):
+        is_full = isinstance(error, OSError) and error.errno in FULL
+        if is_full or isinstance(error, BrokenPipeError):
+            if is_full:
+                print(f"mlxpaged: {error}", file=sys.stderr)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the end of Python fails once more
+            status = 1
+        elif was_interrupted(error):
+            status = INTERRUPTED
+        else:
             raise
-        status = INTERRUPTED
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return status
 
