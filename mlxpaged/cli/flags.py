@@ -52,17 +52,17 @@ class Flags:
     def model(self, default: str, help: str) -> None:
         """Add the model's name, as MODEL or as --model. Of several in the variable or the file, it is the first one."""
         either = self._parser.add_mutually_exclusive_group()
-        either.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=help)
+        either.add_argument("model", nargs="?", type=model_name, default=argparse.SUPPRESS, metavar="MODEL", help=help)
         given = next(iter(self._texts("--model")), None)
         self._parser.settings.append(Setting("model", default, "", given))
         first = default if given is None else name_and_path(given)[1]
         same = f"the same as MODEL (default {default}) [{variable('model')}]"
-        either.add_argument("--model", default=first, metavar="MODEL", help=same)
+        either.add_argument("--model", type=model_name, default=first, metavar="MODEL", help=same)
 
     def models(self, default: str, help: str, more: str) -> None:
         """Add the names of models: one as MODEL, and further ones as --model. `models_of` collects them."""
-        self._parser.add_argument("model", nargs="?", metavar="MODEL", help=help)
-        self.values("--model", str, f"a further MODEL, or the first one (default {default}); {more}", "models")
+        self._parser.add_argument("model", nargs="?", type=model_name, metavar="MODEL", help=help)
+        self.values("--model", model_name, f"a further MODEL, or the first one (default {default}); {more}", "models")
         self._parser.settings[-1] = self._parser.settings[-1]._replace(default=default)
         self._parser.set_defaults(default_model=default)
 
@@ -243,6 +243,7 @@ def duration(text: str) -> float:
 
 UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
+model_name = fitting(str, "the name of a model", str.strip)
 positive_int = fitting(int, "a whole number of at least 1", lambda value: value >= 1)
 natural_int = fitting(int, "a whole number of at least 0", lambda value: value >= 0)
 port = fitting(int, "a whole number from 0 to 65535", range(65536).__contains__)

@@ -17,6 +17,7 @@ from typing import Any
 from mlxpaged.cli.arguments import keep_after_dashes
 from mlxpaged.cli.client import ServerError
 from mlxpaged.cli.connection import Connection, add_server_flags, connected, running
+from mlxpaged.cli.flags import model_name
 
 NO_KEY = "unused"
 """Agents want a key, which a server without keys does not look at."""
@@ -130,7 +131,9 @@ def add_parser(commands: Any) -> None:
         f"{TOO_SMALL} if the model's context is smaller than the agent needs.",
     )
     parser.add_argument("agent", choices=tuple(AGENTS), help="the program to start")
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="name of a served model (default: the first one)")
+    parser.add_argument(
+        "model", nargs="?", type=model_name, metavar="MODEL", help="name of a served model (default: the first one)"
+    )
     printed = "print the variables and the command instead, for a server that runs"
     parser.add_argument("--print", action="store_true", help=printed, dest="prints")
     anyway = "start the agent also if the model's context is smaller than it needs"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxpaged.cli.banner import megabytes
+from mlxpaged.cli.flags import model_name
 from mlxpaged.cli.parser import heavy_imports
 from mlxpaged.models.disk import check_disk
 from mlxpaged.models.errors import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
@@ -45,7 +46,7 @@ def add_parser(commands: Any) -> None:
         "here and which context fits beside its weights. An interrupted download is resumed.",
     )
     text = "hub repository, its address, or a short name such as qwen3:4b; OWNER/NAME:Q4_K_M for one of its GGUF files"
-    parser.add_argument("name", metavar="MODEL", help=text)
+    parser.add_argument("name", type=model_name, metavar="MODEL", help=text)
     parser.set_defaults(run=run)
 
 

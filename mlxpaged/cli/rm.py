@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpaged.cli.banner import megabytes
+from mlxpaged.cli.flags import model_name
 from mlxpaged.cli.guesses import meant_name
 from mlxpaged.models.sources.short_names import full_name
 
@@ -19,7 +20,9 @@ def add_parser(commands: Any) -> None:
         description="Delete a downloaded model, after a question. Directories outside the hub's cache are never "
         "deleted.",
     )
-    parser.add_argument("name", metavar="MODEL", help="hub repository or short name, as `mlxpaged ls` shows them")
+    parser.add_argument(
+        "name", type=model_name, metavar="MODEL", help="hub repository or short name, as `mlxpaged ls` shows them"
+    )
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.set_defaults(run=run)
 

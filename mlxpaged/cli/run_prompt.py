@@ -44,7 +44,9 @@ def add_parser(commands: Any) -> None:
         epilog="Exit status: 0 the answer is complete; 1 there is none; "
         f"{CUT} it is cut, because it has reached the most tokens it may have; 130 interrupted.",
     )
-    parser.add_argument("model", metavar="MODEL", help="name of a served model, or what `mlxpaged serve` takes")
+    parser.add_argument(
+        "model", type=flags.model_name, metavar="MODEL", help="name of a served model, or what `mlxpaged serve` takes"
+    )
     parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="without it, standard input is the prompt")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--max-tokens", type=flags.positive_int, metavar="N", help="most tokens of the answer")

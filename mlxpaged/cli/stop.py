@@ -12,6 +12,7 @@ from typing import Any
 
 from mlxpaged.cli.client import Client, ServerError, model_path
 from mlxpaged.cli.connection import add_server_flags, running
+from mlxpaged.cli.flags import model_name
 from mlxpaged.cli.running_servers import RunningServer, running_servers, server_of
 from mlxpaged.cli.status_line import StatusLine
 
@@ -26,7 +27,9 @@ def add_parser(commands: Any) -> None:
         "within its --drain-timeout.",
         epilog="Exit status: 1 if no server runs, or if it is not a server of this user on this machine.",
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="name of the model as `mlxpaged ps` shows it")
+    parser.add_argument(
+        "model", nargs="?", type=model_name, metavar="MODEL", help="name of the model as `mlxpaged ps` shows it"
+    )
     add_server_flags(parser)
     parser.set_defaults(run=run)
 

@@ -553,6 +553,14 @@ def test_a_bad_value_of_a_switchs_variable_is_refused(
     assert variable(flag) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["serve", "bench", "doctor", "chat", "run", "launch claude", "stop", "pull", "rm"])
+def test_an_empty_name_of_a_model_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*command.split(), ""])
+    assert end.value.code == 2
+    assert "MODEL: must be the name of a model, got ''" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("args", [["--nothing"], ["bake"], ["serve", "--nothing"], ["serve", "a", "b"]])
 def test_an_unknown_command_or_flag_ends_with_status_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:

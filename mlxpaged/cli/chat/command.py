@@ -9,6 +9,7 @@ from typing import Any
 
 from mlxpaged.cli.client import ServerError
 from mlxpaged.cli.connection import add_server_flags, connected
+from mlxpaged.cli.flags import model_name
 
 
 def add_parser(commands: Any) -> None:
@@ -19,7 +20,7 @@ def add_parser(commands: Any) -> None:
         "Ctrl-C ends an answer, Ctrl-D the chat; /help lists the commands.",
     )
     name = "name of a served model, or what `mlxpaged serve` takes (default: the first model of the server)"
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=name)
+    parser.add_argument("model", nargs="?", type=model_name, metavar="MODEL", help=name)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--stats", action="store_true", help="show the speed after each answer")
     add_server_flags(parser, starts=True)
