@@ -69,18 +69,20 @@ def run(args: argparse.Namespace) -> int:
             return print_answer(connection, request(args, prompt), args.think)
     except ServerError as error:
         print(f"mlxpaged: {error}", file=sys.stderr)
-    except UnicodeDecodeError:
-        print("mlxpaged: standard input is not text in UTF-8", file=sys.stderr)
+    except UnicodeError:
+        print("mlxpaged: the prompt is not text in UTF-8", file=sys.stderr)
     return 1
 
 
 def whole_prompt(args: argparse.Namespace) -> str:
-    """Returns the words of the command line, then the text on standard input."""
+    """Returns the words of the command line, then the text on standard input. Raises UnicodeError if a byte of them is
+    no UTF-8: some locales decode it to half of a surrogate pair."""
     typed = " ".join(args.prompt)
     piped = "" if sys.stdin.isatty() else sys.stdin.read()
     prompt = "\n\n".join(part for part in (typed, piped.strip("\n")) if part.strip())
     if not prompt:
         args.parser.error("there is no prompt: name one, or pipe it in. For a conversation, use `mlxpaged chat`")
+    f"{args.system}{prompt}".encode()
     return prompt
 
 

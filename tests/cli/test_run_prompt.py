@@ -108,6 +108,7 @@ def test_a_schema_is_enforced(run: Callable[..., Result], demo_server: RunningSe
         (["scripted", "x", "--url", "ftp://a"], 2, "must be an address such as http://"),
         (["scripted", "x", "--url", "127.0.0.1:1"], 1, "no server runs at http://127.0.0.1:1"),
         (["scripted", "x " * 9000], 1, "context length"),
+        (["scripted", "caf\udce9"], 1, "the prompt is not text in UTF-8"),
     ],
 )
 def test_what_cannot_be_answered_is_said_in_a_line(
