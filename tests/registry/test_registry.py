@@ -251,9 +251,12 @@ def test_a_download_that_was_interrupted_between_two_files_is_no_model(
     assert [found.name for found in Catalog().all()] == ["org/hubbed"]
     parts = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     (snapshot / "model.safetensors").rename(snapshot / parts[0])
-    index = {"weight_map": {"model.norm.weight": parts[0], "lm_head.weight": parts[1]}}
+    index: dict[str, dict[str, Any]] = {"weight_map": {"model.norm.weight": parts[0], "lm_head.weight": parts[1]}}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
     assert (Catalog().all(), Catalog().find("org/hubbed")) == ([], None)
+    index["weight_map"] = {"model.norm.weight": [parts[0]], "lm_head.weight": 300 * "x", "a": "\0"}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert Catalog().all() == []
 
 
 def test_links_in_a_directory_of_models_are_listed_as_they_are_found(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +31,8 @@ def missing_files(directory: Path) -> list[str]:
         wanted = read_object(directory / INDEX, missing_is_empty=True).get("weight_map")
     except UnsupportedModelError:
         return [INDEX]
-    names = set(wanted.values()) if isinstance(wanted, dict) else set()
-    return sorted(name for name in names if not (directory / str(name)).exists())
+    names = set(map(str, wanted.values())) if isinstance(wanted, dict) else set()
+    return sorted(name for name in names if not os.path.exists(directory / name))  # it takes any name
 
 
 def downloads() -> list[Download]:
