@@ -127,7 +127,7 @@ def chosen(client: Client, model: str | None, show: Callable[[str], None]) -> st
     states = {entry["id"]: entry["state"] for entry in entries}
     if states.get(model) == LOADED:
         return model
-    name = str(Path(model).resolve()) if model not in states and os.path.isdir(model) else model
+    name = str(Path(model).resolve()) if model not in states and os.path.exists(model) else model
     show(f"loading {model}")
     try:
         return str(client.post(model_path(name, "load"), seconds=None)["id"])

@@ -121,6 +121,16 @@ def test_what_cannot_be_answered_is_said_in_a_line(
     assert "Traceback" not in result.stderr
 
 
+def test_a_gguf_file_is_loaded_by_the_running_server(
+    run: Callable[..., Result], demo_server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    monkeypatch.chdir(tmp_path)
+    result = run("run", "broken.gguf", "Why?", "--url", demo_server.url)
+    assert result.status == 1
+    assert f"{tmp_path}/broken.gguf cannot be loaded: " in result.stderr
+
+
 def test_a_server_that_cannot_be_found_is_not_waited_for(run: Callable[..., Result], home: Path) -> None:
     home.touch()
     result = run("run", "demo", "Why?")
