@@ -15,7 +15,7 @@ from mlxpaged.cli.banner import megabytes
 from mlxpaged.cli.flags import model_name
 from mlxpaged.cli.parser import heavy_imports
 from mlxpaged.models.disk import check_disk
-from mlxpaged.models.errors import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.errors import HubError, InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.sources.gguf.choice import split_name
 from mlxpaged.models.sources.short_names import (
     BUNDLED,
@@ -84,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
         if found is not None and is_gguf(sizes):
             print("\n".join(description(name, path, local_file_sizes(path))), flush=True)
     except ModelNotFoundError as error:
-        print(f"mlxpaged: {error}{suggestions(args.name)}", file=sys.stderr)
+        meant = "" if isinstance(error, HubError) else suggestions(args.name)
+        print(f"mlxpaged: {error}{meant}", file=sys.stderr)
         return 1
     except InsufficientMemoryError as error:
         print(f"mlxpaged: {error}{smaller()}", file=sys.stderr)
