@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mlxpaged.cli.running_servers import registered
+from mlxpaged.cli.service.command import KEPT
 from mlxpaged.cli.service.manager import Job, ServiceError
 from mlxpaged.cli.service.systemd import Systemd
 from mlxpaged.interpreter import PYTHON
@@ -41,7 +42,7 @@ exit "${STATUS:-0}"
 @pytest.fixture
 def calls(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """Stand-ins for the programs of the service managers; how they were called since the last look."""
-    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CONFIG_HOME"):
+    for name in KEPT:
         monkeypatch.delenv(name, raising=False)
     (programs := tmp_path / "programs").mkdir()
     for name in ("launchctl", "systemctl"):
@@ -74,8 +75,9 @@ def on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_launchd_is_told_what_to_run(
     calls: Callable[[], list[str]], home: Path, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HOME", "/models")
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    places = {"HF_HOME": "/models", "OLLAMA_MODELS": "/ollama", "XDG_CACHE_HOME": "/cache"}
+    for name, value in (places | {"HF_TOKEN": "hf_secret"}).items():
+        monkeypatch.setenv(name, value)
     result = run("service", "install", "--", "demo", "--port", "8090")
     path = home / "Library" / "LaunchAgents" / "mlxpaged.server.plist"
     assert (result.status, result.stdout) == (0, "")
@@ -83,7 +85,7 @@ def test_launchd_is_told_what_to_run(
     found = plistlib.loads(path.read_bytes())
     assert found["ProgramArguments"] == [*PYTHON, "-m", "mlxpaged", "serve", "demo", "--port", "8090"]
     assert found["WorkingDirectory"] == os.getcwd()
-    assert found["EnvironmentVariables"] == {"HF_HOME": "/models"}
+    assert found["EnvironmentVariables"] == places
     assert found["ExitTimeOut"] == 60, "running requests have 30 s to finish"
     assert found["KeepAlive"] == {"SuccessfulExit": False}, "`mlxpaged stop` is not undone"
     assert Path(found["StandardErrorPath"]).parent == home / "Library" / "Logs" / "mlxpaged"

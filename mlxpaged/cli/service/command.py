@@ -17,7 +17,8 @@ from mlxpaged.cli.service.manager import Job, Manager, ServiceError
 from mlxpaged.cli.service.systemd import Systemd
 from mlxpaged.interpreter import PYTHON
 
-KEPT = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CONFIG_HOME", "MLXPAGED_CONFIG")
+HUB = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CACHE_HOME")
+KEPT = (*HUB, "OLLAMA_MODELS", "XDG_CONFIG_HOME", "MLXPAGED_CONFIG")
 """Variables that say where models and settings are. A service sees no other variables of the user's shell."""
 
 END_SECONDS = 30
