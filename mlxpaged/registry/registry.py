@@ -153,8 +153,8 @@ class Registry:
         return all(await asyncio.gather(*(engine.drain(timeout) for engine in self.engines)))
 
     async def cancel(self, request_ids: Sequence[str]) -> list[EndedRequest]:
-        """Cancel requests of any model, as AsyncEngine.cancel does."""
-        ended = await asyncio.gather(*(model.engine.cancel(request_ids) for model in self.loaded if model.engine))
+        """Cancel requests of any model, as AsyncEngine.cancel does, also of one whose ranks start again."""
+        ended = await asyncio.gather(*(engine.cancel(request_ids) for engine in self.engines if engine.num_unfinished))
         return [each for some in ended for each in some]
 
     def end_all(self, error: str) -> None:

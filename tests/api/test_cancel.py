@@ -86,6 +86,23 @@ def test_a_running_request_is_cancelled_within_a_step(server: RunningServer, str
     check_unknown(delete(server, f"{REQUESTS}/it"))
 
 
+@pytest.mark.parametrize("path", [f"{REQUESTS}/it", REQUESTS])
+def test_a_request_is_cancelled_while_its_ranks_start_again(server: RunningServer, path: str) -> None:
+    engine = server.engine
+    with StepGate(server) as gate:
+        running = start(server, run_on(random_tokens(40, 1), 500), "it")
+        gate.wait_held()
+        engine.slot.callbacks.on_restart("rank 1 died")
+        wait_until(lambda: engine.state is EngineState.LOADING)
+        answer = within_one_step(server, gate, "DELETE", path).json()
+        assert [each["id"] for each in answer.get("data", [answer])] == ["it"]
+        check_failure(running, *CANCELLED)
+        assert engine.info is not None
+        assert engine.stats is not None
+        engine.slot.callbacks.on_ready(engine.info, engine.stats)
+        wait_until(lambda: engine.state is EngineState.READY)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_waiting_request_that_is_cancelled_never_runs(server: RunningServer, stream: bool) -> None:
     before = server.engine.stats
