@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,12 +23,17 @@ def clients(tmp_path: Path) -> Iterator[dict[str, openai.OpenAI]]:
     keys = write_keys(tmp_path / "keys.json", anna={}, ben={}, root={"admin": True})
     http = HttpConfig(api_keys=tmp_path / "keys.json")
     config = EngineConfig(kv_cache_bytes=16_000_000)
-    with running_server(config, http=http, data_dir=tmp_path / "data") as server:
-        yield {name: client_of(server, key) for name, key in keys.items()}
+    with running_server(config, http=http, data_dir=tmp_path / "data") as server, clients_of(server, keys) as clients:
+        yield clients
 
 
-def client_of(server: RunningServer, key: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+@contextlib.contextmanager
+def clients_of(server: RunningServer, keys: dict[str, str]) -> Iterator[dict[str, openai.OpenAI]]:
+    with contextlib.ExitStack() as stack:
+        yield {
+            name: stack.enter_context(openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0))
+            for name, key in keys.items()
+        }
 
 
 def cached_tokens(client: openai.OpenAI, prompt: str, **salt: str) -> int:
@@ -42,8 +48,9 @@ def test_prompts_of_other_keys_cannot_be_detected_in_the_prefix_cache(tmp_path: 
     """By default, keys of the same tier share it."""
     keys = write_keys(tmp_path / "keys.json", anna={}, ben={}, vip={"tier": "high"})
     http = HttpConfig(api_keys=tmp_path / "keys.json", isolate_prefix_cache=isolates)
-    with running_server(EngineConfig(kv_cache_bytes=16_000_000), http=http) as server:
-        anna, ben, vip = (client_of(server, key) for key in keys.values())
+    config = EngineConfig(kv_cache_bytes=16_000_000)
+    with running_server(config, http=http) as server, clients_of(server, keys) as clients:
+        anna, ben, vip = clients.values()
         secret = "blue river stone " * 30
         assert cached_tokens(anna, secret) == 0
         assert cached_tokens(anna, secret) > 0
