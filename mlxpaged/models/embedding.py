@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.json_files import model_config, read, read_object
-from mlxpaged.models.rope_fields import add_rope_fields
 from mlxpaged.models.sources.weight_headers import read_shapes
 from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.models.transformers_fields import add_earlier_fields
 from mlxpaged.models.weight_names import known_classes
 
 Vector = NDArray[np.float32]
@@ -246,7 +246,7 @@ def load_decoder(path: Path) -> tuple[Module, dict[str, Any]]:
     """The model, without an output head if its architecture allows that. Raises the errors of mlx-lm."""
 
     def classes(config: dict[str, Any]) -> tuple[type[Module], type]:
-        add_rope_fields(config)
+        add_earlier_fields(config)
         model_class, args_class = known_classes(config)
 
         class Decoder(model_class):  # type: ignore[misc, valid-type]

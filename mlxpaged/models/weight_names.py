@@ -12,8 +12,8 @@ from mlx_lm.models import deepseek_v3
 from mlx_lm.utils import load_model
 
 from mlxpaged.models.architectures import MODULES, Source, source_of
-from mlxpaged.models.rope_fields import add_rope_fields
 from mlxpaged.models.text_mlx_vlm import BorrowedConfig, BorrowedModel
+from mlxpaged.models.transformers_fields import add_earlier_fields
 
 Weights = dict[str, mx.array]
 
@@ -31,7 +31,7 @@ def classes_of(config: dict[str, Any]) -> tuple[type[Module], type]:
     kind = str(config.get("model_type"))
     if source_of(config) is Source.MLX_VLM:
         return BorrowedModel, BorrowedConfig
-    add_rope_fields(config)
+    add_earlier_fields(config)
     model_class, args_class = known_classes({**config, "model_type": MODULES.get(kind, kind)})
     if kind not in RENAMED:
         return model_class, args_class

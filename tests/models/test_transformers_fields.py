@@ -62,18 +62,36 @@ def part(config: Config) -> None:
     config["rope_parameters"] = {"rope_type": "default", **{name: config.pop(name) for name in names}}
 
 
+def experts(config: Config) -> None:
+    config["num_local_experts"] = config.pop("num_experts")
+
+
+def of_each_layer(config: Config) -> None:
+    """Layers without a window have other heads."""
+    heads = {"head_dim": config.pop("global_head_dim"), "num_key_value_heads": config.pop("num_global_key_value_heads")}
+    full = [index for index, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
+    config["per_layer_config"] = {f"{index:02}": heads for index in full}
+
+
+def experts_in_text_config(config: Config) -> None:
+    experts(config["text_config"])
+
+
 CASES: dict[str, tuple[str, Callable[[Config], None], Config]] = {
     "scaled": ("llama", scaled, {"rope_theta": 50_000.0, "rope_scaling": LLAMA3, "layer_types": None}),
     "by layer type": ("gemma3_text", by_layer_type, WINDOWS),
     "in a part": ("gemma3", in_text_config, WINDOWS),
     "without scaling": ("exaone4", plain, {"rope_theta": 50_000.0, "rope_scaling": None}),
     "partial": ("glm4", part, {"rope_theta": 50_000.0, "partial_rotary_factor": 0.5}),
+    "experts": ("qwen3_moe", experts, {}),
+    "experts in a part": ("qwen3_vl_moe", experts_in_text_config, {}),
+    "heads": ("gemma4_text", of_each_layer, {}),
 }
 
 
 @pytest.mark.parametrize("load", [load_generator, load_decoder], ids=["text", "embeddings"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_rotary_fields_of_transformers_5_are_those_of_4(
+def test_the_fields_of_transformers_5_are_those_of_4(
     case: str, load: Callable[[Path], tuple[Any, Config]], tmp_path: Path
 ) -> None:
     kind, rewrite, changes = CASES[case]
