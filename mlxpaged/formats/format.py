@@ -46,13 +46,14 @@ class Format:
     all these, special tokens count as text. in_template: each is several texts; a chat template that has all of them
     shows calls in this format. in_vocabulary: tokens that only models of this format have.
 
-    new_id: makes an id of a call that has none. fit_id: turns an id of another server into one that the chat template
-    takes. shown: writes a call, from its name and the JSON of its arguments, into a prompt whose template does not show
-    calls or tools; None for Hermes' JSON between the first of the starts and of the ends. written: says how the calls
-    of a tool are written after `call_start`, from the tool's name and the schema of its arguments; without a schema,
-    they may be anything. It raises InexpressibleError. None if calls cannot be enforced. written_json: another way, for
-    schemas that the first cannot express. begin_call: what calls begin with if it is more than the first of the starts.
-    begin_text: the tag before a text.
+    new_id: makes an id of a call that has none. fit_id: turns an id of another server into one that the model knows,
+    from the tool's name, which may be empty, and the number of calls before. shown: writes a call, from its name and
+    the JSON of its arguments, into a prompt whose template does not show calls or tools; None for Hermes' JSON between
+    the first of the starts and of the ends. written: says how the calls of a tool are written after `call_start`, from
+    the tool's name and the schema of its arguments; without a schema, they may be anything. It raises
+    InexpressibleError. None if calls cannot be enforced. written_json: another way, for schemas that the first cannot
+    express. begin_call: what calls begin with if it is more than the first of the starts. begin_text: the tag before a
+    text.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Format:
     in_template: tuple[tuple[str, ...], ...] = ()
     in_vocabulary: tuple[str, ...] = ()
     new_id: Callable[[], str] = new_call_id
-    fit_id: Callable[[str], str] = lambda given: given
+    fit_id: Callable[[str, str, int], str] = lambda given, name, number: given
     shown: Callable[[str, str], str] | None = None
     written: Writer | None = None
     written_json: Writer | None = None

@@ -19,6 +19,11 @@ NAMED = re.compile(r"\s*((?:functions\.)?(.+?)(?::\d+)?)\s*\Z")
 MAX_NAME = 256
 
 
+def k2_id(given: str, name: str, number: int) -> str:
+    """Returns the id that the model itself would write. It calls a tool by its id, and copies those that it sees."""
+    return f"functions.{name}:{number}" if name else given
+
+
 def read_k2(source: Source, tools: Tools) -> Reading[list[Call]]:
     yield from source.maybe(*STARTS)
     calls: list[Call] = []
@@ -54,6 +59,7 @@ KIMI_K2 = Format(
     tokens=(ARGUMENTS,),
     read=read_k2,
     in_template=((STARTS[0],), (CALL,)),
+    fit_id=k2_id,
     written=written_after(f"{CALL}functions.{{name}}:0{ARGUMENTS}", f"{CALL_END}{ENDS[0]}"),
 )
 

@@ -22,7 +22,7 @@ def new_id() -> str:
     return "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))
 
 
-def fit_id(given: str) -> str:
+def fit_id(given: str, name: str, number: int) -> str:
     """Returns the same id for the same one."""
     if re.fullmatch(f"[a-zA-Z0-9]{{{ID_LENGTH}}}", given):
         return given

@@ -169,9 +169,10 @@ def test_mistral_gets_ids_that_its_templates_take(tmp_path: Path) -> None:
         [call] = post(server, chat("Rome?"))["choices"][0]["message"]["tool_calls"]
         assert (len(call["id"]), call["id"].isalnum()) == (9, True)
     fit = FORMATS["mistral"].fit_id
-    assert fit("abcdefghi") == "abcdefghi"
-    assert fit("call_0123456789abcdef") == fit("call_0123456789abcdef") != fit("call_1")
-    assert (len(fit("call_1")), fit("call_1").isalnum()) == (9, True)
+    assert fit("abcdefghi", "weather", 0) == "abcdefghi"
+    one, other = fit("call_0123456789abcdef", "weather", 0), fit("call_1", "weather", 0)
+    assert fit("call_0123456789abcdef", "weather", 1) == one != other
+    assert (len(other), other.isalnum()) == (9, True)
 
 
 LATE = [

@@ -155,3 +155,19 @@ def test_messages_are_tokenized_as_in_a_chat(monkeypatch: pytest.MonkeyPatch, de
         response = client.post("/tokenize", json={"messages": messages})
     assert response.status_code == 200, response.text
     assert demo_server.engine.info.tokenizer.text_with_specials(response.json()["tokens"]) == shown
+
+
+KIMI = """{{ tools | tojson }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}
+<|tool_call_begin|>{{ c.id }}{{ c.function.arguments }}{% endfor %}{{ m.tool_call_id }}{% endfor %}"""
+
+
+def test_kimi_is_shown_the_ids_that_it_writes(monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer) -> None:
+    """It writes no other name of a tool, and copies an id that has none."""
+    again = CALLS | {"tool_calls": [call("functions.clock:0", "clock", "Bonn")]}
+    first = [QUESTION, CALLS, result("b", "4 o'clock"), result("a", "21 degrees")]
+    shown = prompt_of(monkeypatch, demo_server, KIMI, [*first, again, result("functions.clock:0", "5 o'clock")])
+    assert "begin|>functions.weather:0{'city': 'Rome'}" in shown
+    assert "begin|>functions.clock:1{'city': 'Oslo'}" in shown
+    assert "<tool>4 o'clockfunctions.clock:1<tool>21 degreesfunctions.weather:0<" in shown
+    assert "begin|>functions.clock:2{'city': 'Bonn'}" in shown
+    assert shown.endswith("<tool>5 o'clockfunctions.clock:2")

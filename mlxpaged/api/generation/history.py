@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,14 +17,17 @@ def adapted(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list
     """Returns the messages as the chat template expects them: system messages where it shows them, calls and their ids
     in its form, and thoughts under its name. A result without an id belongs to the first call, of its tool if that is
     named, that has no result yet. Equal messages become equal prompts."""
-    fitting = tokenizer.tags.tools.fit_id
     adapted_messages = []
     open_calls: dict[str, str] = {}  # names of tools by the ids of their calls
+    fitting: dict[str, str] = {}
+    numbers = itertools.count()
     for message in messages if tokenizer.takes_late_system else with_early_system(messages):
         changed = dict(message)
         if "tool_calls" in message:
-            open_calls |= {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
-            changed["tool_calls"] = [call | {"id": fitting(call["id"])} for call in message["tool_calls"]]
+            names = {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
+            open_calls |= names
+            fitting |= {key: tokenizer.tags.tools.fit_id(key, name, next(numbers)) for key, name in names.items()}
+            changed["tool_calls"] = [call | {"id": fitting[call["id"]]} for call in message["tool_calls"]]
             if tokenizer.tags.tools is HARMONY and (thought := message.get("reasoning_content")):
                 # The template refuses a text beside a thought and a call. Without a thought, it shows it as one.
                 changed |= {"thinking": "\n\n".join(filter(None, (thought, message["content"]))), "content": ""}
@@ -34,7 +38,7 @@ def adapted(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list
                 changed |= {"name": open_calls[answered]} if answered is not None else {}
             if answered is not None:
                 open_calls.pop(answered, None)
-                changed["tool_call_id"] = fitting(answered)
+                changed["tool_call_id"] = fitting.get(answered) or tokenizer.tags.tools.fit_id(answered, tool or "", 0)
         adapted_messages.append(changed)
     return one_by_one(adapted_messages) if tokenizer.form.one_call else adapted_messages
 
