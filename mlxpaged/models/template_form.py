@@ -21,7 +21,9 @@ BARE: list[dict[str, Any]] = [
 """Tools with no more than they must have."""
 USER = {"role": "user", "content": "probe"}
 SYSTEM = {"role": "system", "content": ""}
+ANSWER = {"role": "assistant", "content": "probe"}
 VALUES = ("probe 1", "probe 2")
+SAID = "probe 3"
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class TemplateForm:
     and V3.2). one_call: a message has one call (Llama 3, gpt-oss). whole_tools: all tools have a description,
     parameters and properties (gpt-oss, Seed-OSS). tools_in_system: tools are shown after a system message only
     (DeepSeek V3.2). takes_turns: the user and the assistant speak in turn (Gemma, Mistral). no_user_after_result: a
-    message of the user may not follow a result (Mistral)."""
+    message of the user may not follow a result (Mistral). text_apart: what is said before calls is shown in a message
+    of its own only (Llama 3, Command R7B)."""
 
     shows_calls: bool = False
     text_arguments: bool = False
@@ -39,10 +42,14 @@ class TemplateForm:
     tools_in_system: bool = False
     takes_turns: bool = False
     no_user_after_result: bool = False
+    text_apart: bool = False
 
     def messages(self, given: Messages, has_tools: bool) -> list[dict[str, Any]]:
         """Returns messages as the template takes them, but for `one_call`."""
-        shown = [dict(message) for message in given]
+        shown: list[dict[str, Any]] = []
+        for message in given:
+            apart = self.text_apart and message.get("tool_calls") and message["content"]
+            shown += with_text_apart(message) if apart else [dict(message)]
         for message in shown if self.text_arguments else ():
             if "tool_calls" in message:
                 message["tool_calls"] = list(map(with_text, message["tool_calls"]))
@@ -64,6 +71,11 @@ def with_text(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
+def with_text_apart(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    text = {name: value for name, value in message.items() if name != "tool_calls"}
+    return [text, {"role": message["role"], "content": "", "tool_calls": message["tool_calls"]}]
+
+
 def form_of(render: Render, new_id: Callable[[], str], shows_tools: bool, may_show_calls: bool) -> TemplateForm:
     """Returns the form that a chat template takes. new_id: makes ids of calls."""
     tools = {"tools": list(map(whole, BARE))} if shows_tools else {}
@@ -73,24 +85,27 @@ def form_of(render: Render, new_id: Callable[[], str], shows_tools: bool, may_sh
         in_system = "probe_tool" not in without and "probe_tool" in after_system
         found = replace(found, whole_tools=render([USER], tools=BARE) is None, tools_in_system=in_system)
 
-    def shows(form: TemplateForm, count: int) -> bool:
-        text = render(form.messages(conversation(count, new_id), shows_tools), **tools)
-        return text is not None and all(value in text for value in VALUES[:count])
+    def shows(form: TemplateForm, count: int, said: str = "") -> bool:
+        messages = [*conversation(count, new_id, said), ANSWER, USER]
+        text = render(form.messages(messages, shows_tools), **tools)
+        return text is not None and all(value in text for value in (*VALUES[:count], said))
 
     for text_arguments in (False, True) if may_show_calls else ():
         form = replace(found, shows_calls=True, text_arguments=text_arguments)
         if shows(form, 1):
             after_result = form.messages([*conversation(1, new_id), USER], shows_tools)
             refused = render(after_result, **tools) is None
-            return replace(form, one_call=not shows(form, 2), no_user_after_result=refused)
+            form = replace(form, one_call=not shows(form, 2), no_user_after_result=refused)
+            apart = replace(form, text_apart=True)
+            return apart if not shows(form, 1, SAID) and shows(apart, 1, SAID) else form
     return found
 
 
-def conversation(count: int, new_id: Callable[[], str]) -> list[dict[str, Any]]:
-    """Returns a conversation with this many calls in one message."""
+def conversation(count: int, new_id: Callable[[], str], said: str = "") -> list[dict[str, Any]]:
+    """Returns a conversation with this many calls in one message, and a text."""
     calls = [
         {"id": new_id(), "type": "function", "function": {"name": "probe_tool", "arguments": {"key": value}}}
         for value in VALUES[:count]
     ]
     results = [{"role": "tool", "tool_call_id": call["id"], "name": "probe_tool", "content": "probe"} for call in calls]
-    return [USER, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    return [USER, {"role": "assistant", "content": said, "tool_calls": calls}, *results]

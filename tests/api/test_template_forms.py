@@ -171,3 +171,21 @@ def test_kimi_is_shown_the_ids_that_it_writes(monkeypatch: pytest.MonkeyPatch, d
     assert "<tool>4 o'clockfunctions.clock:1<tool>21 degreesfunctions.weather:0<" in shown
     assert "begin|>functions.clock:2{'city': 'Bonn'}" in shown
     assert shown.endswith("<tool>5 o'clockfunctions.clock:2")
+
+
+LLAMA_3 = """{{ tools | tojson }}{% for m in messages %}{% if m.tool_calls %}
+{{- '<|python_tag|>' + m.tool_calls[0].function | tojson }}
+{%- else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_what_is_said_before_a_call_is_shown(
+    monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer, takes_turns: bool
+) -> None:
+    """Templates that show the calls alone show it as a message of its own, unless they take turns."""
+    refusing = MISTRAL.replace("{{ m.role }}>{{ m.content }}", "{{ m.role }}>{{ m.content if not m.tool_calls }}")
+    messages = [QUESTION, CALLS | {"content": "I will ask."}, result("a", "21 degrees"), result("b", "4 o'clock")]
+    shown = prompt_of(monkeypatch, demo_server, refusing if takes_turns else LLAMA_3, messages)
+    assert ("<assistant>I will ask.<|python_tag|>" in shown) is not takes_turns
+    assert "Rome" in shown
+    assert "4 o'clock" in shown
