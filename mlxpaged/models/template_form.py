@@ -21,7 +21,8 @@ BARE: list[dict[str, Any]] = [
 """Tools with no more than they must have."""
 USER = {"role": "user", "content": "probe"}
 SYSTEM = {"role": "system", "content": ""}
-ANSWER = {"role": "assistant", "content": "probe"}
+ANSWER = {"role": "assistant", "content": "answer"}
+RULES = {"role": "system", "content": "rules"}
 VALUES = ("probe 1", "probe 2")
 SAID = "probe 3"
 
@@ -33,7 +34,8 @@ class TemplateForm:
     parameters and properties (gpt-oss, Seed-OSS). tools_in_system: tools are shown after a system message only
     (DeepSeek V3.2). takes_turns: the user and the assistant speak in turn (Gemma, Mistral). no_user_after_result: a
     message of the user may not follow a result (Mistral). text_apart: what is said before calls is shown in a message
-    of its own only (Llama 3, Command R7B)."""
+    of its own only (Llama 3, Command R7B). user_first: the user has to speak, before the assistant does (Gemma, Llama
+    3, Qwen3.5)."""
 
     shows_calls: bool = False
     text_arguments: bool = False
@@ -43,6 +45,7 @@ class TemplateForm:
     takes_turns: bool = False
     no_user_after_result: bool = False
     text_apart: bool = False
+    user_first: bool = False
 
     def messages(self, given: Messages, has_tools: bool) -> list[dict[str, Any]]:
         """Returns messages as the template takes them, but for `one_call`."""
@@ -79,7 +82,12 @@ def with_text_apart(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 def form_of(render: Render, new_id: Callable[[], str], shows_tools: bool, may_show_calls: bool) -> TemplateForm:
     """Returns the form that a chat template takes. new_id: makes ids of calls."""
     tools = {"tools": list(map(whole, BARE))} if shows_tools else {}
+
+    def renders(*messages: Mapping[str, Any]) -> bool:
+        return all(each["content"] in (render(messages, **tools) or "") for each in messages)
+
     found = TemplateForm(takes_turns=render([USER]) is not None and render([USER, USER]) is None)
+    found = replace(found, user_first=not (renders(RULES) and renders(ANSWER, USER)))
     if shows_tools:
         without, after_system = (render(messages, **tools) or "" for messages in ([USER], [SYSTEM, USER]))
         in_system = "probe_tool" not in without and "probe_tool" in after_system

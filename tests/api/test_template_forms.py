@@ -189,3 +189,26 @@ def test_what_is_said_before_a_call_is_shown(
     assert ("<assistant>I will ask.<|python_tag|>" in shown) is not takes_turns
     assert "Rome" in shown
     assert "4 o'clock" in shown
+
+
+GREETING = {"role": "assistant", "content": "Good day."}
+QWEN = """{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}
+{{- raise_exception('No user query found') }}{% endif %}{{ tools | tojson }}
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}
+{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}{% endfor %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (GEMMA, [GREETING, QUESTION], "<user><assistant>Good day.<user>How is it there?"),
+        (GEMMA, [{"role": "system", "content": "Be brief."}, GREETING], "<user>Be brief.<assistant>Good day."),
+        (QWEN, [{"role": "system", "content": "Greet."}], "<system>Greet.<user>"),
+        (QWEN, [CALLS, result("a", "21 degrees"), result("b", "4 o'clock")], "<user><assistant><tool_call>"),
+    ],
+)
+def test_the_user_need_not_speak_first(
+    monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer, template: str, messages: list[Any], expected: str
+) -> None:
+    """Clients that play roles begin with a greeting, and agents that run out of context keep no more than results."""
+    assert expected in prompt_of(monkeypatch, demo_server, template, messages, TOOLS if template is QWEN else [])

@@ -49,7 +49,8 @@ def as_shown(
     """Returns `adapted` messages in the form in which the chat template shows all of them: with tools and calls
     as text, without system messages, and in turns, if it needs that."""
     shown = with_tools(messages, tools, tokenizer)
-    return in_turns(shown if tokenizer.takes_system else with_system_as_user(shown), tokenizer.form)
+    shown = shown if tokenizer.takes_system else with_system_as_user(shown)
+    return in_turns(with_user(shown) if tokenizer.form.user_first else shown, tokenizer.form)
 
 
 def one_by_one(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -119,6 +120,14 @@ def with_system_as_user(messages: Sequence[Mapping[str, Any]]) -> list[dict[str,
             shown.insert(0, {"role": "user", "content": ""})
         shown[0]["content"] = "\n\n".join(filter(None, (told, shown[0]["content"])))
     return shown
+
+
+def with_user(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the messages with an empty one of the user before those of others. Clients that play roles begin with a
+    greeting, and agents whose conversation gets too long may keep no more than calls and results."""
+    start = next((i for i, each in enumerate(messages) if each["role"] != "system"), len(messages))
+    has_user = start < len(messages) and messages[start]["role"] == "user"
+    return [*messages[:start], *([] if has_user else [{"role": "user", "content": ""}]), *messages[start:]]
 
 
 def join(messages: list[dict[str, Any]], message: Mapping[str, Any], separator: str) -> None:
