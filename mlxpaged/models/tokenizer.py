@@ -132,7 +132,8 @@ class Tokenizer:
         self.think_end_ids = self._tag_ids(harmony.END_THOUGHT if in_messages else thoughts.end)
         self._control = self._control_tokens()
         self.takes_system = self._shows_systems("system", "user")
-        self.takes_late_system = self._shows_systems("system", "user", "system")
+        late = ("system", "user", "system"), ("system", "user", "assistant", "system", "user")
+        self.takes_late_system = all(self._shows_systems(*roles) for roles in late)
         self.thinking_switch = switch_of(self.template_reads, self.template_source)
         self.efforts = efforts_of(self.template_reads, self.template_source, self._renders)
 

@@ -212,3 +212,16 @@ def test_the_user_need_not_speak_first(
 ) -> None:
     """Clients that play roles begin with a greeting, and agents that run out of context keep no more than results."""
     assert expected in prompt_of(monkeypatch, demo_server, template, messages, TOOLS if template is QWEN else [])
+
+
+SMALL = """{% for m in messages[(messages[0].role == 'system') | int:] %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}{% endfor %}
+{%- for m in messages %}{% if m.role == 'assistant' and not m.content %}{{ raise_exception('empty') }}{% endif %}
+{{- '<' + m.role + '>' + m.content }}{% endfor %}"""
+
+
+def test_a_late_system_message_is_no_turn(monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer) -> None:
+    """Mistral Small's template counts it as one."""
+    first, late = {"role": "system", "content": "Be brief."}, {"role": "system", "content": "Be kind."}
+    shown = prompt_of(monkeypatch, demo_server, SMALL, [first, QUESTION, GREETING, late, QUESTION], [])
+    assert "<assistant>Good day.<user><system>\nBe kind.\n</system>\nHow is it there?" in shown
