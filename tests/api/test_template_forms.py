@@ -225,3 +225,11 @@ def test_a_late_system_message_is_no_turn(monkeypatch: pytest.MonkeyPatch, demo_
     first, late = {"role": "system", "content": "Be brief."}, {"role": "system", "content": "Be kind."}
     shown = prompt_of(monkeypatch, demo_server, SMALL, [first, QUESTION, GREETING, late, QUESTION], [])
     assert "<assistant>Good day.<user><system>\nBe kind.\n</system>\nHow is it there?" in shown
+
+
+def test_an_answer_without_text_is_no_turn(monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer) -> None:
+    """Clients keep one that the user has stopped."""
+    empty = {"role": "assistant", "content": ""}
+    system = {"role": "system", "content": "Be brief."}
+    shown = prompt_of(monkeypatch, demo_server, SMALL, [system, QUESTION, empty, QUESTION], [])
+    assert shown == "<system>Be brief.<user>How is it there?\nHow is it there?"

@@ -140,9 +140,13 @@ def join(messages: list[dict[str, Any]], message: Mapping[str, Any], separator: 
 
 def in_turns(messages: Sequence[Mapping[str, Any]], form: TemplateForm) -> list[dict[str, Any]]:
     """Returns the messages for a template that takes the user and the assistant in turn only: several of one in a row
-    become one, and what the user says after a result becomes the end of the result, if the template refuses these."""
+    become one, and what the user says after a result becomes the end of the result, if the template refuses these.
+    Ministral 3 refuses an answer without text, which clients keep if the user has stopped it."""
     shown: list[dict[str, Any]] = []
     for message in messages:
+        says_nothing = message["role"] == "assistant" and not (message["content"] or message.get("tool_calls"))
+        if form.takes_turns and says_nothing and message is not messages[-1]:
+            continue
         last: dict[str, Any] = shown[-1] if shown else {"role": ""}
         role = message["role"]
         repeats = role == last["role"] and role in ("user", "assistant") and "tool_calls" not in last
