@@ -69,6 +69,22 @@ def whole(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {**tool, "function": function | {"parameters": NO_ARGUMENTS | function.get("parameters", {})}}
 
 
+def plain(schema: Any) -> Any:
+    """Returns a schema, or what has some, without what a few templates cannot write: several types of a value (Hermes
+    3), and a default that is no text where the values are listed (gpt-oss, Apertus)."""
+    if isinstance(schema, list):
+        return [plain(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {name: plain(value) for name, value in schema.items()}
+    if isinstance(kinds := found.get("type"), list):
+        found["type"] = next((kind for kind in kinds if kind != "null"), "string")
+    if any(isinstance(found.get(listed), list) for listed in ("enum", "oneOf")):
+        default = found.get("default", "")
+        found |= {} if isinstance(default, str) else {"default": json.dumps(default)}
+    return found
+
+
 def with_text(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     return {**call, "function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}

@@ -26,6 +26,7 @@ from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.formats import HARMONY
 from mlxpaged.models.control_tokens import ControlTokenError
+from mlxpaged.models.template_form import plain
 from mlxpaged.models.tokenizer import ChatTemplateError
 from mlxpaged.vision.image import PromptImage
 
@@ -217,8 +218,10 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo, shown_im
 
     check_length(num_chars)
 
-    def of(conversation: Sequence[dict[str, Any]], images_in_text: bool = False) -> Callable[[], Prompt]:
-        marker, messages, shown, options = tokenizer.mark(apart(adapted(conversation, tokenizer)), tools, variables)
+    def of(
+        conversation: Sequence[dict[str, Any]], images_in_text: bool = False, told: Sequence[dict[str, Any]] = tools
+    ) -> Callable[[], Prompt]:
+        marker, messages, shown, options = tokenizer.mark(apart(adapted(conversation, tokenizer)), told, variables)
         messages = as_shown(together(messages), shown, tokenizer)
         if shown and tokenizer.shows_tools:
             options["tools"] = shown
@@ -238,7 +241,8 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo, shown_im
     except ChatTemplateError as error:
         raise request.refusal("messages", str(error), reason=NOT_RENDERED) from None
     *earlier, last = chat.messages
-    # Some templates take a thought out of the text, which cannot be continued then. Others do not show all images.
+    # Some templates take a thought out of the text, which cannot be continued then. Others do not show all images, or
+    # cannot write every schema.
     thought = with_thought_apart(last, tokenizer.tags) if chat.continue_final_message else None
 
     def render() -> Prompt:
@@ -249,6 +253,8 @@ def rendering(request: GenerationRequest, chat: Chat, info: EngineInfo, shown_im
                 return of([*earlier, thought])()
             if shown_images.shown:
                 return of(chat.messages, images_in_text=True)()
+            if (told := plain(tools)) != tools:
+                return of(chat.messages, told=told)()
             raise
 
     return render
