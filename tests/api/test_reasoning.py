@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ SCRIPT = {
     "<think>\n\n</think>": "At once.",
     "Always?<|im_end|>\n<|im_start|>assistant\n<think>\n": f"{THOUGHT}</think>Done.",
     "<think>I wonder": " a little.</think>Done.",
+    "<think>I\nwonder": " a little.</think>Done.",
     "The answer is": " 42.",
     "Whole?": "It is so.",
 }
@@ -61,6 +63,17 @@ def test_the_last_message_is_continued(client: OpenAI) -> None:
     for content, expected in (("The answer is", ("", " 42.")), ("<think>I wonder", (" a little.", "Done."))):
         messages = [asked, {"role": "assistant", "content": content}]
         assert ask(client, messages, continue_final_message=True)[:2] == expected
+
+
+def test_a_thought_in_two_messages_is_continued(
+    client: OpenAI, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Templates that take turns are shown one."""
+    tokenizer = server.core.served.tokenizer
+    monkeypatch.setattr(tokenizer, "form", dataclasses.replace(tokenizer.form, takes_turns=True))
+    said = [{"role": "assistant", "content": content} for content in ("<think>I", "wonder")]
+    messages = [{"role": "user", "content": "And?"}, *said]
+    assert ask(client, messages, continue_final_message=True)[:2] == (" a little.", "Done.")
 
 
 @pytest.mark.parametrize("said", ["", "Well,"])

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from mlxpaged.api.errors import NOT_RENDERED, ApiError
 from mlxpaged.api.generation import check, images
 from mlxpaged.api.generation.answer_parser import AnswerParser, HarmonyParser, TagParser
-from mlxpaged.api.generation.history import adapted, as_shown, with_thought_apart
+from mlxpaged.api.generation.history import adapted, as_shown, in_turns, with_thought_apart
 from mlxpaged.api.generation.images import Images, Prompt, apart, together
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
 from mlxpaged.api.generation.structured_output import structured_output
@@ -266,7 +266,7 @@ def thinking_of(info: EngineInfo, chat: Chat, prompt: list[int]) -> Thinking:
     if not tags.think_start:
         return "never"
     if chat.continue_final_message:
-        last = str(chat.messages[-1]["content"])
+        last = str(in_turns(chat.messages, info.tokenizer.form)[-1]["content"])
         return "open" if last.rfind(tags.think_start) > last.rfind(tags.think_end) else "never"
     if info.tokenizer.ends_with(prompt, tags.think_start):
         return "open"
