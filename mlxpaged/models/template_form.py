@@ -35,7 +35,7 @@ class TemplateForm:
     (DeepSeek V3.2). takes_turns: the user and the assistant speak in turn (Gemma, Mistral). no_user_after_result: a
     message of the user may not follow a result (Mistral). text_apart: what is said before calls is shown in a message
     of its own only (Llama 3, Command R7B). user_first: the user has to speak, before the assistant does (Gemma, Llama
-    3, Qwen3.5)."""
+    3, Qwen3.5). drops_system: a system message is shown only if the user speaks last (Mistral Nemo)."""
 
     shows_calls: bool = False
     text_arguments: bool = False
@@ -46,6 +46,7 @@ class TemplateForm:
     no_user_after_result: bool = False
     text_apart: bool = False
     user_first: bool = False
+    drops_system: bool = False
 
     def messages(self, given: Messages, has_tools: bool) -> list[dict[str, Any]]:
         """Returns messages as the template takes them, but for `one_call`."""
@@ -119,7 +120,9 @@ def form_of(render: Render, new_id: Callable[[], str], shows_tools: bool, may_sh
         if shows(form, 1):
             after_result = form.messages([*conversation(1, new_id), USER], shows_tools)
             refused = render(after_result, **tools) is None
+            told = render(form.messages([RULES, *conversation(1, new_id)], shows_tools), **tools) or ""
             form = replace(form, one_call=not shows(form, 2), no_user_after_result=refused)
+            form = replace(form, drops_system=RULES["content"] not in told)
             apart = replace(form, text_apart=True)
             return apart if not shows(form, 1, SAID) and shows(apart, 1, SAID) else form
     return found

@@ -249,3 +249,17 @@ def test_a_template_that_cannot_write_a_schema_is_shown_less_of_it(
     tools = [{"type": "function", "function": {"name": "weather", "description": "A tool.", "parameters": schema}}]
     shown = prompt_of(monkeypatch, demo_server, TYPED, [QUESTION], tools)
     assert "city: stringlevel: integer = 1<user>" in shown
+
+
+NEMO = """{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>
+{%- if m.role == 'user' and loop.last %}{{ messages[0].content + ' ' }}{% endif %}{{ m.content }}
+{%- for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function | tojson }}{% endfor %}{% endif %}{% endfor %}
+{{- tools | tojson }}"""
+
+
+def test_a_system_message_is_shown_after_a_result(monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer) -> None:
+    """Mistral Nemo's template shows it with what the user says last, if that comes last."""
+    messages = [{"role": "system", "content": "Be brief."}, QUESTION]
+    assert "<user>Be brief. How is it there?" in prompt_of(monkeypatch, demo_server, NEMO, messages)
+    after = [*messages, CALLS, result("a", "21 degrees"), result("b", "4 o'clock")]
+    assert "<user>Be brief.\n\nHow is it there?" in prompt_of(monkeypatch, demo_server, NEMO, after)

@@ -49,7 +49,8 @@ def as_shown(
     """Returns `adapted` messages in the form in which the chat template shows all of them: with tools and calls
     as text, without system messages, and in turns, if it needs that."""
     shown = with_tools(messages, tools, tokenizer)
-    shown = shown if tokenizer.takes_system else with_system_as_user(shown)
+    takes_system = tokenizer.takes_system and not (tokenizer.form.drops_system and shown[-1]["role"] != "user")
+    shown = shown if takes_system else with_system_as_user(shown)
     return in_turns(with_user(shown) if tokenizer.form.user_first else shown, tokenizer.form)
 
 
