@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -120,7 +121,12 @@ class Tokenizer:
         mentions_calls = not self.template_source or "tool_calls" in self.template_source
         may_show_calls = found is not None and (self.shows_tools or found.shown is not None) and mentions_calls
         self.form = TemplateForm()
-        self.form = form_of(self._probed, (found or HERMES).new_id, self.shows_tools, may_show_calls)
+        find = partial(form_of, self._probed, (found or HERMES).new_id)
+        try:
+            self.form = find(self.shows_tools, may_show_calls)
+        except UnsupportedModelError:  # it exceeds a limit: with tools alone, if the other way does not raise it again
+            self.shows_tools = False
+            self.form = find(False, False)
         tools = found if found is not None and (self.shows_tools or self.shows_calls or found is HARMONY) else HERMES
         thoughts = thought_tags(vocabulary)
         self.tags = Tags(thoughts.start, thoughts.end, tools, thoughts.anywhere)

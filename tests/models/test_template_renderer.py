@@ -228,6 +228,16 @@ def test_a_request_whose_rendering_never_ends_is_refused_and_the_next_is_served(
     assert tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "good"}])) == "answer:"
 
 
+@pytest.mark.usefixtures("small_limits")
+def test_a_template_that_never_ends_with_tools_shows_none() -> None:
+    wrapped = load_tokenizer(DEMO_PATH)
+    wrapped.chat_template = "{% if tools %}" + ENDLESS["loops"] + "{% endif %}<tool_call>{{ messages[0].tool_calls }}"
+    tokenizer = Tokenizer(wrapped)
+    assert not tokenizer.shows_tools
+    tokens = tokenizer.apply_chat_template([{"role": "user", "content": "good"}])
+    assert tokenizer.text_with_specials(tokens).startswith("<tool_call>")
+
+
 def test_without_a_process_a_rendering_is_no_fault_of_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped = load_tokenizer(DEMO_PATH)
     tokenizer = Tokenizer(wrapped)
