@@ -47,7 +47,7 @@ test-kernels: $(STAMP)
 MODELS_OF_ENGINE := metal_backend warm_start recurrent_fuzz window_fuzz pool_resizer seeing_families drafting_states draft_head drafting step_graphs pressure images recurrent adapters embedding_passes
 
 test-models: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "models or not models" tests/models $(addprefix tests/engine/test_,$(addsuffix .py,$(MODELS_OF_ENGINE)))
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not mlxvlm and not encoders" tests/models $(addprefix tests/engine/test_,$(addsuffix .py,$(MODELS_OF_ENGINE)))
 
 # GGUF files of each architecture, type and kind of tokenizer, which llama.cpp's own code has quantized and written: the
 # tokens of an MLX directory with its values, and its probabilities. Its bindings (34 MB) come into a folder of their own,
