@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
     chosen, file = chosen_command(argv)
     if chosen is None:
         chosen, argv = "help", [*argv, "help"]
-    is_help = any(word in ("-h", "--help") for word in argv)
+    is_help = any(word in ("-h", "--help") for word in takewhile("--".__ne__, argv))
     config = ConfigFile() if is_help else ConfigFile.read(file)  # a broken file does not hide the help
     parser = make_parser([chosen] if chosen in COMMANDS else [], config)
     parser.check_command(chosen, COMMANDS)

@@ -134,6 +134,13 @@ def test_a_name_that_looks_like_a_number_stays_as_it_is(
     assert parsed(ConfigFile.read(), "serve")["served_model_name"] == "1.10"
 
 
+def test_the_help_of_a_launched_agent_is_not_that_of_the_command(write: Write, run: Run) -> None:
+    path = write("port = \n")
+    result = run("launch", "claude", "--", "--help")
+    assert (result.status, str(path) in result.stderr) == (2, True)
+    assert run("launch", "--help", "--", "x").status == 0
+
+
 def test_a_key_is_not_shown(write: Write, run: Run) -> None:
     path = write('api-key = "secret"\n')
     shown = run("config", "chat").stdout
