@@ -26,14 +26,17 @@ class BackgroundServer:
 
     def __init__(self, model: str | None, config: str | None) -> None:
         """model: as for `mlxpaged serve`; None: what the user has set for it, or the demo model. config: the file of
-        --config, if the user has named one."""
+        --config, if the user has named one. Raises ServerError if there is no room for its log."""
         # Another server may have the port that is configured for Ollama's clients, and the directory.
         own = ["--port", "0", "--ollama-port", "0", "--data-dir", "0"]
         flags = ["--host", "127.0.0.1", *own, "--until-eof", "--log-level", "warning"]
         file = [] if config is None else ["--config", config]
         named = [] if model is None else ["--model", model]
         command = [*PYTHON, "-m", "mlxpaged", *file, "serve", *flags, *named]
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
+        try:
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
+        except OSError as error:
+            raise ServerError(f"no server can be started: {error}") from None
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -138,6 +138,15 @@ def test_a_server_that_cannot_be_found_is_not_waited_for(run: Callable[..., Resu
     assert "the file of a new server cannot be written: [Errno 20] Not a directory" in result.stderr
 
 
+def test_without_room_for_its_log_no_server_is_started(
+    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+    result = run("run", "demo", "Why?")
+    assert (result.status, result.stdout) == (1, "")
+    assert result.stderr.startswith("mlxpaged: no server can be started: ")
+
+
 def test_without_a_server_one_is_started_with_the_configuration_and_ended(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
