@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.config import EngineConfig
@@ -37,6 +38,7 @@ class Model:
     size_bytes: int | None = None  # of its weights on the disk; None if it is not known
     kind_on_disk: Kind | None = None  # by its files; None if it is not known
     source_on_disk: Source | None = None  # likewise
+    path_on_disk: Path | None = None  # of its directory or GGUF file; likewise
     num_waiting: int = 0  # requests that wait for the load, or are about to be submitted
     is_found: bool = False
     loading: asyncio.Task[AsyncEngine] | None = field(default=None, repr=False)

@@ -286,6 +286,7 @@ class Registry:
         return self._served_as(found) or self.models.setdefault(found.name, self._model_of(found))
 
     def _on_disk(self, name: str, any_directory: bool) -> Found | None:
+        self._look_at_files()
         for each in dict.fromkeys((name, name.removesuffix(LATEST))):
             is_path = any_directory and each.startswith(("/", "~"))
             if (found := self.catalog.find_directory(each) if is_path else self.catalog.find(each)) is not None:
@@ -294,17 +295,21 @@ class Registry:
 
     def _served_as(self, found: Found) -> Model | None:
         """The served model of this directory: it is not loaded twice if a request gives it another name."""
-        return next((model for model in self.models.values() if is_same(model.config.model, found)), None)
+        return next((model for model in self.models.values() if is_same(model, found)), None)
+
+    def _look_at_files(self) -> None:
+        """Notes where the files of served models are, and what they say, once they are there."""
+        for model in list(self.models.values()):
+            if model.path_on_disk is None and (found := self.catalog.find_source(model.config.model)) is not None:
+                model.size_bytes, model.kind_on_disk = found.size_bytes, found.kind
+                model.source_on_disk, model.path_on_disk = found.source, found.path
 
     async def on_disk(self) -> list[Found]:
         """The models on this machine that are not served yet. Notes the sizes and kinds of those that are, and serves
         those no more that were deleted."""
 
         def look() -> list[Found]:
-            for model in list(self.models.values()):
-                if model.size_bytes is None and (found := self.catalog.find_source(model.config.model)) is not None:
-                    model.size_bytes, model.kind_on_disk = found.size_bytes, found.kind
-                    model.source_on_disk = found.source
+            self._look_at_files()
             return self.catalog.all()
 
         found = await asyncio.to_thread(look)
@@ -328,6 +333,7 @@ class Registry:
             size_bytes=found.size_bytes,
             kind_on_disk=found.kind,
             source_on_disk=found.source,
+            path_on_disk=found.path,
             is_found=True,
         )
 
@@ -474,10 +480,13 @@ class Registry:
                     await self._drop(model)
 
 
-def is_same(model: str, found: Found) -> bool:
-    """model: as a configuration has it."""
+def is_same(model: Model, found: Found) -> bool:
+    """Whether the files of a model are these."""
+    source = model.config.model
     try:
-        return full_name(model) == found.name or Path(app_path(model) or model).expanduser().samefile(found.path)
+        if found.path == model.path_on_disk or full_name(source) == found.name:
+            return True
+        return Path(app_path(source) or source).expanduser().samefile(found.path)
     except (OSError, RuntimeError, ModelNotFoundError):  # there is no such file, or no such user: a repository
         return False
 

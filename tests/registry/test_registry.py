@@ -338,6 +338,24 @@ def test_models_of_ollama_and_lm_studio_are_served_by_name(
             assert client.get("/v1/models/ollama:tiny").json()["source"] == "gguf"
 
 
+def test_a_gguf_file_with_and_without_its_quantization_is_one_model(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    snapshot = tmp_path / "models--org--tiny-GGUF" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    as_gguf(paths["small"], snapshot / "tiny-F32.gguf")
+    config = EngineConfig("org/tiny-GGUF:F32", kv_cache_bytes=POOL)
+    registry = registry_of([Model("org/tiny-GGUF:F32", config)], config, num_at_start=0)
+    with running_server(registry) as server:
+        found = [server.run(registry.find(name, True)).result(DEADLINE) for name in ("org/tiny-GGUF", str(snapshot))]
+        assert found == [registry.default] * 2
+        assert list(states(server)) == ["org/tiny-GGUF:F32"]
+
+
 def test_a_model_that_another_app_replaces_or_deletes_is_not_served_as_it_was(
     paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
