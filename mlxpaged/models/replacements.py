@@ -147,7 +147,8 @@ def route_layers(model: Module, way: Way, fusion: bool = False) -> list[LayerSpe
                 project_rows_together(part)
     if way is Way.ROWS and fusion:
         attending = [(owner, getattr(owner.cache, "keys", None)) for owner in owners]
-        fuse_attention([(each, keys.dtype) for owner, keys in attending if keys is not None for each in owner.modules])
+        found = [(each, keys.dtype) for owner, keys in attending if keys is not None for each in owner.modules]
+        fuse_attention(list({id(each): (each, dtype) for each, dtype in found}.values()))  # Nanbeige's have two caches
     grouped = [each for each in owners if way is Way.MODULES or keeps_state(each)]
     for module in [model] if way is Way.MODEL else modules_of(grouped):
         call_in_groups(module)

@@ -968,22 +968,14 @@ FUSED = frozenset(
         *("Klear", "apertus", "cohere2", "deepseek", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4"),
         *("exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss"),
         *("gptj", "granite", "granitemoe", "granitemoehybrid", "helium", "jamba", "lfm2", "lfm2-vl", "lfm2_moe"),
-        *("llama", "mellum", "mimo", "mimo_v2_flash", "minicpm", "mistral3", "mixtral", "nemotron", "nemotron-nas"),
-        *(
-            "nemotron_h",
-            "openelm",
-            "phi",
-            "phi3",
-            "phimoe",
-            "pixtral",
-            "prism_hadamard_qwen35",
-            "qwen2",
-            "qwen2_moe",
-            "qwen2_vl",
-            "qwen3",
-        ),
-        *("qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smollm3"),
-        *("solar_open", "starcoder2", "telechat3"),
+        *("llama", "mellum", "mimo", "mimo_v2_flash", "minicpm", "mistral3", "mixtral", "nanbeige", "nemotron"),
+        *("nemotron-nas", "nemotron_h", "openelm", "phi", "phi3", "phimoe", "pixtral", "qwen2", "qwen2_moe"),
+        *("qwen2_vl", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"),
+        *("seed_oss", "smollm3", "solar_open", "starcoder2", "telechat3"),
     ]
 )
-"""Architectures whose attention layers are all fused. In nanbeige, half of them are, and in all others none."""
+"""Architectures whose attention layers are all fused."""
+
+HALF_FUSED = frozenset(["prism_hadamard_qwen35"])
+"""Architectures of which one of two attention layers is fused: the weights of the other are rotated apart. In all
+others, none is."""

@@ -36,7 +36,15 @@ from mlxpaged.scheduler.sequence import Priority
 from tests.answers import TIE, Answer, greedy_answer
 from tests.engine.test_drafting import use_oracle
 from tests.models import mlx_vlm_types
-from tests.models.architectures import ARCHITECTURES, FUSED, REFUSED, VOCAB_SIZE, is_installed, make_architecture
+from tests.models.architectures import (
+    ARCHITECTURES,
+    FUSED,
+    HALF_FUSED,
+    REFUSED,
+    VOCAB_SIZE,
+    is_installed,
+    make_architecture,
+)
 from tests.support import poison_new_blocks, quantize
 
 BLOCK_SIZE = 8
@@ -219,8 +227,10 @@ def test_prompts_that_arrive_in_turn_get_the_tokens_of_mlx_lm_in_one_batch(case:
 
 def test_attention_is_fused_where_its_parts_are_known(case: Case) -> None:
     fused = {spec.qkv is not None for spec in case.served.kv_layers}
-    known = case.name != "nanbeige" and not case.name.startswith(OF_MLX_VLM)
-    assert fused <= ({case.name in FUSED} if known else {True, False})
+    if case.name in HALF_FUSED:
+        assert fused == {True, False}
+    elif not case.name.startswith(OF_MLX_VLM):
+        assert fused <= {case.name in FUSED}
 
 
 @pytest.mark.parametrize("way", ["separate", "fused as on a GPU"])
