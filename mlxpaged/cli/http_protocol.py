@@ -33,8 +33,6 @@ answer (RFC 9112, 9.6)."""
 MAX_HEAD_BYTES = 64 * 1024
 MAX_PIECES, PIECE_BYTES = 4096, 64
 """A body may come in so many pieces, and in one more for each so many bytes."""
-EMPTY_LINES = re.compile(rb"(\r?\n)*(\r\Z)?")
-"""Empty lines before a request. Of the last one, half may have come."""
 ABSOLUTE = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE)
 """A target with the host in it, as clients send it to a proxy."""
 FOLDED = re.compile(rb"\n[ \t]")
@@ -86,10 +84,9 @@ class Connection(h11.Connection):
     def _begun_head(self) -> bytes:
         """Returns what has come of the next request, after dropping the empty lines before it."""
         received, _ = self.trailing_data
-        empty = EMPTY_LINES.match(received)
-        assert empty is not None
-        self._receive_buffer.maybe_extract_at_most(empty.end())
-        return received[empty.end() :]
+        head = received.lstrip(b"\r\n")
+        self._receive_buffer.maybe_extract_at_most(len(received) - len(head))
+        return head
 
 
 def without_upgrade(request: h11.Request) -> h11.Request:
