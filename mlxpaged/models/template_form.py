@@ -1,5 +1,5 @@
-"""What a chat template takes only in a form of its own: tools, and calls of earlier turns. Templates differ in that, so
-short conversations are rendered when a model loads."""
+"""What a chat template takes only in a form of its own: tools, turns, and calls and thoughts of earlier ones. Templates
+differ in that, so short conversations are rendered when a model loads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ SYSTEM = {"role": "system", "content": ""}
 ANSWER = {"role": "assistant", "content": "answer"}
 RULES = {"role": "system", "content": "rules"}
 VALUES = ("probe 1", "probe 2")
-SAID = "probe 3"
+SAID, THOUGHT = "probe 3", "probe 4"
+PARTS = "parts"
+THOUGHTS = ("reasoning_content", "reasoning", PARTS)
+"""Where templates look for a thought: in a field, or among the parts of the content (Ministral 3)."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class TemplateForm:
     (DeepSeek V3.2). takes_turns: the user and the assistant speak in turn (Gemma, Mistral). no_user_after_result: a
     message of the user may not follow a result (Mistral). text_apart: what is said before calls is shown in a message
     of its own only (Llama 3, Command R7B). user_first: the user has to speak, before the assistant does (Gemma, Llama
-    3, Qwen3.5). drops_system: a system message is shown only if the user speaks last (Mistral Nemo)."""
+    3, Qwen3.5). drops_system: a system message is shown only if the user speaks last (Mistral Nemo). thought: where
+    thoughts are, one of THOUGHTS."""
 
     shows_calls: bool = False
     text_arguments: bool = False
@@ -47,6 +51,7 @@ class TemplateForm:
     text_apart: bool = False
     user_first: bool = False
     drops_system: bool = False
+    thought: str = THOUGHTS[0]
 
     def messages(self, given: Messages, has_tools: bool) -> list[dict[str, Any]]:
         """Returns messages as the template takes them, but for `one_call`."""
@@ -54,6 +59,8 @@ class TemplateForm:
         for message in given:
             apart = self.text_apart and message.get("tool_calls") and message["content"]
             shown += with_text_apart(message) if apart else [dict(message)]
+        if self.thought != THOUGHTS[0]:
+            shown = [with_thought(each, self.thought) if THOUGHTS[0] in each else each for each in shown]
         for message in shown if self.text_arguments else ():
             if "tool_calls" in message:
                 message["tool_calls"] = list(map(with_text, message["tool_calls"]))
@@ -96,6 +103,25 @@ def with_text_apart(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [text, {"role": message["role"], "content": "", "tool_calls": message["tool_calls"]}]
 
 
+def with_thought(message: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Returns a message of the assistant with its thought in another place."""
+    others = {name: value for name, value in message.items() if name != THOUGHTS[0]}
+    thought, content = message[THOUGHTS[0]], message["content"]
+    if place != PARTS:
+        return others | {place: thought}
+    texts = content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+    return others | {"content": [{"type": "thinking", "thinking": thought}, *texts]}
+
+
+def place_of_thoughts(render: Render) -> str:
+    answer = {"role": "assistant", "content": SAID, THOUGHTS[0]: THOUGHT}
+    for place in THOUGHTS:
+        text = render(TemplateForm(thought=place).messages([USER, answer], False)) or ""
+        if SAID in text and THOUGHT in text and not any(f"thinking{quote}" in text for quote in "'\""):
+            return place
+    return THOUGHTS[0]
+
+
 def form_of(render: Render, new_id: Callable[[], str], shows_tools: bool, may_show_calls: bool) -> TemplateForm:
     """Returns the form that a chat template takes. new_id: makes ids of calls."""
     tools = {"tools": list(map(whole, BARE))} if shows_tools else {}
@@ -104,7 +130,8 @@ def form_of(render: Render, new_id: Callable[[], str], shows_tools: bool, may_sh
         return all(each["content"] in (render(messages, **tools) or "") for each in messages)
 
     found = TemplateForm(takes_turns=render([USER]) is not None and render([USER, USER]) is None)
-    found = replace(found, user_first=not (renders(RULES) and renders(ANSWER, USER)))
+    user_first = not (renders(RULES) and renders(ANSWER, USER))
+    found = replace(found, user_first=user_first, thought=place_of_thoughts(render))
     if shows_tools:
         without, after_system = (render(messages, **tools) or "" for messages in ([USER], [SYSTEM, USER]))
         in_system = "probe_tool" not in without and "probe_tool" in after_system

@@ -263,3 +263,23 @@ def test_a_system_message_is_shown_after_a_result(monkeypatch: pytest.MonkeyPatc
     assert "<user>Be brief. How is it there?" in prompt_of(monkeypatch, demo_server, NEMO, messages)
     after = [*messages, CALLS, result("a", "21 degrees"), result("b", "4 o'clock")]
     assert "<user>Be brief.\n\nHow is it there?" in prompt_of(monkeypatch, demo_server, NEMO, after)
+
+
+MINISTRAL = """{{ tools | tojson }}{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}
+{%- else %}{% for part in m.content %}{% if part.type == 'thinking' %}[THINK]{{ part.thinking }}[/THINK]
+{%- else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}
+{%- for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function | tojson }}{% endfor %}{% endfor %}"""
+REASONING = """{% for m in messages %}<{{ m.role }}>{{ '<|think|>' + m.reasoning if m.reasoning }}{{ m.content }}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [(MINISTRAL, "[THINK]Two cities.[/THINK]I will ask.[TOOL_CALLS]"), (REASONING, "<|think|>Two cities.I will ask.")],
+)
+def test_thoughts_are_shown_where_the_template_looks_for_them(
+    monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer, template: str, expected: str
+) -> None:
+    said = CALLS | {"content": "I will ask.", "reasoning_content": "Two cities."}
+    messages = [QUESTION, said, result("a", "21 degrees"), result("b", "4 o'clock")]
+    assert expected in prompt_of(monkeypatch, demo_server, template, messages)
