@@ -283,3 +283,13 @@ def test_thoughts_are_shown_where_the_template_looks_for_them(
     said = CALLS | {"content": "I will ask.", "reasoning_content": "Two cities."}
     messages = [QUESTION, said, result("a", "21 degrees"), result("b", "4 o'clock")]
     assert expected in prompt_of(monkeypatch, demo_server, template, messages)
+
+
+def test_what_a_user_says_in_place_of_results_is_shown(
+    monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer
+) -> None:
+    """Agents leave a call without a result if the user stops it."""
+    stop = {"role": "user", "content": "Stop."}
+    answer = {"role": "assistant", "content": "Well."}
+    shown = prompt_of(monkeypatch, demo_server, MISTRAL, [QUESTION, CALLS, stop, answer, QUESTION])
+    assert "<tool><tool>Stop.<assistant>Well.<user>How is it there?" in shown

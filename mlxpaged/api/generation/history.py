@@ -141,8 +141,8 @@ def join(messages: list[dict[str, Any]], message: Mapping[str, Any], separator: 
 
 def in_turns(messages: Sequence[Mapping[str, Any]], form: TemplateForm) -> list[dict[str, Any]]:
     """Returns the messages for a template that takes the user and the assistant in turn only: several of one in a row
-    become one, and what the user says after a result becomes the end of the result, if the template refuses these.
-    Ministral 3 refuses an answer without text, which clients keep if the user has stopped it."""
+    become one, and what the user says after a result, or in its place, becomes the end of the result, if the template
+    refuses these. Ministral 3 refuses an answer without text, which clients keep if the user has stopped it."""
     shown: list[dict[str, Any]] = []
     for message in messages:
         says_nothing = message["role"] == "assistant" and not (message["content"] or message.get("tool_calls"))
@@ -151,6 +151,9 @@ def in_turns(messages: Sequence[Mapping[str, Any]], form: TemplateForm) -> list[
         last: dict[str, Any] = shown[-1] if shown else {"role": ""}
         role = message["role"]
         repeats = role == last["role"] and role in ("user", "assistant") and "tool_calls" not in last
+        if role == "user" and "tool_calls" in last and form.no_user_after_result:  # the user has stopped them
+            shown += [{"role": "tool", "tool_call_id": call["id"], "texts": []} for call in last["tool_calls"]]
+            last = shown[-1]
         after_result = role == "user" and last["role"] == "tool"
         if (repeats and form.takes_turns) or (after_result and form.no_user_after_result):
             thoughts = [each["reasoning_content"] for each in (last, message) if "reasoning_content" in each]
