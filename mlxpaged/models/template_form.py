@@ -39,7 +39,7 @@ class TemplateForm:
     message of the user may not follow a result (Mistral). text_apart: what is said before calls is shown in a message
     of its own only (Llama 3, Command R7B). user_first: the user has to speak, before the assistant does (Gemma, Llama
     3, Qwen3.5). drops_system: a system message is shown only if the user speaks last (Mistral Nemo). thought: where
-    thoughts are, one of THOUGHTS."""
+    thoughts are, one of THOUGHTS. calls_need_tools: calls are shown only if there are tools (Hunyuan A13B)."""
 
     shows_calls: bool = False
     text_arguments: bool = False
@@ -52,6 +52,7 @@ class TemplateForm:
     user_first: bool = False
     drops_system: bool = False
     thought: str = THOUGHTS[0]
+    calls_need_tools: bool = False
 
     def messages(self, given: Messages, has_tools: bool) -> list[dict[str, Any]]:
         """Returns messages as the template takes them, but for `one_call`."""
@@ -149,7 +150,8 @@ def form_of(render: Render, new_id: Callable[[], str], shows_tools: bool, may_sh
             refused = render(after_result, **tools) is None
             told = render(form.messages([RULES, *conversation(1, new_id)], shows_tools), **tools) or ""
             form = replace(form, one_call=not shows(form, 2), no_user_after_result=refused)
-            form = replace(form, drops_system=RULES["content"] not in told)
+            alone = render(form.messages(conversation(1, new_id), False)) or ""
+            form = replace(form, drops_system=RULES["content"] not in told, calls_need_tools=VALUES[0] not in alone)
             apart = replace(form, text_apart=True)
             return apart if not shows(form, 1, SAID) and shows(apart, 1, SAID) else form
     return found

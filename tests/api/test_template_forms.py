@@ -293,3 +293,14 @@ def test_what_a_user_says_in_place_of_results_is_shown(
     answer = {"role": "assistant", "content": "Well."}
     shown = prompt_of(monkeypatch, demo_server, MISTRAL, [QUESTION, CALLS, stop, answer, QUESTION])
     assert "<tool><tool>Stop.<assistant>Well.<user>How is it there?" in shown
+
+
+HUNYUAN = """{{ '<tool_calls><tool_sep></tool_calls>' }}{% for m in messages %}<{{ m.role }}>{{ m.content }}
+{%- if tools %}{{ m.tool_calls }}{% endif %}{% endfor %}"""
+
+
+def test_calls_are_shown_without_tools(monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer) -> None:
+    """Agents send none if they ask for a summary."""
+    messages = [QUESTION, CALLS, result("a", "21 degrees"), result("b", "4 o'clock"), QUESTION]
+    assert "'arguments': {'city': 'Rome'}" in prompt_of(monkeypatch, demo_server, HUNYUAN, messages)
+    assert '"arguments": {"city": "Rome"}' in prompt_of(monkeypatch, demo_server, HUNYUAN, messages, [])

@@ -45,7 +45,8 @@ def with_tools(
     `tool_prompt`."""
     form = tokenizer.tags.tools
     if tokenizer.shows_tools:
-        return [dict(each) if tokenizer.shows_calls else with_calls_as_text(each, form) for each in messages]
+        shows_calls = tokenizer.shows_calls and (bool(tools) or not tokenizer.form.calls_need_tools)
+        return [dict(each) if shows_calls else with_calls_as_text(each, form) for each in messages]
     shown = [dict(each) for each in messages] if tokenizer.shows_calls else in_plain_text(messages)
     if not tools:
         return shown
