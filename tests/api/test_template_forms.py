@@ -251,7 +251,8 @@ def test_a_template_that_cannot_write_a_schema_is_shown_less_of_it(
     assert "city: stringlevel: integer = 1<user>" in shown
 
 
-NEMO = """{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>
+NEMO = """{% for m in messages %}{% if m.role == 'user' and loop.previtem and loop.previtem.role == 'tool' %}
+{{- raise_exception('no user after a result') }}{% endif %}{% if m.role != 'system' %}<{{ m.role }}>
 {%- if m.role == 'user' and loop.last %}{{ messages[0].content + ' ' }}{% endif %}{{ m.content }}
 {%- for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function | tojson }}{% endfor %}{% endif %}{% endfor %}
 {{- tools | tojson }}"""
@@ -262,7 +263,8 @@ def test_a_system_message_is_shown_after_a_result(monkeypatch: pytest.MonkeyPatc
     messages = [{"role": "system", "content": "Be brief."}, QUESTION]
     assert "<user>Be brief. How is it there?" in prompt_of(monkeypatch, demo_server, NEMO, messages)
     after = [*messages, CALLS, result("a", "21 degrees"), result("b", "4 o'clock")]
-    assert "<user>Be brief.\n\nHow is it there?" in prompt_of(monkeypatch, demo_server, NEMO, after)
+    for more in ([], [QUESTION]):  # the template takes the second as part of the result
+        assert "<user>Be brief.\n\nHow is it there?" in prompt_of(monkeypatch, demo_server, NEMO, [*after, *more])
 
 
 MINISTRAL = """{{ tools | tojson }}{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}

@@ -48,10 +48,10 @@ def as_shown(
 ) -> list[dict[str, Any]]:
     """Returns `adapted` messages in the form in which the chat template shows all of them: with tools and calls
     as text, without system messages, and in turns, if it needs that."""
-    shown = with_tools(messages, tools, tokenizer)
-    takes_system = tokenizer.takes_system and not (tokenizer.form.drops_system and shown[-1]["role"] != "user")
-    shown = shown if takes_system else with_system_as_user(shown)
-    return in_turns(with_user(shown) if tokenizer.form.user_first else shown, tokenizer.form)
+    shown, form = with_tools(messages, tools, tokenizer), tokenizer.form
+    shown = in_turns(with_user(shown) if form.user_first else shown, form)
+    takes_system = tokenizer.takes_system and not (form.drops_system and shown[-1]["role"] != "user")
+    return shown if takes_system else with_system_as_user(shown)
 
 
 def one_by_one(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
