@@ -94,6 +94,12 @@ class BlockManager:
             return True
         return holds_from(len(sequence.token_ids) - 1) and holds_from(len(self.find(sequence).hit) * self.block_size)
 
+    def outgrows_pool(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether the whole pool is too small for a running sequence with its next `num_tokens` tokens."""
+        table, start = sequence.kv.table, sequence.num_computed_tokens
+        assert table is not None
+        return len(table) + table.blocks_missing(start + num_tokens, max(0, start - 1)) > self.size.num_blocks
+
     def room_left_for(self, sequence: Sequence) -> int:
         """Free blocks that a running sequence still needs for the rest of its prompt or its next token."""
         table = sequence.kv.table

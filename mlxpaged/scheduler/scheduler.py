@@ -391,13 +391,18 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, num_tokens: int, builder: ScheduleBuilder) -> bool:
         """Take blocks for the next `num_tokens` tokens, and preempt other sequences if needed. Returns False if that is
-        not enough, or if the pool grows instead: the sequence keeps its blocks and skips the step."""
+        not enough, or if the pool grows instead: the sequence keeps its blocks and skips the step. If it has outgrown a
+        pool that cannot grow, it is preempted itself, unless no other sequence can run."""
         while True:
             try:
                 self.blocks.grow(sequence, num_tokens)
                 return True
             except OutOfBlocksError:
                 if self.blocks.size.can_grow:
+                    return False
+                if self.blocks.outgrows_pool(sequence, num_tokens):
+                    if len(self.running) > 1 or any(map(self.blocks.can_hold, self.waiting)):
+                        self._preempt(sequence, builder)
                     return False
                 victim = self._preemption.victim_for_growth(sequence, builder)
                 if victim is None:

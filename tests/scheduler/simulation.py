@@ -192,7 +192,8 @@ class Simulation:
         for seq in known:
             if seq.num_preemptions > preemptions[seq.sequence_id]:
                 gained = any(other.order < orders[seq.sequence_id] or other in starving for other in gainers)
-                assert gained, f"{seq} was preempted, but no earlier or starving sequence ran instead"
+                outgrown = not self.scheduler.blocks.can_hold(seq)
+                assert gained or outgrown, f"{seq} was preempted, but no earlier or starving sequence ran instead"
         assert batch.num_tokens <= self.scheduler.config.max_num_batched_tokens
         for row in batch.rows:
             spans = self.scheduler.sequences[row.sequence_id].spans

@@ -82,6 +82,34 @@ def test_a_chat_that_fits_with_what_is_cached_preempts_a_lower_class_while_the_p
     assert len(sim.ended) == 3
 
 
+@pytest.mark.parametrize("swap", [0, 8])
+def test_a_sequence_that_outgrows_a_pool_that_cannot_grow_keeps_no_other_from_running(swap: int) -> None:
+    sim = growing(start_blocks=8, num_swap_slots=swap)
+    sim.scheduler.blocks.size.may_grow = False
+    sim.add(sequence(1, 24, max_tokens=20), sequence(2, 4, max_tokens=12))
+    for number in range(24):
+        if number == 12:
+            sim.add(sequence(3, 6))
+        sim.step()
+    assert sim.ended == {2: FinishReason.LENGTH, 3: FinishReason.LENGTH}
+    assert sim.scheduler.stats().preemptions_total == 1
+    sim.scheduler.blocks.size.may_grow = True
+    sim.run()
+    assert answer(sim.added[0]) == undisturbed(24, 1, 20)
+
+
+def test_a_sequence_that_outgrows_a_pool_that_cannot_grow_keeps_its_blocks_if_no_other_could_run() -> None:
+    sim = growing(start_blocks=8)
+    sim.scheduler.blocks.size.may_grow = False
+    sim.add(sequence(1, 24, max_tokens=20), sequence(2, 40))
+    for _ in range(20):
+        sim.step()
+    sim.scheduler.blocks.size.may_grow = True
+    sim.run()
+    assert sim.scheduler.stats().preemptions_total == 0
+    assert len(sim.ended) == 2
+
+
 def test_only_what_the_largest_pool_cannot_hold_is_refused() -> None:
     sim = growing(start_blocks=2, num_blocks=10)
     sim.add(sequence(1, 37, max_tokens=4))
