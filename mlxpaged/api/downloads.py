@@ -13,7 +13,6 @@ from pathlib import Path
 from mlxpaged.api.errors import RETRY, ApiError
 from mlxpaged.daemon_thread import in_daemon_thread
 from mlxpaged.models.device_memory import loaded_memory
-from mlxpaged.models.disk import check_disk
 from mlxpaged.models.sources import hub
 from mlxpaged.models.sources.preflight import weight_files
 
@@ -67,7 +66,6 @@ class Download:
         weights: tuple[str, ...] = ()
         if found is not None:
             directory, sizes = found
-            check_disk(directory, sizes)
             weights = tuple(weight_files(sizes))
             wanted = [*hub.SMALL_FILES, *weights]
             self._files = [file for file in sizes if any(fnmatch(file, pattern) for pattern in wanted)]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from mlxpaged.cli.banner import megabytes
 from mlxpaged.cli.flags import model_name
 from mlxpaged.cli.parser import heavy_imports
-from mlxpaged.models.disk import check_disk
 from mlxpaged.models.errors import HubError, InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.sources.gguf.choice import split_name
 from mlxpaged.models.sources.short_names import (
@@ -72,7 +71,6 @@ def run(args: argparse.Namespace) -> int:
         found = hub.download_small_files(name)
         if found is not None:
             directory, sizes = found
-            check_disk(directory, sizes)
             if is_gguf(sizes):  # what describes the model is in the file
                 files = weight_files(sizes)
                 size = megabytes(sum(size or 0 for size in files.values()))

@@ -207,7 +207,21 @@ def test_weights_that_the_disk_cannot_hold_are_not_downloaded(
     result = run("pull", NAME)
     assert result.status == 1
     assert "but the disk has 0.0 GB" in result.stderr
+    with pytest.raises(disk.DiskFullError):
+        resolve(NAME)  # as `serve` does
     assert not requested_weights(online)
+
+
+def test_what_an_interrupted_download_has_left_takes_no_room_from_the_next_one(
+    run: Run, online: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = f"models--{NAME.replace('/', '--')}"
+    (cache / folder / "blobs").mkdir(parents=True)
+    (part := cache / folder / "blobs" / "abc.0123.incomplete").touch()
+    (lock := cache / ".locks" / folder / "abc.lock").parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setattr(disk, "free_disk", lambda directory: 0 if part.exists() else 10**9)
+    assert run("pull", NAME).status == 0
 
 
 ADDRESSES = (

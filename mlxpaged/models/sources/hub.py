@@ -10,6 +10,7 @@ from pathlib import Path
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub import errors as hub_errors
 
+from mlxpaged.models.disk import check_disk
 from mlxpaged.models.errors import HubError, ModelNotFoundError, UnsupportedModelError, in_one_line
 from mlxpaged.models.sources.gguf.choice import gguf_sizes, models_with, split_name
 from mlxpaged.models.sources.local import check_before_loading, chosen, directory_of
@@ -59,7 +60,7 @@ def download_small_files(
     """The directory of a hub repository with all but its weights, and the sizes of all files, of GGUF files only the
     chosen ones; None if the hub does not tell them. A GGUF file that is downloaded already comes before others.
     reclaimable_bytes: memory that is not free yet, and can be until the model is loaded. Raises ModelNotFoundError, or
-    UnsupportedModelError if the model cannot be loaded."""
+    UnsupportedModelError if the model cannot be loaded or the disk has no room for its weights."""
     repository, quantization = split_name(name)
     with hub_errors_explained(name):
         sizes = hub_file_sizes(repository)
@@ -71,6 +72,8 @@ def download_small_files(
             files = chosen(name, there if there and not quantization else sizes, quantization)
             sizes = {file: size for file, size in sizes.items() if file in files or not is_weights(file)}
     check_before_loading(name, directory, sizes, reserved, num_ranks, reclaimable_bytes)
+    remove_partial_files(repository)
+    check_disk(directory, sizes)
     return directory, sizes
 
 
