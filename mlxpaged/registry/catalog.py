@@ -94,8 +94,8 @@ class Catalog:
             if (each := described(str(path.relative_to(directory)), path)) is not None
         ]
         names = sorted(repository.repo_id for repository in repositories())
+        names += [model.name for model in app_models()]
         found += [each for name in names if (each := self.find(name)) is not None]
-        found += [Found(each.name, each.path, each.bytes) for each in app_models()]
         return list({each.name: each for each in found}.values())
 
 

@@ -253,6 +253,7 @@ def test_a_download_that_was_interrupted_between_two_files_is_no_model(
     (snapshot / "model.safetensors").rename(snapshot / parts[0])
     index: dict[str, dict[str, Any]] = {"weight_map": {"model.norm.weight": parts[0], "lm_head.weight": parts[1]}}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copytree(snapshot, tmp_path / ".lmstudio" / "models" / "someone" / "mlx")
     assert (Catalog().all(), Catalog().find("org/hubbed")) == ([], None)
     index["weight_map"] = {"model.norm.weight": [parts[0]], "lm_head.weight": 300 * "x", "a": "\0"}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
