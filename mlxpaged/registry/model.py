@@ -38,7 +38,7 @@ class Model:
     size_bytes: int | None = None  # of its weights on the disk; None if it is not known
     kind_on_disk: Kind | None = None  # by its files; None if it is not known
     source_on_disk: Source | None = None  # likewise
-    path_on_disk: Path | None = None  # of its directory or GGUF file; likewise
+    path_on_disk: Path | None = None  # of its GGUF file, if its source names one; likewise
     num_waiting: int = 0  # requests that wait for the load, or are about to be submitted
     is_found: bool = False
     loading: asyncio.Task[AsyncEngine] | None = field(default=None, repr=False)

@@ -23,6 +23,7 @@ from mlxpaged.engine.stall import Stall
 from mlxpaged.engine.watchdog import StallLimits, Watchdog
 from mlxpaged.models.errors import ModelNotFoundError
 from mlxpaged.models.kinds import Kind
+from mlxpaged.models.sources.gguf.choice import split_name
 from mlxpaged.models.sources.other_apps import app_path
 from mlxpaged.models.sources.short_names import LATEST, full_name, without_address
 from mlxpaged.registry.catalog import Catalog, Found
@@ -298,11 +299,13 @@ class Registry:
         return next((model for model in self.models.values() if is_same(model, found)), None)
 
     def _look_at_files(self) -> None:
-        """Notes where the files of served models are, and what they say, once they are there."""
+        """Notes what the files of served models say, once they are there."""
         for model in list(self.models.values()):
-            if model.path_on_disk is None and (found := self.catalog.find_source(model.config.model)) is not None:
+            if model.size_bytes is None and (found := self.catalog.find_source(model.config.model)) is not None:
                 model.size_bytes, model.kind_on_disk = found.size_bytes, found.kind
-                model.source_on_disk, model.path_on_disk = found.source, found.path
+                model.source_on_disk = found.source
+                if split_name(model.config.model)[1]:  # of several files, another one may be chosen later
+                    model.path_on_disk = found.path
 
     async def on_disk(self) -> list[Found]:
         """The models on this machine that are not served yet. Notes the sizes and kinds of those that are, and serves
@@ -333,7 +336,6 @@ class Registry:
             size_bytes=found.size_bytes,
             kind_on_disk=found.kind,
             source_on_disk=found.source,
-            path_on_disk=found.path,
             is_found=True,
         )
 
