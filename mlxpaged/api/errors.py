@@ -169,6 +169,10 @@ def not_stored(error: OSError) -> ApiError:
     return ApiError(507, message, "server_error", code=NOT_STORED, headers=NO_RETRY)
 
 
+BRANCHES = ("str", "constrained-str", "bool", "Document", "Thinking")
+"""Branches of unions, by the names that pydantic gives them in a path. Those of lists end with a bracket."""
+
+
 def from_validation(error: ValidationError) -> ApiError:
     """Returns the most specific of pydantic's errors, with the field's path as `param`."""
     worst = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
@@ -184,8 +188,8 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def _is_union_branch(part: int | str) -> bool:
-    """pydantic names the branch of a union in the path: str, constrained-str, list[int]."""
-    return isinstance(part, str) and (part in ("str", "constrained-str") or part.endswith("]"))
+    """pydantic names the branch of a union in the path."""
+    return isinstance(part, str) and (part in BRANCHES or part.endswith("]"))
 
 
 ENGINE_ERRORS: dict[type[Exception], tuple[int, str, str, dict[str, str] | None]] = {

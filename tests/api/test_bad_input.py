@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -9,7 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import BaseModel
 
+from mlxpaged.api.body import validate
+from mlxpaged.api.endpoints import ENDPOINTS
+from mlxpaged.api.errors import ApiError
+from mlxpaged.api.reading import Reading
 from mlxpaged.engine.config import EngineConfig
 from tests.api.helpers import Background, StepGate, answer_text, ask, block_bytes, random_tokens, raw, raw_post, run_on
 from tests.support import RunningServer, demo_vocab_size, running_server, wait_until
@@ -282,6 +288,29 @@ def test_the_path_to_a_bad_value_is_named(demo_server: RunningServer) -> None:
     with raw(demo_server) as client:
         response = client.post(CHAT, json=ask("x") | {"messages": messages})
     assert response.json()["error"]["param"] == "messages.1.content.0.text"
+
+
+@pytest.mark.parametrize(
+    "model", dict.fromkeys(each.body for each in ENDPOINTS if each.body is not None), ids=lambda model: model.__name__
+)
+def test_a_bad_value_is_named_by_its_path_in_the_body(model: type[BaseModel]) -> None:
+    """The path has no names of types: all of it is in the body, but for a last part that is missing there."""
+    whole: dict[str, Any] = ask("x") | {"input": "x", "prompt": "x", "query": "x", "documents": ["x"]}
+    whole |= {"model": "m", "text_1": "x", "text_2": "x"}
+    smallest = {name: value for name, value in whole.items() if name in model.model_fields}
+    values: list[Any] = [5, "x", {}, [{}], [5], {"type": "enabled", "budget_tokens": "x"}]
+    for name, value in itertools.product(model.model_fields, values):
+        body = smallest | {name: value}
+        param: str | None = None
+        try:
+            validate(body, model, Reading(model, strict=False))
+        except ApiError as error:
+            param = error.param
+        *path, last = (param or name).split(".")
+        place: Any = body
+        for part in path:
+            place = place[int(part) if isinstance(place, list) else part]
+        assert isinstance(place, dict) or (isinstance(place, list) and int(last) < len(place)), param
 
 
 @pytest.mark.parametrize(
