@@ -38,11 +38,13 @@ from mlxpaged.cluster.messages import (
 from mlxpaged.cluster.processes import Processes
 from mlxpaged.daemon_thread import in_daemon_thread
 from mlxpaged.engine.commands import Command, Question, keep_prefixes
+from mlxpaged.engine.deadlines import end_if_late
 from mlxpaged.engine.disk_writer import END_SECONDS
 from mlxpaged.engine.engine_thread import Failure, ModelSlot
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.info import Cluster, EngineInfo
 from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.status import EngineStats
 from mlxpaged.engine.watchdog import StallLimits
 from mlxpaged.models.loader import read_tokenizer
 from mlxpaged.models.tokenizer import Tokenizer
@@ -147,6 +149,7 @@ class ClusterEngine(threading.Thread):
         self._decide_at = 0.0
         self._num_failures = 0  # since the model was ready
         self._unfinished: dict[str, Unfinished] = {}
+        self._stats: EngineStats | None = None  # the latest
         self._numbers = itertools.count()
         self._unanswered: dict[int, tuple[Run | Ask, Future[Any]]] = {}  # in their order
 
@@ -281,6 +284,7 @@ class ClusterEngine(threading.Thread):
             return
         callbacks = self._slot.callbacks
         if isinstance(message, Stepped):
+            self._stats = message.stats
             callbacks.on_step([self._note(output) for output in message.outputs], message.stats)
         elif isinstance(message, Replied):
             self._deliver(message)
@@ -327,7 +331,7 @@ class ClusterEngine(threading.Thread):
         info.grammars = Grammars(info.tokenizer, info.vocab_size)
         ranks = tuple(self._hosts.label(rank) for rank in range(len(self._hosts)))
         info.cluster = Cluster(ranks, self._hosts.backend, message.link)
-        self._is_ready, self._was_ready, self._num_failures = True, True, 0
+        self._is_ready, self._was_ready, self._num_failures, self._stats = True, True, 0, message.stats
         self._slot.callbacks.on_ready(info, message.stats)
         if self._unfinished:
             self._send(0, Submit(tuple(unfinished.resumed() for unfinished in self._unfinished.values())))
@@ -372,6 +376,8 @@ class ClusterEngine(threading.Thread):
         if self._processes is None:
             return
         self._beat()
+        if not self._is_ready:
+            self._expire(now)
         for rank in self._processes.silence.lost():
             self._blame(1, Failure(f"{self._hosts.label(rank)} has not been heard from for {LOST_SECONDS:.0f} s"))
         missing = [self._hosts.label(rank) for rank in range(len(self._hosts)) if rank not in self._hellos]
@@ -388,6 +394,14 @@ class ClusterEngine(threading.Thread):
             self._beat_at = now
             for rank in self._hellos:
                 self._send(rank, Beat())
+
+    def _expire(self, now: float) -> None:
+        """End the requests whose deadlines have passed. Rank 0 does that while there is one."""
+        each = ((unfinished.request, len(unfinished.token_ids)) for unfinished in self._unfinished.values())
+        ends = [end for request, count in each if (end := end_if_late(request, count, now)) is not None]
+        if ends and self._slot is not None and self._stats is not None:
+            stats = dataclasses.replace(self._stats, prompt_chunks=())
+            self._slot.callbacks.on_step([self._note(end) for end in ends], stats)
 
     def _blame(self, weight: int, failure: Failure) -> None:
         if not self._blames:

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mlxpaged.engine.request import Request
+from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.scheduler.scheduler import Scheduler
-from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.scheduler.sequence import FinishReason, Sequence
 
 CLEAR_FACTOR = 2.0
 """A request is ended early if its prefill is estimated to take more than this many times the time left."""
@@ -100,3 +100,19 @@ def progress(sequence: Sequence, now: float) -> str:
         f"after {now - sequence.arrival_time:.3f} s the request was {sequence.status.value}, with {computed} of "
         f"{prompt} prompt tokens computed and {sequence.num_output_tokens} tokens generated"
     )
+
+
+def end_if_late(request: Request, num_tokens: int, now: float) -> RequestOutput | None:
+    """The last output of a request that no engine has now, if one of its deadlines has passed. num_tokens: of its
+    answer so far."""
+    passed = now - request.arrival_time
+    limits = {"timeout": request.timeout, "ttft_timeout": None if num_tokens else request.ttft_timeout}
+    for name, limit in limits.items():
+        if limit is not None and passed >= limit:
+            done = f"the request waited for its model, with {num_tokens} tokens generated"
+            error = f"{name} of {limit:g} s passed: after {passed:.3f} s {done}"
+            reason = FinishReason.TIMEOUT
+            return RequestOutput(
+                request.request_id, now, num_output_tokens=num_tokens, finish_reason=reason, error=error
+            )
+    return None
