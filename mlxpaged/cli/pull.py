@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from mlxpaged.cli.banner import megabytes
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         print(said, flush=True)
     try:
         if is_here(name):
-            print(f"{args.name} is on this machine: mlxpaged serve {args.name}")
+            print(f"{args.name} is on this machine: mlxpaged serve {quote(args.name)}")
             return 0
     except ModelNotFoundError as error:
         print(f"mlxpaged: {error}", file=sys.stderr)

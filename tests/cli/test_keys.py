@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import resource
+import shlex
 import signal
 import socket
 import stat
@@ -44,6 +45,14 @@ def test_the_command_starts_without_the_engine() -> None:
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "mlxpaged.cli.keys.command" in modules
     assert not set(engine) & set(modules)
+
+
+def test_a_command_that_is_named_can_be_pasted_into_a_shell(tmp_path: Path, run: Callable[..., Result]) -> None:
+    path = tmp_path / "my keys.json"
+    words = shlex.split(run("keys", "add", "bob", "--api-keys", str(path)).stderr)
+    assert words[-4:] == ["mlxpaged", "serve", "--api-keys", str(path)]
+    words = shlex.split(run("pull", str(path)).stdout)
+    assert words[-3:] == ["mlxpaged", "serve", str(path)]
 
 
 def test_a_key_is_made_used_listed_and_removed(

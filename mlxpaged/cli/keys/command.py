@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from shlex import quote
 
 from pydantic import ValidationError
 
@@ -38,7 +39,7 @@ def run_add(args: argparse.Namespace) -> None:
             raise key_file.unusable(path, error) from None
         key_file.write(path, content)
     print(key, flush=True)
-    print(f"The key cannot be shown again. To use it: mlxpaged serve --api-keys {path}", file=sys.stderr)
+    print(f"The key cannot be shown again. To use it: mlxpaged serve --api-keys {quote(str(path))}", file=sys.stderr)
 
 
 def run_list(args: argparse.Namespace) -> None:
