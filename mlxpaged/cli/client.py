@@ -18,6 +18,9 @@ HEALTH_SECONDS = 30.0
 SILENT_SECONDS = 120.0
 """A stream has a comment every 10 seconds. A server that is silent for this time has stopped."""
 
+HOST_NOT_ALLOWED = "host_not_allowed"
+"""The code of a server that does not know itself by the name in its address. Its message says what to do."""
+
 
 class ServerError(Exception):
     """The server cannot be reached, or has refused a request. status: None if there was no response."""
@@ -55,6 +58,9 @@ class Client:
         there, or if it is a different program, which does not get the key."""
         with Client(self.url)._request("GET", "/health", None, HEALTH_SECONDS) as response:
             found = parsed(response.read())
+        error = found.get("error") if isinstance(found, dict) else None
+        if isinstance(error, dict) and error.get("code") == HOST_NOT_ALLOWED:
+            raise ServerError(str(error.get("message")), response.status, HOST_NOT_ALLOWED)
         if not (isinstance(found, dict) and {"status", "model"} <= found.keys()):
             raise ServerError(f"what runs at {self.url} is not mlxpaged")
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -67,6 +68,15 @@ def test_another_program_is_not_taken_for_the_server() -> None:
     with server((200, "ok"), (404, "{}"), (200, '{"status": "ok"}')) as client:
         for _ in range(3):
             assert said(client, "health") == (f"what runs at {client.url} is not mlxpaged", None)
+
+
+def test_a_server_that_is_reached_by_another_name_says_how_to_allow_it(
+    demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve, port = socket.getaddrinfo, demo_server.url.rpartition(":")[2]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: resolve("127.0.0.1", *rest, **more))
+    message, status = said(Client(f"http://studio.example:{port}"), "health")
+    assert (message.endswith("start the server with --allowed-host studio.example"), status) == (True, 403)
 
 
 def test_a_program_that_may_be_another_one_does_not_get_the_key() -> None:
