@@ -172,10 +172,13 @@ def run(args: argparse.Namespace) -> int:
 
 def wait_for(command: list[str], variables: dict[str, str]) -> int:
     """Run a program in the terminal of this process until its end. Returns its exit status, as a shell does. Ctrl-C is
-    for the program alone. A handler is reset in the program, which an ignored signal would not be."""
+    for the program alone. A handler is reset in the program, which an ignored signal would not be. Raises
+    ServerError if the program cannot be started."""
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         status = subprocess.call(command, env=os.environ | variables)
+    except OSError as error:  # it is for another CPU, or what runs it is missing
+        raise ServerError(f"{command[0]} cannot be started: {error.strerror}") from None
     finally:
         signal.signal(signal.SIGINT, before)
     return status if status >= 0 else SIGNALLED - status

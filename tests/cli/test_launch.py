@@ -147,6 +147,14 @@ def test_a_missing_agent_is_said_with_the_way_to_install_it(
     assert result.stderr.startswith(f"mlxpaged: {agent} is not installed. To install it: npm install -g ")
 
 
+def test_an_agent_whose_interpreter_is_gone_is_no_traceback(
+    agents: Path, run: Callable[..., Result], demo_server: RunningServer
+) -> None:
+    (program := agents / "programs" / "claude").write_text(f"#!{agents}/node\n")
+    result = run("launch", "claude", "--small-context", "--url", demo_server.url)
+    assert result == Result(1, "", f"mlxpaged: {program} cannot be started: No such file or directory\n")
+
+
 def test_nothing_is_started_to_print_the_variables(run: Callable[..., Result]) -> None:
     result = run("launch", "claude", "--print")
     assert (result.status, result.stdout) == (1, "")
