@@ -80,12 +80,13 @@ def whole(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def plain(schema: Any) -> Any:
     """Returns a schema, or what has some, without what a few templates cannot write: several types of a value (Hermes
-    3), and a default that is no text where the values are listed (gpt-oss, Apertus)."""
+    3), a default that is no text where the values are listed (gpt-oss, Apertus), and null in place of a list, as Go
+    writes it (Seed-OSS)."""
     if isinstance(schema, list):
         return [plain(each) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found = {name: plain(value) for name, value in schema.items()}
+    found = {name: plain(value) for name, value in schema.items() if value is not None}
     if isinstance(kinds := found.get("type"), list):
         found["type"] = next((kind for kind in kinds if kind != "null"), "string")
     if any(isinstance(found.get(listed), list) for listed in ("enum", "oneOf")):

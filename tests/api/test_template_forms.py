@@ -236,6 +236,7 @@ def test_an_answer_without_text_is_no_turn(monkeypatch: pytest.MonkeyPatch, demo
 
 
 TYPED = """<|tool_call>call:<tool_call|>{% for tool in tools %}
+{%- if 'city' in tool.function.parameters.get('required', []) %}city: {% endif %}
 {%- for name, each in tool.function.parameters.properties.items() %}{{ name + ': ' + each.type }}
 {%- if each.enum %}{{ ' = ' + each.default }}{% endif %}{% endfor %}{% endfor %}
 {%- for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls }}{% endfor %}"""
@@ -245,7 +246,8 @@ def test_a_template_that_cannot_write_a_schema_is_shown_less_of_it(
     monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer
 ) -> None:
     level = {"type": "integer", "enum": [1, 2], "default": 1}
-    schema = {"type": "object", "properties": {"city": {"type": ["string", "null"]}, "level": level}}
+    properties = {"city": {"type": ["string", "null"]}, "level": level}
+    schema = {"type": "object", "properties": properties, "required": None}
     tools = [{"type": "function", "function": {"name": "weather", "description": "A tool.", "parameters": schema}}]
     shown = prompt_of(monkeypatch, demo_server, TYPED, [QUESTION], tools)
     assert "city: stringlevel: integer = 1<user>" in shown
