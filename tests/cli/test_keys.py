@@ -216,6 +216,7 @@ def test_the_banners_curl_line_has_a_place_for_the_key(tmp_path: Path, make: Cal
     path = tmp_path / "keys.json"
     key = make(path, "anna")
     with serving(tmp_path / "run", "--api-keys", str(path)) as command:
+        wait_until(lambda: "}'\n" in command.stdout, DEADLINE)  # a reader may see the first lines alone
         curl = command.stdout[command.stdout.index("curl ") :].replace("curl ", "curl -s --noproxy '*' ", 1)
         script = ["sh", "-c", f"KEY={key}; {curl}"]
         answer = subprocess.run(script, capture_output=True, timeout=DEADLINE, check=True)

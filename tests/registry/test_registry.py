@@ -133,7 +133,7 @@ def test_chunks_and_lines_without_text_come_while_the_model_is_loaded(
     paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     fields: dict[str, Any] = {"model": "small", "stream": True}
-    said = ask("x", max_tokens=2) if "chat" in path else {"prompt": "x", "max_tokens": 2}
+    said: dict[str, Any] = ask("x", max_tokens=2) if "chat" in path else {"prompt": "x", "max_tokens": 2}
     with running_server(models(paths, "small"), http=HttpConfig(keep_alive_seconds=0)) as server, raw(server) as client:
         go_on = hold_loads(monkeypatch)
         with client.stream("POST", path, json=said | fields) as response:
