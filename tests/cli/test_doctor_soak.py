@@ -49,6 +49,15 @@ def test_a_failed_request_is_counted_and_ends_with_status_1(
     assert result.stderr == "mlxpaged: the device has failed\n"
 
 
+def test_a_model_that_the_key_may_not_load_is_said(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [{"id": "demo", "kind": "text", "state": "loaded"}]
+    monkeypatch.setattr(Client, "get", lambda self, path: {"data": entries})
+    with running_server(CONFIG) as server:
+        result = run("doctor", "--soak", SHORTEST, "--url", server.url)
+    said = "mlxpaged: demo is not loaded, and this key may not load it: send it a request first\n"
+    assert result == Result(1, "", said)
+
+
 @pytest.mark.parametrize("minutes", ["0", "-1", "inf", "long"])
 def test_the_time_is_a_positive_number_of_minutes(minutes: str, run: Callable[..., Result]) -> None:
     result = run("doctor", "--soak", minutes)

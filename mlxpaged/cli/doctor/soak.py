@@ -72,7 +72,10 @@ class Runner:
     def __init__(self, client: Client, model: str, soak: Soak, report: Path | None) -> None:
         self._client, self._model, self._soak, self._report = client, model, soak, report
         entries = client.get("/v1/models")["data"]
-        self._longest = next(int(entry["max_model_len"]) for entry in entries if entry["id"] == model)
+        longest = next((entry.get("max_model_len") for entry in entries if entry["id"] == model), None)
+        if longest is None:  # only admins load models by hand
+            raise ServerError(f"{model} is not loaded, and this key may not load it: send it a request first")
+        self._longest = int(longest)
         self._lock = Lock()
 
     def run(self, quiet: bool) -> Soak:
