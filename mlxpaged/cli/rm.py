@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from mlxpaged.cli.banner import megabytes
@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     name = full_name(args.name)
     found = {download.name: download for download in downloads()}
     if name not in found:
-        near = " (rm does not delete directories)" if Path(name).expanduser().exists() else meant_name(name, found)
+        is_path = os.path.exists(os.path.expanduser(name))  # unlike pathlib's, they take any name
+        near = " (rm does not delete directories)" if is_path else meant_name(name, found)
         print(f"mlxpaged: {args.name} is not a downloaded model{near}", file=sys.stderr)
         return 1
     size = megabytes(found[name].bytes)

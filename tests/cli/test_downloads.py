@@ -484,7 +484,8 @@ def test_rm_asks_and_deletes_only_downloads(
     assert directory.status == 1
     assert "rm does not delete directories" in directory.stderr
     assert repository.is_dir()
-    assert "is not a downloaded model" in run("rm", "qwen3:4b", "--yes").stderr
+    for name in ("qwen3:4b", "~no-such-user/model", 300 * "x"):
+        assert "is not a downloaded model" in run("rm", name, "--yes").stderr
 
 
 # -- short names and what fits -----------------------------------------------------------------------------------------
