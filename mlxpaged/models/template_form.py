@@ -101,8 +101,8 @@ def with_text(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_text_apart(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    text = {name: value for name, value in message.items() if name != "tool_calls"}
-    return [text, {"role": message["role"], "content": "", "tool_calls": message["tool_calls"]}]
+    """The thought stays with the calls: Command R7B's template shows it with these only."""
+    return [{"role": message["role"], "content": message["content"]}, {**message, "content": ""}]
 
 
 def with_thought(message: Mapping[str, Any], place: str) -> dict[str, Any]:

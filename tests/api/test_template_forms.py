@@ -174,7 +174,7 @@ def test_kimi_is_shown_the_ids_that_it_writes(monkeypatch: pytest.MonkeyPatch, d
 
 
 LLAMA_3 = """{{ tools | tojson }}{% for m in messages %}{% if m.tool_calls %}
-{{- '<|python_tag|>' + m.tool_calls[0].function | tojson }}
+{{- (m.reasoning_content or '') + '<|python_tag|>' + m.tool_calls[0].function | tojson }}
 {%- else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"""
 
 
@@ -184,9 +184,10 @@ def test_what_is_said_before_a_call_is_shown(
 ) -> None:
     """Templates that show the calls alone show it as a message of its own, unless they take turns."""
     refusing = MISTRAL.replace("{{ m.role }}>{{ m.content }}", "{{ m.role }}>{{ m.content if not m.tool_calls }}")
-    messages = [QUESTION, CALLS | {"content": "I will ask."}, result("a", "21 degrees"), result("b", "4 o'clock")]
+    said = CALLS | {"content": "I will ask.", "reasoning_content": "Two cities."}
+    messages = [QUESTION, said, result("a", "21 degrees"), result("b", "4 o'clock")]
     shown = prompt_of(monkeypatch, demo_server, refusing if takes_turns else LLAMA_3, messages)
-    assert ("<assistant>I will ask.<|python_tag|>" in shown) is not takes_turns
+    assert ("<assistant>I will ask.Two cities.<|python_tag|>" in shown) is not takes_turns
     assert "Rome" in shown
     assert "4 o'clock" in shown
 
