@@ -353,6 +353,15 @@ def test_a_file_whose_upload_was_cut_short_is_not_there_and_leaves_nothing(tmp_p
 
 
 @pytest.mark.usefixtures("no_flushes")
+def test_hidden_files_of_others_stay(tmp_path: Path) -> None:
+    for name in ("files", "batches"):
+        (tmp_path / name / ".git").mkdir(parents=True)
+        (tmp_path / name / ".DS_Store").touch()
+    Store(tmp_path).close()
+    assert {path.name for path in tmp_path.glob("*/.*")} == {".git", ".DS_Store"}
+
+
+@pytest.mark.usefixtures("no_flushes")
 def test_a_record_of_which_both_copies_are_damaged_stops_no_server(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

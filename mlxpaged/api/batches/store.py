@@ -64,9 +64,9 @@ class Store:
             self._readers = Counter[str]()  # of each file's content
             for mark in self._files.glob(DELETED.format("*")):
                 self.content(mark.name[1:].removesuffix(mark.suffix)).unlink(missing_ok=True)
-            for path in (self._files, self._batches):
-                for unfinished in path.glob(".*"):  # of a server that ended while it wrote
-                    unfinished.unlink()
+            # Of a server that ended while it wrote. Files that begin otherwise are the user's, or the Finder's.
+            for unfinished in (*self._files.glob(".file-*"), *self._batches.glob(".batch-*")):
+                unfinished.unlink()
             self.files = load(self._files, FileRecord)
             self.batches = load(self._batches, BatchRecord)
             for file in list(self.files.values()):
