@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from mlxpaged.api.access.caller import Caller
 from mlxpaged.engine.async_engine import AsyncEngine
-from mlxpaged.engine.errors import DuplicateRequestError
+from mlxpaged.engine.errors import DuplicateRequestError, RequestCancelledError
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -15,9 +19,15 @@ class OpenRequest:
     request_id: str
     names: tuple[str, ...]  # engine ids of its sequences
     caller: Caller | None
-    engine: AsyncEngine
+    engine: AsyncEngine | None = None  # None while it waits for its model
+    load: asyncio.Future[Any] | None = None  # which it waits for
     submitted: bool = False  # to the engine, after its prompt is tokenized
     cancelled: bool = False  # if it is not submitted yet, it never will be
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if self.load is not None:
+            self.load.cancel()
 
     def count(self, tokens: int) -> None:
         """Count tokens against the limit of the request's key."""
@@ -32,6 +42,7 @@ class OpenRequest:
 class OpenRequests:
     def __init__(self) -> None:
         self._by_name: dict[str, OpenRequest] = {}
+        self._waiting: list[OpenRequest] = []
 
     def open(self, request_id: str, count: int, caller: Caller | None, engine: AsyncEngine) -> OpenRequest:
         """Registers a request for `count` sequences. One is named `request_id`, several request_id-0 and so on.
@@ -46,6 +57,21 @@ class OpenRequests:
         self._by_name.update(dict.fromkeys((request_id, *names), request))
         return request
 
+    async def wait_for(self, load: Awaitable[Result], request_id: str, caller: Caller | None) -> Result:
+        """Returns what the load of a model returns. The request that waits for it can be cancelled meanwhile; others
+        may have its id. Raises RequestCancelledError."""
+        task = asyncio.ensure_future(load)
+        request = OpenRequest(request_id, (), caller, load=task)
+        self._waiting.append(request)
+        try:
+            await asyncio.wait([task])
+        finally:
+            self._waiting.remove(request)
+            task.cancel()
+        if request.cancelled:
+            raise RequestCancelledError("the request was cancelled")
+        return task.result()
+
     def close(self, request: OpenRequest) -> None:
         """Closing a request twice is harmless."""
         for name in (request.request_id, *request.names):
@@ -54,7 +80,7 @@ class OpenRequests:
 
     def get(self, name: str) -> OpenRequest | None:
         """Returns the request with this id, or with a sequence of this name."""
-        return self._by_name.get(name)
+        return self._by_name.get(name) or next((each for each in self._waiting if each.request_id == name), None)
 
     def held_beside(self, request: OpenRequest) -> int:
         """Returns how many sequences the owner of a request has in the queue of its engine, without this request."""
@@ -62,4 +88,4 @@ class OpenRequests:
         return sum(len(each.names) for each in others if each.owner == request.owner)
 
     def __iter__(self) -> Iterator[OpenRequest]:
-        return iter({id(request): request for request in self._by_name.values()}.values())
+        return iter({id(request): request for request in (*self._by_name.values(), *self._waiting)}.values())

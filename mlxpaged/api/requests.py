@@ -34,12 +34,12 @@ async def cancel_all(request: Request) -> Response:
 
 
 async def end(server: Server, requests: Sequence[OpenRequest]) -> list[dict[str, Any]]:
-    """End the unfinished ones of these requests, and describe them. A request whose prompt is still being tokenized
-    never reaches the engine."""
+    """End the unfinished ones of these requests, and describe them. A request that waits for its model, or whose prompt
+    is still being tokenized, never reaches the engine."""
     if not requests or server.registry is None:
         return []
     for request in requests:
-        request.cancelled = True
+        request.cancel()
     ended = await server.registry.cancel([name for request in requests for name in request.names])
     choices = {each.request_id: each for each in ended}
     descriptions = []

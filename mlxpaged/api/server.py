@@ -128,7 +128,7 @@ class Server:
         """The engine of the model that a request names, if it generates text; None: the default one. It is loaded if it
         is not. Raises ApiError or EngineUnavailableError."""
         model = await self.model(request, name)
-        loaded = await self._load(model)
+        loaded = await self._load(request, model)
         info = loaded.require_ready()
         if not isinstance(info, EngineInfo):
             others = [each.name for each in self.started().models.values() if each.kind.generates]
@@ -145,13 +145,13 @@ class Server:
         if self.started().adapter_in(name) is not None:
             message = f"{name!r} is an adapter, which makes no embeddings; use {model.name!r}"
             raise bad_parameter("model", message, code="embeddings_not_supported")
-        loaded = await self._load(model)
+        loaded = await self._load(request, model)
         return loaded, loaded.require_ready()
 
     async def reranker(self, request: Request, name: str | None) -> tuple[AsyncEngine, EngineInfo | EmbeddingInfo]:
         """The engine of the model that is to judge documents. None: the first reranker, else the default one. Raises
         ApiError or EngineUnavailableError."""
-        loaded = await self._load(await self.model(request, name or self._first(Kind.RERANKER)))
+        loaded = await self._load(request, await self.model(request, name or self._first(Kind.RERANKER)))
         return loaded, loaded.require_ready()
 
     def _first(self, kind: Kind) -> str | None:
@@ -164,13 +164,18 @@ class Server:
         model = await self.model(request, name)
         if not self.started().must_load(model):
             return None
-        task = asyncio.ensure_future(self._load(model))
+        task = asyncio.ensure_future(self._load(request, model))
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # if the stream has left
         return Load(model, task)
 
-    async def _load(self, model: Model) -> AsyncEngine:
+    async def _load(self, request: Request, model: Model) -> AsyncEngine:
+        """Raises ApiError, EngineUnavailableError or RequestCancelledError."""
+        registry = self.started()
         try:
-            return await self.started().ready(model)
+            if not registry.must_load(model):
+                return await registry.ready(model)
+            load = registry.ready(model)
+            return await self.open_requests.wait_for(load, request.state.request_id, caller_of(request))
         except LoadFailedError as error:
             raise load_failed(model.name, error) from None
         except NoRoomError as error:

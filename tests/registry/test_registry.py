@@ -203,6 +203,36 @@ def test_a_response_keeps_its_id_although_a_request_with_the_same_waited_for_its
         assert client.get("/v1/responses/resp-mine").json() == first.json()
 
 
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_a_request_that_waits_for_its_model_can_be_cancelled(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, all_of_them: bool
+) -> None:
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", ask("x", max_tokens=2, model="small")),
+        ("/v1/chat/completions", ask("x", max_tokens=2, model="small", stream=True)),
+        ("/v1/embeddings", {"input": "x", "model": "small"}),
+    ]
+    with running_server(models(paths, "small")) as server, raw(server) as client:
+        go_on = hold_loads(monkeypatch)
+        late = [
+            Background.post(server, path, body, **{"X-Request-Id": f"late-{i}"})
+            for i, (path, body) in enumerate(bodies)
+        ]
+        wait_until(lambda: len(list(server.app.state.server.open_requests)) == 3)
+        if all_of_them:
+            ended = client.delete("/v1/requests").json()["data"]
+        else:
+            ended = [client.delete(f"/v1/requests/late-{i}").json() for i in range(3)]
+        assert {each["id"]: each["cancelled"] for each in ended} == {f"late-{i}": True for i in range(3)}
+        whole, stream, embeddings = [each.result() for each in late]
+        assert (whole.status_code, embeddings.status_code) == (499, 499)
+        assert "the request was cancelled" in stream.text
+        assert client.delete("/v1/requests/late-0").status_code == 404
+        go_on.set()
+        answer = client.post("/v1/chat/completions", json=ask("x", max_tokens=2, model="small"))
+        assert answer.status_code == 200  # the load went on
+
+
 def test_directories_and_downloaded_repositories_are_served_by_name(
     paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
