@@ -115,7 +115,7 @@ def scripted_server(
 ) -> Iterator[RunningServer]:
     """script: what is answered, by a text in the prompt; of several, the one that comes last there counts."""
     model = make_scripted_model(directory, tool_format, context_length, plain, more, template)
-    options = {"served_model_name": "scripted", "kv_cache_bytes": 16_000_000} | options
+    options = {"served_model_name": "scripted", "kv_cache_bytes": 16_000_000, "speculative": "off"} | options
     config = EngineConfig(model=str(model), **options)
     with running_server(config) as server:
         follow(server, script)
