@@ -37,9 +37,10 @@ class TemplateForm:
     parameters and properties (gpt-oss, Seed-OSS). tools_in_system: tools are shown after a system message only
     (DeepSeek V3.2). takes_turns: the user and the assistant speak in turn (Gemma, Mistral). no_user_after_result: a
     message of the user may not follow a result (Mistral). text_apart: what is said before calls is shown in a message
-    of its own only (Llama 3, Command R7B). user_first: the user has to speak, before the assistant does (Gemma, Llama
-    3, Qwen3.5). drops_system: a system message is shown only if the user speaks last (Mistral Nemo). thought: where
-    thoughts are, one of THOUGHTS. calls_need_tools: calls are shown only if there are tools (Hunyuan A13B)."""
+    of its own only (Llama 3, Command R7B). user_first: the user has to speak before the assistant does (Gemma,
+    Mistral). needs_user: the user has to speak somewhere (Qwen3.5). tools_with_user: tools are shown with what the user
+    says first (Llama 3). drops_system: a system message is shown only if the user speaks last (Mistral Nemo). thought:
+    where thoughts are, one of THOUGHTS. calls_need_tools: calls are shown only if there are tools (Hunyuan A13B)."""
 
     shows_calls: bool = False
     text_arguments: bool = False
@@ -50,6 +51,8 @@ class TemplateForm:
     no_user_after_result: bool = False
     text_apart: bool = False
     user_first: bool = False
+    needs_user: bool = False
+    tools_with_user: bool = False
     drops_system: bool = False
     thought: str = THOUGHTS[0]
     calls_need_tools: bool = False
@@ -128,13 +131,14 @@ def form_of(render: Render, new_id: Callable[[], str], shows_tools: bool, may_sh
     """Returns the form that a chat template takes. new_id: makes ids of calls."""
     tools = {"tools": list(map(whole, BARE))} if shows_tools else {}
 
-    def renders(*messages: Mapping[str, Any]) -> bool:
-        return all(each["content"] in (render(messages, **tools) or "") for each in messages)
+    def omits(*messages: Mapping[str, Any], **options: Any) -> bool:
+        text = render(messages, **options)
+        return render([USER], **options) is not None and not all(each["content"] in (text or "") for each in messages)
 
     found = TemplateForm(takes_turns=render([USER]) is not None and render([USER, USER]) is None)
-    user_first = not (renders(RULES) and renders(ANSWER, USER))
-    found = replace(found, user_first=user_first, thought=place_of_thoughts(render))
+    found = replace(found, user_first=omits(ANSWER, USER), needs_user=omits(RULES), thought=place_of_thoughts(render))
     if shows_tools:
+        found = replace(found, tools_with_user=omits(RULES, **tools) and not found.needs_user)
         without, after_system = (render(messages, **tools) or "" for messages in ([USER], [SYSTEM, USER]))
         in_system = "probe_tool" not in without and "probe_tool" in after_system
         found = replace(found, whole_tools=render([USER], tools=BARE) is None, tools_in_system=in_system)

@@ -215,6 +215,29 @@ def test_the_user_need_not_speak_first(
     assert expected in prompt_of(monkeypatch, demo_server, template, messages, TOOLS if template is QWEN else [])
 
 
+PLAIN = """{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"""
+TOOLS_WITH_USER = """{% if tools and (messages | rejectattr('role', 'equalto', 'system') | list | length == 0) %}
+{{- raise_exception('no first user message') }}{% endif %}{% if tools %}<tools>{{ tools | tojson }}{% endif %}
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}
+{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}{% endfor %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "expected"),
+    [
+        (QWEN, TOOLS, "<assistant>Good day.<user>How is it there?"),
+        (PLAIN, [], "<assistant>Good day.<user>How is it there?"),
+        (TOOLS_WITH_USER, [], "<assistant>Good day.<user>How is it there?"),
+        (TOOLS_WITH_USER, TOOLS, "<user><assistant>Good day.<user>How is it there?"),
+    ],
+)
+def test_a_greeting_is_shown_as_it_is_if_the_template_takes_it(
+    monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer, template: str, tools: list[Any], expected: str
+) -> None:
+    shown = prompt_of(monkeypatch, demo_server, template, [GREETING, QUESTION], tools)
+    assert shown[shown.rfind("]") + 1 :] == expected
+
+
 SMALL = """{% for m in messages[(messages[0].role == 'system') | int:] %}
 {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}{% endfor %}
 {%- for m in messages %}{% if m.role == 'assistant' and not m.content %}{{ raise_exception('empty') }}{% endif %}

@@ -49,7 +49,8 @@ def as_shown(
     """Returns `adapted` messages in the form in which the chat template shows all of them: with tools and calls
     as text, without system messages, and in turns, if it needs that."""
     shown, form = with_tools(messages, tools, tokenizer), tokenizer.form
-    shown = in_turns(with_user(shown) if form.user_first else shown, form)
+    user_first = form.user_first or (form.tools_with_user and bool(tools))
+    shown = in_turns(with_user(shown, user_first) if user_first or form.needs_user else shown, form)
     takes_system = tokenizer.takes_system and not (form.drops_system and shown[-1]["role"] != "user")
     return shown if takes_system else with_system_as_user(shown)
 
@@ -123,11 +124,13 @@ def with_system_as_user(messages: Sequence[Mapping[str, Any]]) -> list[dict[str,
     return shown
 
 
-def with_user(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns the messages with an empty one of the user before those of others. Clients that play roles begin with a
-    greeting, and agents whose conversation gets too long may keep no more than calls and results."""
+def with_user(messages: Sequence[Mapping[str, Any]], first: bool) -> list[Mapping[str, Any]]:
+    """Returns the messages with an empty one of the user before those of others, if there is none, or none there.
+    Clients that play roles begin with a greeting, and agents whose conversation gets too long may keep no more than
+    calls and results."""
     start = next((i for i, each in enumerate(messages) if each["role"] != "system"), len(messages))
-    has_user = start < len(messages) and messages[start]["role"] == "user"
+    end = start + 1 if first else len(messages)
+    has_user = any(each["role"] == "user" for each in messages[start:end])
     return [*messages[:start], *([] if has_user else [{"role": "user", "content": ""}]), *messages[start:]]
 
 
