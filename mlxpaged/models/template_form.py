@@ -40,7 +40,8 @@ class TemplateForm:
     of its own only (Llama 3, Command R7B). user_first: the user has to speak before the assistant does (Gemma,
     Mistral). needs_user: the user has to speak somewhere (Qwen3.5). tools_with_user: tools are shown with what the user
     says first (Llama 3). drops_system: a system message is shown only if the user speaks last (Mistral Nemo). thought:
-    where thoughts are, one of THOUGHTS. calls_need_tools: calls are shown only if there are tools (Hunyuan A13B)."""
+    where thoughts are, one of THOUGHTS. calls_need_tools: calls are shown only if there are tools (Hunyuan A13B).
+    answers_have_text: an answer without a text, or a part, is refused (Ministral 3)."""
 
     shows_calls: bool = False
     text_arguments: bool = False
@@ -56,6 +57,7 @@ class TemplateForm:
     drops_system: bool = False
     thought: str = THOUGHTS[0]
     calls_need_tools: bool = False
+    answers_have_text: bool = False
 
     def messages(self, given: Messages, has_tools: bool) -> list[dict[str, Any]]:
         """Returns messages as the template takes them, but for `one_call`."""
@@ -137,6 +139,8 @@ def form_of(render: Render, new_id: Callable[[], str], shows_tools: bool, may_sh
 
     found = TemplateForm(takes_turns=render([USER]) is not None and render([USER, USER]) is None)
     found = replace(found, user_first=omits(ANSWER, USER), needs_user=omits(RULES), thought=place_of_thoughts(render))
+    answered = [[USER, answer, USER] for answer in (ANSWER, ANSWER | {"content": ""})]
+    found = replace(found, answers_have_text=[render(each) is None for each in answered] == [False, True])
     if shows_tools:
         found = replace(found, tools_with_user=omits(RULES, **tools) and not found.needs_user)
         without, after_system = (render(messages, **tools) or "" for messages in ([USER], [SYSTEM, USER]))

@@ -257,6 +257,8 @@ def test_an_answer_without_text_is_no_turn(monkeypatch: pytest.MonkeyPatch, demo
     system = {"role": "system", "content": "Be brief."}
     shown = prompt_of(monkeypatch, demo_server, SMALL, [system, QUESTION, empty, QUESTION], [])
     assert shown == "<system>Be brief.<user>How is it there?\nHow is it there?"
+    shown = prompt_of(monkeypatch, demo_server, GEMMA, [QUESTION, empty, QUESTION], [])
+    assert shown == "<user>How is it there?<assistant><user>How is it there?"
 
 
 TYPED = """<|tool_call>call:<tool_call|>{% for tool in tools %}
@@ -311,6 +313,15 @@ def test_thoughts_are_shown_where_the_template_looks_for_them(
     said = CALLS | {"content": "I will ask.", "reasoning_content": "Two cities."}
     messages = [QUESTION, said, result("a", "21 degrees"), result("b", "4 o'clock")]
     assert expected in prompt_of(monkeypatch, demo_server, template, messages)
+
+
+def test_a_thought_without_an_answer_is_shown(monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer) -> None:
+    """The user has stopped the model while it thought."""
+    template = """{% for m in messages %}{% if not m.content or (m.role == 'user') != (loop.index0 % 2 == 0) %}
+    {{- raise_exception('refused') }}{% endif %}{% endfor %}"""
+    stopped = {"role": "assistant", "content": "", "reasoning_content": "Two cities."}
+    shown = prompt_of(monkeypatch, demo_server, template + MINISTRAL, [QUESTION, stopped, QUESTION], [])
+    assert "<assistant>[THINK]Two cities.[/THINK]<user>" in shown
 
 
 def test_what_a_user_says_in_place_of_results_is_shown(

@@ -9,7 +9,7 @@ from typing import Any
 from mlxpaged.api.generation.tool_prompt import with_tools
 from mlxpaged.api.media import joined
 from mlxpaged.formats import HARMONY
-from mlxpaged.models.template_form import TemplateForm
+from mlxpaged.models.template_form import PARTS, TemplateForm
 from mlxpaged.models.tokenizer import Tags, Tokenizer
 
 
@@ -148,8 +148,9 @@ def in_turns(messages: Sequence[Mapping[str, Any]], form: TemplateForm) -> list[
     refuses these. Ministral 3 refuses an answer without text, which clients keep if the user has stopped it."""
     shown: list[dict[str, Any]] = []
     for message in messages:
-        says_nothing = message["role"] == "assistant" and not (message["content"] or message.get("tool_calls"))
-        if form.takes_turns and says_nothing and message is not messages[-1]:
+        shown_without_text = message.get("tool_calls") or (form.thought == PARTS and message.get("reasoning_content"))
+        says_nothing = message["role"] == "assistant" and not (message["content"] or shown_without_text)
+        if form.answers_have_text and says_nothing and message is not messages[-1]:
             continue
         last: dict[str, Any] = shown[-1] if shown else {"role": ""}
         role = message["role"]
