@@ -279,20 +279,32 @@ def test_a_template_that_cannot_write_a_schema_is_shown_less_of_it(
     assert "city: stringlevel: integer = 1<user>" in shown
 
 
-NEMO = """{% for m in messages %}{% if m.role == 'user' and loop.previtem and loop.previtem.role == 'tool' %}
+NEMO = """{{ tools | tojson }}{% for m in messages %}
+{%- if m.role == 'user' and loop.previtem and loop.previtem.role == 'tool' %}
 {{- raise_exception('no user after a result') }}{% endif %}{% if m.role != 'system' %}<{{ m.role }}>
-{%- if m.role == 'user' and loop.last %}{{ messages[0].content + ' ' }}{% endif %}{{ m.content }}
-{%- for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function | tojson }}{% endfor %}{% endif %}{% endfor %}
-{{- tools | tojson }}"""
+{%- if m.role == 'user' and loop.last %}{{ messages[0].content + '\n\n' }}{% endif %}{{ m.content }}
+{%- for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function | tojson }}{% endfor %}{% endif %}{% endfor %}"""
 
 
 def test_a_system_message_is_shown_after_a_result(monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer) -> None:
     """Mistral Nemo's template shows it with what the user says last, if that comes last."""
     messages = [{"role": "system", "content": "Be brief."}, QUESTION]
-    assert "<user>Be brief. How is it there?" in prompt_of(monkeypatch, demo_server, NEMO, messages)
+    assert "<user>Be brief.\n\nHow is it there?" in prompt_of(monkeypatch, demo_server, NEMO, messages)
     after = [*messages, CALLS, result("a", "21 degrees"), result("b", "4 o'clock")]
     for more in ([], [QUESTION]):  # the template takes the second as part of the result
         assert "<user>Be brief.\n\nHow is it there?" in prompt_of(monkeypatch, demo_server, NEMO, [*after, *more])
+
+
+def test_a_prompt_with_results_begins_with_the_prompt_before(
+    monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer
+) -> None:
+    """Or else all of a long conversation is computed again for each call."""
+    system = {"role": "system", "content": "Be brief."}
+    messages = [system, QUESTION, {"role": "assistant", "content": "Where?"}, {"role": "user", "content": "In Rome."}]
+    asked = prompt_of(monkeypatch, demo_server, NEMO, messages)
+    assert asked.endswith("<user>Be brief.\n\nIn Rome.")
+    after = [*messages, CALLS, result("a", "21 degrees"), result("b", "4 o'clock")]
+    assert prompt_of(monkeypatch, demo_server, NEMO, after).startswith(asked)
 
 
 MINISTRAL = """{{ tools | tojson }}{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}

@@ -51,8 +51,9 @@ def as_shown(
     shown, form = with_tools(messages, tools, tokenizer), tokenizer.form
     user_first = form.user_first or (form.tools_with_user and bool(tools))
     shown = in_turns(with_user(shown, user_first) if user_first or form.needs_user else shown, form)
-    takes_system = tokenizer.takes_system and not (form.drops_system and shown[-1]["role"] != "user")
-    return shown if takes_system else with_system_as_user(shown)
+    if tokenizer.takes_system and (shown[-1]["role"] == "user" or not form.drops_system):
+        return shown
+    return with_system_as_user(shown, last=tokenizer.takes_system)
 
 
 def one_by_one(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -112,15 +113,16 @@ def with_early_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str
     return list(shown)
 
 
-def with_system_as_user(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def with_system_as_user(messages: Sequence[Mapping[str, Any]], last: bool = False) -> list[dict[str, Any]]:
     """Returns the messages for a template without system messages: the only one, the first, becomes the beginning
-    of what the user says."""
+    of what the user says first. last: of what the user says last, where the template showed it before the answer."""
     shown = [dict(message) for message in messages]
     if shown and shown[0]["role"] == "system":
         told = shown.pop(0)["content"]
         if not shown or shown[0]["role"] != "user":
             shown.insert(0, {"role": "user", "content": ""})
-        shown[0]["content"] = "\n\n".join(filter(None, (told, shown[0]["content"])))
+        said = [message for message in shown if message["role"] == "user"][-1 if last else 0]
+        said["content"] = "\n\n".join(filter(None, (told, said["content"])))
     return shown
 
 
