@@ -173,6 +173,17 @@ def test_kimi_is_shown_the_ids_that_it_writes(monkeypatch: pytest.MonkeyPatch, d
     assert shown.endswith("<tool>5 o'clockfunctions.clock:2")
 
 
+def test_kimi_is_shown_calls_that_a_client_gave_the_same_id(
+    monkeypatch: pytest.MonkeyPatch, demo_server: RunningServer
+) -> None:
+    calls = CALLS | {"tool_calls": [call("x", "weather", "Rome"), call("x", "clock", "Oslo")]}
+    results = [result("x", "21 degrees"), result("x", "4 o'clock")]
+    shown = prompt_of(monkeypatch, demo_server, KIMI, [QUESTION, calls, *results])
+    assert "begin|>functions.weather:0{'city': 'Rome'}" in shown
+    assert "begin|>functions.clock:1{'city': 'Oslo'}" in shown
+    assert shown.endswith("<tool>21 degreesfunctions.weather:0<tool>4 o'clockfunctions.clock:1")
+
+
 LLAMA_3 = """{{ tools | tojson }}{% for m in messages %}{% if m.tool_calls %}
 {{- (m.reasoning_content or '') + '<|python_tag|>' + m.tool_calls[0].function | tojson }}
 {%- else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"""

@@ -19,15 +19,18 @@ def adapted(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list
     named, that has no result yet. Equal messages become equal prompts."""
     adapted_messages = []
     open_calls: dict[str, str] = {}  # names of tools by the ids of their calls
-    fitting: dict[str, str] = {}
+    fitting: dict[str, list[str]] = {}  # of the latest message with such an id; clients may give several calls the same
     numbers = itertools.count()
     for message in messages if tokenizer.takes_late_system else with_early_system(messages):
         changed = dict(message)
         if "tool_calls" in message:
-            names = {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
-            open_calls |= names
-            fitting |= {key: tokenizer.tags.tools.fit_id(key, name, next(numbers)) for key, name in names.items()}
-            changed["tool_calls"] = [call | {"id": fitting[call["id"]]} for call in message["tool_calls"]]
+            changed["tool_calls"] = []
+            fitting |= {call["id"]: [] for call in message["tool_calls"]}
+            for call in message["tool_calls"]:
+                open_calls[call["id"]] = name = call["function"]["name"]
+                fitted = tokenizer.tags.tools.fit_id(call["id"], name, next(numbers))
+                fitting[call["id"]].append(fitted)
+                changed["tool_calls"].append(call | {"id": fitted})
             if tokenizer.tags.tools is HARMONY and (thought := message.get("reasoning_content")):
                 # The template refuses a text beside a thought and a call. Without a thought, it shows it as one.
                 changed |= {"thinking": "\n\n".join(filter(None, (thought, message["content"]))), "content": ""}
@@ -38,7 +41,8 @@ def adapted(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list
                 changed |= {"name": open_calls[answered]} if answered is not None else {}
             if answered is not None:
                 open_calls.pop(answered, None)
-                changed["tool_call_id"] = fitting.get(answered) or tokenizer.tags.tools.fit_id(answered, tool or "", 0)
+                known = fitting.get(answered) or [tokenizer.tags.tools.fit_id(answered, tool or "", 0)]
+                changed["tool_call_id"] = known.pop(0) if len(known) > 1 else known[0]
         adapted_messages.append(changed)
     return one_by_one(adapted_messages) if tokenizer.form.one_call else adapted_messages
 
