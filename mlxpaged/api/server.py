@@ -286,7 +286,7 @@ class Server:
 
 
 class Load:
-    """A load that a stream waits for. It goes on if the stream ends."""
+    """A load that a stream waits for."""
 
     def __init__(self, model: Model, task: asyncio.Future[AsyncEngine]) -> None:
         self.model = model
@@ -307,6 +307,10 @@ class Load:
     def raise_if_failed(self) -> None:
         """Raises ApiError."""
         self._task.result()
+
+    def leave(self) -> None:
+        """Stop waiting. The load goes on."""
+        self._task.cancel()
 
 
 def server_of(request: Request) -> Server:

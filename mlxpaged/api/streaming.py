@@ -86,7 +86,12 @@ def handler(
                 request.state.has_begun = True  # its headers are sent before the handler is called
                 request.state.beginning = begin and begin(request.state.request_id, load.model.name)
                 work = respond(request, body)
-                response = EventStream(after_loading(request, load, work, streams), work.close, streams)
+
+                def close() -> None:
+                    work.close()
+                    load.leave()
+
+                response = EventStream(after_loading(request, load, work, streams), close, streams)
         if response is None:
             response = await unless_disconnected(request.receive, respond(request, body))
         if response is None:

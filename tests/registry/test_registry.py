@@ -233,6 +233,21 @@ def test_a_request_that_waits_for_its_model_can_be_cancelled(
         assert answer.status_code == 200  # the load went on
 
 
+def test_a_stream_that_its_client_has_left_does_not_wait_for_its_model(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = ask("x", max_tokens=2, model="small")
+    with running_server(models(paths, "small")) as server, raw(server) as client:
+        go_on, waiting = hold_loads(monkeypatch), server.app.state.server.open_requests
+        with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}):
+            wait_until(lambda: len(list(waiting)) == 1)
+        wait_until(lambda: not list(waiting))
+        assert client.delete("/v1/requests").json()["data"] == []
+        assert states(server)["small"] == ModelState.LOADING.value
+        go_on.set()
+        assert client.post("/v1/chat/completions", json=body).status_code == 200  # the load went on
+
+
 def test_directories_and_downloaded_repositories_are_served_by_name(
     paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
