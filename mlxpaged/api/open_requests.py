@@ -79,8 +79,13 @@ class OpenRequests:
                 del self._by_name[name]
 
     def get(self, name: str) -> OpenRequest | None:
-        """Returns the request with this id, or with a sequence of this name."""
-        return self._by_name.get(name) or next((each for each in self._waiting if each.request_id == name), None)
+        """Returns the request with this id, or with a sequence of this name. It does not wait for its model."""
+        return self._by_name.get(name)
+
+    def named(self, name: str) -> list[OpenRequest]:
+        """Returns the request that `get` returns, and those with this id that wait for their models."""
+        found = self.get(name)
+        return [*([] if found is None else [found]), *(each for each in self._waiting if each.request_id == name)]
 
     def held_beside(self, request: OpenRequest) -> int:
         """Returns how many sequences the owner of a request has in the queue of its engine, without this request."""

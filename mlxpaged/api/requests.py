@@ -16,11 +16,12 @@ from mlxpaged.api.server import Server, server_of
 
 
 async def cancel(request: Request) -> Response:
-    """Ends a request, by the id of its response or of one of its choices. All choices end together."""
+    """Ends a request, by the id of its response or of one of its choices. All choices end together. Several that wait
+    for their models may have the same id, also of other keys."""
     server, request_id = server_of(request), request.path_params["request_id"]
     by_response = request_id.removeprefix(RESPONSE_PREFIX)
-    found = server.open_requests.get(request_id) or server.open_requests.get(by_response)
-    ended = await end(server, [found]) if found is not None and may_use(request, found.owner) else []
+    found = server.open_requests.named(request_id) or server.open_requests.named(by_response)
+    ended = await end(server, [each for each in found if may_use(request, each.owner)])
     if not ended:
         message = f"no unfinished request has the id {request_id!r}"
         raise ApiError(404, message, param="id", code="request_not_found")

@@ -248,6 +248,25 @@ def test_a_stream_that_its_client_has_left_does_not_wait_for_its_model(
         assert client.post("/v1/chat/completions", json=body).status_code == 200  # the load went on
 
 
+def test_all_requests_of_a_key_with_an_id_that_wait_for_their_model_are_cancelled(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keys = write_keys(tmp_path / "keys.json", anna={}, otto={})
+    http = HttpConfig(api_keys=tmp_path / "keys.json")
+    with running_server(models(paths, "small"), http=http) as server, raw(server) as client:
+        go_on, late = hold_loads(monkeypatch), []
+        for name in ("anna", "otto", "otto"):
+            headers = bearer(keys[name]) | {"X-Request-Id": "mine"}
+            late.append(Background.post(server, "/v1/completions", run_on("x", 2, model="small"), **headers))
+            wait_until(lambda: len(list(server.app.state.server.open_requests)) == len(late))
+        ended = client.delete("/v1/requests/mine", headers=bearer(keys["otto"]))
+        assert (ended.status_code, ended.json()["cancelled"]) == (200, True)
+        assert [each.result().status_code for each in late[1:]] == [499, 499]
+        assert client.delete("/v1/requests/mine", headers=bearer(keys["otto"])).status_code == 404
+        go_on.set()
+        assert late[0].result().status_code == 200
+
+
 def test_directories_and_downloaded_repositories_are_served_by_name(
     paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
