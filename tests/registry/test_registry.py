@@ -324,6 +324,17 @@ def test_a_download_that_was_interrupted_between_two_files_is_no_model(
     assert Catalog().all() == []
 
 
+def test_a_model_whose_weights_were_joined_is_served_in_spite_of_its_old_index(
+    paths: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(paths["small"], tmp_path / "joined")
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "joined" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with running_server(models(paths, catalog=Catalog((tmp_path,)))) as server:
+        assert states(server)["joined"] == ModelState.AVAILABLE.value
+        assert post(server, run_on("x", 2, model="joined"))["model"] == "joined"
+
+
 def test_links_in_a_directory_of_models_are_listed_as_they_are_found(
     paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from huggingface_hub.errors import CacheNotFound
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.json_files import read_object
 
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,15 @@ class Download:
 
 
 def missing_files(directory: Path) -> list[str]:
-    """Files of weights that the index names and that are not here: the download was interrupted."""
+    """Files of weights that the index names and that are not here: the download was interrupted. An index that does not
+    name the file with all weights was left by others; transformers takes that file before an index, too."""
     try:
         wanted = read_object(directory / INDEX, missing_is_empty=True).get("weight_map")
     except UnsupportedModelError:
         return [INDEX]
     names = set(map(str, wanted.values())) if isinstance(wanted, dict) else set()
+    if WHOLE not in names and (directory / WHOLE).exists():
+        return []
     return sorted(name for name in names if not os.path.exists(directory / name))  # it takes any name
 
 
