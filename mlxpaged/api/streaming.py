@@ -29,7 +29,8 @@ class Beginning(ABC):
     """Events of a stream that waits for its model. Some clients count events only."""
 
     @abstractmethod
-    def __init__(self, request_id: str, model: str) -> None: ...
+    def __init__(self, request_id: str, model: str, named: str | None) -> None:
+        """model: the name of the model. named: what the request calls it."""
 
     @abstractmethod
     def go_on(self) -> str:
@@ -81,10 +82,11 @@ def handler(
         body = await read_json(request, model)
         response: Response | None = None
         if streams is not None and wants_stream(body):
-            load = await server_of(request).begin_load(request, getattr(body, "model", None))
+            named: str | None = getattr(body, "model", None)
+            load = await server_of(request).begin_load(request, named)
             if load is not None:
                 request.state.has_begun = True  # its headers are sent before the handler is called
-                request.state.beginning = begin and begin(request.state.request_id, load.model.name)
+                request.state.beginning = begin and begin(request.state.request_id, load.model.name, named)
                 work = respond(request, body)
 
                 def close() -> None:

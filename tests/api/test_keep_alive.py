@@ -117,7 +117,7 @@ def test_the_event_is_of_a_choice_that_has_not_ended() -> None:
     """Clients take the finish_reason of each chunk."""
     context = SimpleNamespace(request_id="r", service_tier="default")
     answers: Any = SimpleNamespace(context=context, model="demo", num_choices=3)
-    renderer = ChatRenderer(answers, ChatRequest.model_validate(ask(QUESTION, n=3)))
+    renderer = ChatRenderer(answers, ChatRequest.model_validate(ask(QUESTION, n=3)), None)
     progress = PromptProgress(waiting_before=None, prompt=9, cached=0, computed=9, output=4, seconds=11.0)
     for ended, index in ((1, 0), (0, 2)):
         renderer.chunk({"index": ended, "delta": {}, "finish_reason": "stop"})

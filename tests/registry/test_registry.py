@@ -132,23 +132,26 @@ def test_a_response_has_events_while_its_model_is_loaded(
 def test_chunks_and_lines_without_text_come_while_the_model_is_loaded(
     paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    fields: dict[str, Any] = {"model": "small", "stream": True}
+    fields: dict[str, Any] = {"model": "alias", "stream": True}
     said: dict[str, Any] = ask("x", max_tokens=2) if "chat" in path else {"prompt": "x", "max_tokens": 2}
-    with running_server(models(paths, "small"), http=HttpConfig(keep_alive_seconds=0)) as server, raw(server) as client:
+    registry = models(paths, "small", aliases={"alias": "small"})
+    with running_server(registry, http=HttpConfig(keep_alive_seconds=0)) as server, raw(server) as client:
         go_on = hold_loads(monkeypatch)
         with client.stream("POST", path, json=said | fields) as response:
             lines = (line.removeprefix("data: ") for line in response.iter_lines())
             found = (json.loads(line) for line in lines if line.startswith("{"))
             first = next(found)
+            monkeypatch.setattr("time.time", lambda: 1e9)  # the load takes long
             go_on.set()
             rest = list(found)
     if path.startswith("/v1"):
         [choice] = first["choices"]
         assert choice.get("delta", choice.get("text")) in ({}, "")
         assert {each["id"] for each in (first, *rest)} == {response.headers["x-request-id"]}
+        assert {each["created"] for each in rest} == {first["created"]}
     else:
         assert first.get("response", first.get("message", {}).get("content")) == ""
-    assert first["model"] == "small"
+    assert {each["model"] for each in (first, *rest)} == {"small" if path.startswith("/v1") else "alias"}
     assert not first.get("done")
     assert first.keys() <= rest[0].keys()
 

@@ -95,8 +95,8 @@ class OllamaBeginning(Beginning):
 
     nothing: ClassVar[Mapping[str, Any]]
 
-    def __init__(self, request_id: str, model: str) -> None:
-        self._model = model
+    def __init__(self, request_id: str, model: str, named: str | None) -> None:
+        self._model = named  # as in the lines of the answer
 
     def go_on(self) -> str:
         return line({"model": self._model, "created_at": timestamp(), **self.nothing, "done": False})

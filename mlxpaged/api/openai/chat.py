@@ -24,7 +24,8 @@ THINKING = tuple(ThinkingFields.model_fields)
 
 async def respond(request: Request, body: ChatRequest) -> Response:
     answers = await start(request, lambda: translate(body), "chatcmpl")
-    return await reply(answers, ChatRenderer(answers, body), bool(body.stream))
+    beginning: ChunkBeginning | None = getattr(request.state, "beginning", None)
+    return await reply(answers, ChatRenderer(answers, body, beginning), bool(body.stream))
 
 
 def translate(body: ChatRequest) -> GenerationRequest:
@@ -70,8 +71,8 @@ class ChatBeginning(ChunkBeginning):
 
 
 class ChatRenderer(CompletionsRenderer):
-    def __init__(self, answers: Answers, body: ChatRequest) -> None:
-        super().__init__(answers, body, "chat.completion", ChatBeginning.kind)
+    def __init__(self, answers: Answers, body: ChatRequest, beginning: ChunkBeginning | None) -> None:
+        super().__init__(answers, body, "chat.completion", ChatBeginning.kind, beginning)
         self._shows_logprobs = bool(body.logprobs)
         self._names_tool = isinstance(body.tool_choice, NamedTool)
 

@@ -19,7 +19,8 @@ from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
 
 async def respond(request: Request, body: CompletionRequest) -> Response:
     answers = await start(request, lambda: translate(body), "cmpl")
-    return await reply(answers, CompletionRenderer(answers, body), bool(body.stream))
+    beginning: ChunkBeginning | None = getattr(request.state, "beginning", None)
+    return await reply(answers, CompletionRenderer(answers, body, beginning), bool(body.stream))
 
 
 def translate(body: CompletionRequest) -> GenerationRequest:
@@ -40,8 +41,8 @@ class CompletionBeginning(ChunkBeginning):
 
 
 class CompletionRenderer(CompletionsRenderer):
-    def __init__(self, answers: Answers, body: CompletionRequest) -> None:
-        super().__init__(answers, body, "text_completion", CompletionBeginning.kind)
+    def __init__(self, answers: Answers, body: CompletionRequest, beginning: ChunkBeginning | None) -> None:
+        super().__init__(answers, body, "text_completion", CompletionBeginning.kind, beginning)
         self._shows_logprobs = body.logprobs is not None
         self._num_top = body.logprobs or 0
         self._echoes = bool(body.echo)

@@ -20,9 +20,12 @@ from mlxpaged.models.tokenizer import Tokenizer
 
 
 class CompletionsRenderer(Renderer):
-    """kind, chunk_kind: the "object" of a whole answer, and of a chunk."""
+    """kind, chunk_kind: the "object" of a whole answer, and of a chunk. beginning: of a stream that waited for its
+    model."""
 
-    def __init__(self, answers: Answers, body: SamplingFields, kind: str, chunk_kind: str) -> None:
+    def __init__(
+        self, answers: Answers, body: SamplingFields, kind: str, chunk_kind: str, beginning: ChunkBeginning | None
+    ) -> None:
         self.answers = answers
         self._kind = kind
         self._prompt_logprobs = body.prompt_logprobs
@@ -33,7 +36,7 @@ class CompletionsRenderer(Renderer):
         self._envelope = {
             "id": answers.context.request_id,
             "object": chunk_kind,
-            "created": int(time.time()),
+            "created": int(time.time()) if beginning is None else beginning.created,
             "model": answers.model,
             "service_tier": answers.context.service_tier,
         }
@@ -94,12 +97,13 @@ class ChunkBeginning(Beginning):
     kind: str
     nothing: ClassVar[Mapping[str, Any]]
 
-    def __init__(self, request_id: str, model: str) -> None:
+    def __init__(self, request_id: str, model: str, named: str | None) -> None:
+        self.created = int(time.time())
         choice = {"index": 0, **self.nothing, "logprobs": None, "finish_reason": None}
         self._chunk = {
             "id": request_id,
             "object": self.kind,
-            "created": int(time.time()),
+            "created": self.created,
             "model": model,
             "choices": [choice],
         }

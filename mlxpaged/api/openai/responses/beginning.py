@@ -17,7 +17,7 @@ class ResponseBeginning(Beginning):
     created: Unix time. num_events: those that were made, which have the first sequence numbers.
     """
 
-    def __init__(self, request_id: str, model: str) -> None:
+    def __init__(self, request_id: str, model: str, named: str | None) -> None:
         self.created = int(time.time())
         self.num_events = 0
         self._response = {
