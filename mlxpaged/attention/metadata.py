@@ -236,12 +236,13 @@ class HostStep:
         owner = np.repeat(np.arange(len(query)), query)
         starts = np.cumsum(query) - query
         positions = (np.arange(len(owner)) - starts[owner] + (context - query)[owner]).astype(np.int32)
+        index, offset = np.divmod(positions, block_size)
         tables = [blocks_of(block_tables[view.group], view) for view in views]
         upload = Upload()
         upload.add(positions + shifts_of(step)[owner] if step.is_shifted else positions)
         for table in tables:
             slots = np.full(max(LEAST, len(positions)), UNUSED, np.int32)
-            slots[: len(positions)] = slots_of(table, owner, positions, block_size, step)
+            slots[: len(positions)] = slots_of(table, owner, index, offset, block_size, step)
             upload.add(slots)
         for table in tables:
             sequences, width = table.shape
@@ -278,9 +279,10 @@ class HostStep:
         ]
         keys = np.asarray(context_lens, np.int32) - 1
         arrays[0][:] = keys + shifts_of(step) if step.is_shifted else keys
+        index, offset = np.divmod(keys, self.block_size)
         tables = [blocks_of(block_tables[view.group], view) for view in views]
         for table, slots, wide in zip(tables, arrays[1:], arrays[1 + len(views) :], strict=False):
-            slots[:count] = slots_of(table, np.arange(count), keys, self.block_size, step)
+            slots[:count] = slots_of(table, np.arange(count), index, offset, self.block_size, step)
             wide[:, : table.shape[1]] = table
             wide[:, table.shape[1] :] = UNUSED
         for array, vector_of_step in zip(arrays[1 + 2 * len(views) :], more, strict=False):
@@ -360,10 +362,11 @@ def step_of(
     )
 
 
-def slots_of(table: IntArray, owner: npt.NDArray[Any], positions: IntArray, block_size: int, step: Step) -> IntArray:
-    """The slot of each query token, from its sequence and its position there. Raises ValueError for a token without a
-    block."""
-    index, offset = np.divmod(positions, block_size)
+def slots_of(
+    table: IntArray, owner: npt.NDArray[Any], index: IntArray, offset: IntArray, block_size: int, step: Step
+) -> IntArray:
+    """The slot of each query token, from its sequence, the index of its block there, and its offset in the block.
+    Raises ValueError for a token without a block."""
     if index.max() >= table.shape[1]:
         raise ValueError(f"block tables are too short for contexts of {step.context_lens} tokens")
     slots: IntArray = table.take(owner * table.shape[1] + index) * block_size + offset
