@@ -52,3 +52,13 @@ def hold_loads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(builder, "load_model", slow_load)
     return go_on
+
+
+def downloaded(cache: Path, name: str) -> Path:
+    """The directory of a repository of org in the hub's cache, empty, as a download makes it."""
+    repository = cache / f"models--org--{name}"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    return snapshot

@@ -42,7 +42,7 @@ from tests.api.helpers import (
 )
 from tests.models.gguf_models import as_gguf
 from tests.models.test_other_apps import pull
-from tests.registry.helpers import POOL, hold_loads, models, refusal, states
+from tests.registry.helpers import POOL, downloaded, hold_loads, models, refusal, states
 from tests.support import RunningServer, running_server, wait_until
 
 
@@ -273,11 +273,7 @@ def test_all_requests_of_a_key_with_an_id_that_wait_for_their_model_are_cancelle
 def test_directories_and_downloaded_repositories_are_served_by_name(
     paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    cache = tmp_path / "models--org--hubbed" / "snapshots" / "abc"
-    cache.parent.mkdir(parents=True)
-    shutil.copytree(paths["small"], cache)
-    (tmp_path / "models--org--hubbed" / "refs").mkdir()
-    (tmp_path / "models--org--hubbed" / "refs" / "main").write_text("abc")
+    shutil.copytree(paths["small"], downloaded(tmp_path, "hubbed"), dirs_exist_ok=True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     root = paths["other"].parent
     with running_server(models(paths, catalog=Catalog((root,)))) as server:
@@ -311,10 +307,8 @@ def test_a_download_that_was_interrupted_between_two_files_is_no_model(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
-    snapshot = tmp_path / "models--org--hubbed" / "snapshots" / "abc"
-    shutil.copytree(paths["small"], snapshot)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    snapshot = downloaded(tmp_path, "hubbed")
+    shutil.copytree(paths["small"], snapshot, dirs_exist_ok=True)
     assert [found.name for found in Catalog().all()] == ["org/hubbed"]
     parts = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     (snapshot / "model.safetensors").rename(snapshot / parts[0])
@@ -422,10 +416,7 @@ def test_a_gguf_file_with_and_without_its_quantization_is_one_model(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
-    snapshot = tmp_path / "models--org--tiny-GGUF" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    snapshot = downloaded(tmp_path, "tiny-GGUF")
     as_gguf(paths["small"], snapshot / "tiny-F32.gguf")
     config = EngineConfig("org/tiny-GGUF:F32", kv_cache_bytes=POOL)
     registry = registry_of([Model("org/tiny-GGUF:F32", config)], config, num_at_start=0)
