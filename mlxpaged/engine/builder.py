@@ -15,6 +15,7 @@ from mlxpaged.attention.self_check import choose_backend
 from mlxpaged.attention.tuner import Limits, choose_tunings
 from mlxpaged.cache.disk_store import RANK_DIRECTORY, DiskStore, StoreError
 from mlxpaged.cache.groups import CacheGroups
+from mlxpaged.cpu.malloc import returning_freed_memory
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.device_tiles import device_tiles
@@ -271,6 +272,7 @@ def common_backend(own: str, ranks: Ranks | None) -> str:
     return own if least(index, ranks) == -least(-index, ranks) else "gather"
 
 
+@returning_freed_memory()
 def load_core(
     config: EngineConfig, clock: Callable[[], float], report: Report, ranks: Ranks | None = None
 ) -> EngineCore | EmbeddingCore:

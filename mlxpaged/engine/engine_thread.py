@@ -19,7 +19,7 @@ from mlxpaged.engine.commands import Command, Question
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.garbage import free_garbage, freezes
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
-from mlxpaged.engine.memory import limit_freed_buffers, prepare_device_memory
+from mlxpaged.engine.memory import CACHE_LIMIT, limit_freed_buffers
 from mlxpaged.engine.pool_resizer import REST_SECONDS
 from mlxpaged.engine.progress import Progress, Report
 from mlxpaged.engine.request import Request, RequestOutput
@@ -216,7 +216,6 @@ class EngineThread(threading.Thread):
     # -- on this thread ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        prepare_device_memory()
         while not self._ending:
             try:
                 self._take_turn(self._pause())
@@ -353,6 +352,7 @@ class EngineThread(threading.Thread):
                 raise LoadCancelled
 
         self._loading, slot.freezes = slot, freezes()
+        self._fit_limits()
         self._begin(Work.LOAD, slot)
         try:
             slot.core = slot.load(report)
@@ -387,8 +387,8 @@ class EngineThread(threading.Thread):
 
     def _fit_limits(self) -> None:
         """Limit freed buffers and wired memory to what the loaded models need."""
-        if self._loaded:
-            limit_freed_buffers(max(core.step_bytes for _, core in self._loaded))
+        most = max((core.step_bytes for _, core in self._loaded), default=CACHE_LIMIT)
+        limit_freed_buffers(most, loading=self._loading is not None)
         if wires_memory() and self._loading is None:  # the arrays of a step in flight would be wired too
             for slot, _ in self._loaded:
                 self._finish_step(slot)

@@ -12,7 +12,7 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.disk_share import CALLS as DISK_CALLS
 from mlxpaged.engine.disk_share import DiskShare
-from mlxpaged.engine.memory import limit_freed_buffers, prepare_device_memory
+from mlxpaged.engine.memory import CACHE_LIMIT, limit_freed_buffers
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.progress import Report
 from mlxpaged.engine.rank_messages import MessageReader
@@ -71,7 +71,7 @@ def follow(
     """Load this rank's share of a model, and do what the messages say until `receive` returns None.
 
     Raises the errors of `load_core`, RankLostError, and whatever fails here. All of them end this rank."""
-    prepare_device_memory()
+    limit_freed_buffers(CACHE_LIMIT, loading=True)
     core = load_core(config, time.monotonic, report, ranks)  # only its runner is used: the other parts are rank 0's
     assert isinstance(core, EngineCore)
     limit_freed_buffers(core.step_bytes)

@@ -17,12 +17,15 @@ CACHE_LIMIT = 2**30
 """Most bytes of freed buffers that MLX keeps for later allocations. Without a limit MLX keeps up to 95 % of the GPU's
 working set (mlx/backend/metal/allocator.cpp)."""
 
+LOAD_CACHE = 2**26
+"""The same while a model loads. What is freed then is weights that others have replaced: nothing takes them again."""
+
 CPU_POOL = 2**30
 """Most bytes of the KV pools on a CPU by default."""
 
-START_TOKENS = 2048
-"""Tokens that the KV pools hold at the start: one step of the default token budget, or a short request with its answer.
-That is 0.3 GB for Qwen3-4B. The pools grow before they are full."""
+START_TOKENS = 512
+"""Tokens that the KV pools hold at the start: a short request with its answer.
+That is 75 MB for Qwen3-4B. The pools grow before they are full."""
 
 STATE_CACHE_SHARE = 0.1
 """Share of the free memory that checkpoints of recurrent states take by default."""
@@ -38,14 +41,10 @@ DRAFT_STATES_SHARE = 32
 """They take at most the free memory divided by this: 0.5 GB of 16 GB."""
 
 
-def prepare_device_memory() -> None:
-    """Limit what MLX keeps of freed memory, before a model is loaded."""
-    mx.set_cache_limit(CACHE_LIMIT)
-
-
-def limit_freed_buffers(step_bytes: int) -> None:
-    """Let MLX keep the freed buffers of one step, which the next step takes again, and at most CACHE_LIMIT."""
-    mx.set_cache_limit(min(CACHE_LIMIT, step_bytes))
+def limit_freed_buffers(step_bytes: int, loading: bool = False) -> None:
+    """Let MLX keep the freed buffers of one step, which the next step takes again, and at most CACHE_LIMIT. loading:
+    whether a model loads."""
+    mx.set_cache_limit(min(LOAD_CACHE if loading else CACHE_LIMIT, step_bytes))
 
 
 @dataclass(frozen=True)

@@ -183,11 +183,11 @@ def test_the_swap_space_has_as_many_slots_as_fit() -> None:
 def test_the_engine_limits_freed_memory_before_it_loads_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
-    def load_model(*_: object) -> None:
+    def load_model(*_: object, **__: object) -> None:
         order.append("load")
         raise ModelNotFoundError("no such model")
 
-    monkeypatch.setattr(engine_thread, "prepare_device_memory", lambda: order.append("limit"))
+    monkeypatch.setattr(engine_thread, "limit_freed_buffers", lambda *_, loading: order.append(f"limit {loading}"))
     monkeypatch.setattr(builder, "load_model", load_model)
     thread = engine_thread.EngineThread()
 
@@ -200,7 +200,8 @@ def test_the_engine_limits_freed_memory_before_it_loads_the_model(monkeypatch: p
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
-    assert order == ["limit", "load", "no such model"]
+    assert order[:3] == ["limit True", "load", "no such model"]
+    assert set(order[3:]) == {"limit False"}
 
 
 @pytest.mark.parametrize(("step_bytes", "limit"), [(190_000_000, 190_000_000), (2**31, memory.CACHE_LIMIT)])
@@ -213,7 +214,7 @@ def test_mlx_keeps_the_freed_buffers_of_one_step(monkeypatch: pytest.MonkeyPatch
     loading.callbacks = dataclasses.replace(loading.callbacks, on_ready=lambda *_: thread.end())
     thread.load(loading)
     thread.run()
-    assert kept == [memory.CACHE_LIMIT, limit]
+    assert kept == [memory.LOAD_CACHE, limit]
 
 
 def slot(
