@@ -183,6 +183,10 @@ def test_what_is_for_cpus_only_is_reached_through_the_loader_the_streams_and_the
         # For any device:
         "mlxpaged.cpu.joined_linear": {"models/adapted_layers.py", "models/fused_attention.py", "models/joins.py"},
         "mlxpaged.cpu.split_linear": {"models/fused_attention.py"},
+        "mlxpaged.cpu.float32": {
+            *("models/adapters.py", "models/loader.py", "models/replacements.py", "models/weights.py"),
+            *("models/sources/gguf/weights.py", "models/sources/model_files.py"),
+        },
         "mlxpaged.cpu.malloc": {"engine/builder.py"},
         "mlxpaged.cpu.optimize": {"models/loader.py", "models/replacements.py"},
         "mlxpaged.cpu.streams": {"engine/embedder.py", "engine/model_runner.py", "engine/image_encoder.py"},

@@ -59,7 +59,7 @@ def of_text_model(info: EngineInfo, engine: AsyncEngine) -> str:
     if info.start_kv_cache_bytes < info.kv_cache_bytes:
         pool += f", grows to {megabytes(info.kv_cache_bytes)}"
     pool += f", {info.kv_cache_dtype}" * (info.kv_cache_dtype != "auto")
-    extra, slots = "", info.num_swap_slots
+    extra, slots = f"  {computed(info)}\n", info.num_swap_slots
     if "model" in info.drafters or "mtp" in info.drafters:
         extra += f"  drafts    by {config.draft_model or 'the draft head of the model'}\n"
     elif config.speculative == "mtp":
@@ -99,6 +99,19 @@ def of_text_model(info: EngineInfo, engine: AsyncEngine) -> str:
     return f"""  model     {info.model}: {info.num_layers} layers, {weights} of weights, context {info.longest}
   KV cache  {pool}: up to {info.num_blocks} blocks of {info.block_size} tokens, {info.backend} attention
 {extra}"""
+
+
+def computed(info: EngineInfo) -> str:
+    """What the model is computed in, and what a CPU made of its weights."""
+    storage = info.stored.storage.value
+    if storage == "dense":
+        sizes = f"{megabytes(info.weight_bytes)} instead of {megabytes(info.checkpoint_bytes)}"
+        return f"computed  in {info.dtype}: the weights take {sizes} (--cpu-dtype)"
+    if storage == "scales":
+        return f"computed  in {info.dtype}, with quantized weights: {info.stored.reason}"
+    if info.stored.reason:
+        return f"slower    computed in {info.dtype}: {info.stored.reason}"
+    return f"computed  in {info.dtype}"
 
 
 def page_address(url: str) -> str:

@@ -9,7 +9,7 @@ from mlxpaged.attention.backends import BACKENDS
 from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
 from mlxpaged.cli import flags
 from mlxpaged.cli.flags import size
-from mlxpaged.engine.config import KV_CACHE_DTYPES, SPECULATIVE, WIRED_MEMORY, EngineConfig
+from mlxpaged.engine.config import CPU_DTYPES, KV_CACHE_DTYPES, SPECULATIVE, WIRED_MEMORY, EngineConfig
 from mlxpaged.scheduler.config import MOST_MULTIPLE, PREFILL_MODES, step_multiple
 from mlxpaged.scheduler.sequence import Priority
 
@@ -43,6 +43,10 @@ def add_engine_flags(groups: flags.Flags) -> None:
     memory.field("--kv-cache-memory", size, pool, rest, "kv_cache_bytes")
     stored = "auto: keys and values in the model's type; int8: in 8 bits; int4: keys in 8 bits, values in 4"
     memory.field("--kv-cache-dtype", flags.one_of(*KV_CACHE_DTYPES), stored)
+    computed = (
+        "what a CPU computes in; auto: float32 if the weights fit; float32; model: the checkpoint's; no effect on a Mac"
+    )
+    memory.field("--cpu-dtype", flags.one_of(*CPU_DTYPES), computed)
     longest = "most tokens of a prompt and its answer together"
     memory.field("--max-model-len", flags.positive_int, longest, "the model's context length")
     lost = "space for KV blocks of preempted sequences, for example 4GB; 0: they are recomputed"

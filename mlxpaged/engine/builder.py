@@ -294,6 +294,7 @@ def load_core(
         served = load_model(
             *(config.model, name, config.tool_parser, turns, *options, group, config.joins),
             *(config.max_image_pixels, config.kv_cache_dtype, config.loads_draft_head, config.mtp, template),
+            cpu_dtype=config.cpu_dtype,
         )
     except EncoderError as error:
         if ranks is not None or config.adapters:
@@ -321,7 +322,8 @@ def load_core(
 def load_embedding_core(config: EngineConfig, clock: Callable[[], float], turns: Turns) -> EmbeddingCore:
     """An engine that generates no text. Raises ModelNotFoundError, UnsupportedModelError or MemoryError."""
     step = Reserved(step=least_step())
-    model = load_embedding_model(config.model, config.served_model_name, config.embedding_max_model_len, turns, step)
+    options = config.embedding_max_model_len, turns, step, config.cpu_dtype
+    model = load_embedding_model(config.model, config.served_model_name, *options)
     embedder = make_embedder(model, config)
     check_room(embedder)
     return EmbeddingCore(embedder, clock)

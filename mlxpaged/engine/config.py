@@ -29,6 +29,9 @@ SPECULATIVE = ("off", "auto", "ngram", "mtp", "draft")
 KV_CACHE_DTYPES = ("auto", "int8", "int4")
 """auto: the model's type. int4: 4-bit values with 8-bit keys."""
 
+CPU_DTYPES = ("auto", "float32", "model")
+"""auto: float32 if the memory has room for the weights. model: the type of the checkpoint, as on a GPU."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -47,6 +50,7 @@ class EngineConfig:
     max_image_pixels: int = MOST_PIXELS  # of an image; a larger one is reduced. 0: no vision tower is loaded
     kv_cache_bytes: int | None = None  # greatest size of the KV pools; None: `memory.kv_blocks` decides
     kv_cache_dtype: str = "auto"  # one of KV_CACHE_DTYPES: how keys and values of layers without a window are stored
+    cpu_dtype: str = "auto"  # one of CPU_DTYPES: in what a CPU computes quantized and 16-bit weights
     swap_space_bytes: int = 0  # size of the swap space; 0: preempted sequences are recomputed
     swap_dir: Path | None = None  # directory of the swap file; None: the swap space is in memory
     state_cache_bytes: int | None = None  # checkpoints of recurrent states; None: `memory.state_checkpoints` decides
@@ -111,6 +115,8 @@ class EngineConfig:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             known = ", ".join(KV_CACHE_DTYPES)
             raise ValueError(f"kv_cache_dtype must be one of {known}, got {self.kv_cache_dtype!r}")
+        if self.cpu_dtype not in CPU_DTYPES:
+            raise ValueError(f"cpu_dtype must be one of {', '.join(CPU_DTYPES)}, got {self.cpu_dtype!r}")
         if self.tool_parser not in (None, *FORMATS):
             raise ValueError(f"tool_parser must be one of {', '.join(FORMATS)}, got {self.tool_parser!r}")
         self._check_adapters()

@@ -15,7 +15,7 @@ from mlxpaged.models.errors import AssistantError, UnsupportedModelError
 from mlxpaged.models.loader import NO_HEADS_TO_READ, ServedModel, load_model, resolve_mtp
 from mlxpaged.models.sources.preflight import Reserved
 from mlxpaged.models.turns import Turns
-from mlxpaged.models.weights import read_weights
+from mlxpaged.models.weights import WeightReader
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +28,18 @@ def with_draft_model(
     if config.draft_model is not None and (ranks is None or ranks.leads):
         reserved = Reserved(config.kv_cache_bytes or 0, least_step())
         try:
-            draft = load_model(config.draft_model, turns=turns, reserved=reserved, joins=config.joins, most_pixels=0)
+            draft = load_model(
+                config.draft_model,
+                turns=turns,
+                reserved=reserved,
+                joins=config.joins,
+                most_pixels=0,
+                cpu_dtype=config.cpu_dtype,
+            )
         except AssistantError:
             if ranks is not None:
                 raise UnsupportedModelError(f"{config.draft_model} cannot draft: {NO_HEADS_TO_READ}") from None
-            return with_assistant(served, config.draft_model, turns)
+            return with_assistant(served, config, config.draft_model, turns)
         small = draft_model(draft, served)
         weights = served.weight_bytes + small.nbytes
         served = replace(served, layers=[*served.layers, *small.layers], draft_model=small, weight_bytes=weights)
@@ -44,12 +51,12 @@ def with_draft_model(
     return served
 
 
-def with_assistant(served: ServedModel, name: str, turns: Turns) -> ServedModel:
+def with_assistant(served: ServedModel, config: EngineConfig, name: str, turns: Turns) -> ServedModel:
     """The model with the assistant of this name. Raises UnsupportedModelError."""
     if served.rows is None:
         raise UnsupportedModelError(f"{name} cannot draft: the output head of {served.name} is not found")
     mtp = load_mtp(served.model, resolve_mtp(name))
-    read_weights(mtp.head, turns.report)
+    WeightReader(config.cpu_dtype, 0, turns.report).read(mtp.head)
     return replace(served, mtp=mtp, no_mtp_because="", weight_bytes=served.weight_bytes + mtp.nbytes)
 
 

@@ -55,6 +55,9 @@ class EngineInfo:
         self.source = served.source  # of its type's code
         self.num_parameters = served.num_parameters
         self.weight_bytes = served.weight_bytes
+        self.checkpoint_bytes = served.checkpoint_bytes  # of the weights as the files have them
+        self.dtype = served.dtype  # in what it is computed, as "bfloat16"
+        self.stored = served.stored  # how its weights are in memory
         self.states = core.states  # what is reserved for recurrent states
         self.scheduler_config = core.scheduler.config
         self.num_blocks = self.scheduler_config.num_blocks  # that the KV pools can grow to

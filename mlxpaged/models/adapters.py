@@ -14,6 +14,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_reduce, tree_unflatten
 from mlx_lm.tuner.utils import load_adapters as load_with_mlx_lm
 
+from mlxpaged.cpu.float32 import Storage, widen
 from mlxpaged.models.adapted_layers import AdapterLayer, PartsOf, StepAdapters, adapt_layers, adapter_layer
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.errors import AdapterError, UnsupportedModelError
@@ -112,16 +113,22 @@ def check_directory(path: Path) -> None:
 
 
 def load_adapters(
-    model: Module, model_name: str, wanted: Sequence[AdapterPath], base: Reference, turns: Turns
+    model: Module,
+    model_name: str,
+    wanted: Sequence[AdapterPath],
+    base: Reference,
+    turns: Turns,
+    storage: Storage = Storage.MODEL,
 ) -> list[LoadedAdapter]:
     """Load adapters with mlx-lm, one after the other, and leave the model as it is. base: what it computes without any.
+    storage: of the model's weights, and so of the adapters'.
 
     Raises AdapterError."""
     loaded = []
     for name, path in wanted:
         turns.take()
         try:
-            loaded.append(load_adapter(model, name, path, base))
+            loaded.append(load_adapter(model, name, path, base, storage))
         except Exception as error:  # mlx and mlx-lm raise any type for a missing field or a damaged file
             raise AdapterError(
                 f"the adapter {name!r} in {path} cannot be used with {model_name}: {reason_of(error)}"
@@ -137,7 +144,7 @@ def reason_of(error: Exception) -> str:
     return text if isinstance(error, (UnsupportedModelError, ValueError)) else f"{type(error).__name__}: {text}"
 
 
-def load_adapter(model: Module, name: str, path: Path, base: Reference) -> LoadedAdapter:
+def load_adapter(model: Module, name: str, path: Path, base: Reference, storage: Storage) -> LoadedAdapter:
     before = dict(model.named_modules())
     stored: Any = mx.load(str(path / WEIGHTS))
     rank = read_object(path / CONFIG)["lora_parameters"].get("rank")
@@ -153,6 +160,9 @@ def load_adapter(model: Module, name: str, path: Path, base: Reference) -> Loade
         raise UnsupportedModelError(f"its {WEIGHTS} has no weights for any layer of the model")
     if len({id(replaced[key]) for key in trained}) < len(trained):
         raise UnsupportedModelError("it adapts layers that share their weights")
+    if storage is not Storage.MODEL:
+        for layer in trained.values():
+            widen(layer, storage)
     # mlx-lm makes what the file lacks, as large as the rank says.
     model.update_modules(tree_unflatten([(key, module) for key, module in replaced.items() if key not in trained]))
     parameters: Any = tree_flatten(model.parameters())

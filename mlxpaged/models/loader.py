@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.utils import get_total_parameters, load_tokenizer
 
+from mlxpaged.cpu.float32 import UNCHANGED, Choice, Storage
 from mlxpaged.cpu.optimize import optimize_for_cpu, prepare_first_load
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.adapters import Adapters, check_files
@@ -59,7 +60,7 @@ from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.models.tokenizer_limits import check_tokenizer_file
 from mlxpaged.models.turns import Turns
 from mlxpaged.models.vision import let_see, load_vision
-from mlxpaged.models.weights import READ_BYTES, read_weights
+from mlxpaged.models.weights import READ_BYTES, WeightReader, computed_dtype
 from mlxpaged.vision import MOST_PIXELS
 from mlxpaged.vision.tower import Vision
 
@@ -92,7 +93,9 @@ class ServedModel:
     images. no_vision_because: the reason then, if it was made to. kv_cache_dtype: as `EngineConfig` has it.
     kv_cache_dtype_because: why it is not the type that was asked for; empty if it is. mtp: its draft head, whose layer
     is the last of `layers`, or its assistant; None if none was asked for. no_mtp_because: the reason if it has none.
-    draft_model: a smaller model that drafts, whose layers are the last ones.
+    draft_model: a smaller model that drafts, whose layers are the last ones. dtype: in what it is computed, as
+    "bfloat16". stored: how its weights are in memory.
+    checkpoint_bytes: of the weights as its files have them.
     """
 
     name: str
@@ -119,6 +122,9 @@ class ServedModel:
     mtp: Mtp | Assistant | None = None
     no_mtp_because: str = ""
     draft_model: DraftModel | None = None
+    dtype: str = ""
+    stored: Choice = UNCHANGED
+    checkpoint_bytes: int = 0
 
     @property
     def num_drafting(self) -> int:
@@ -147,6 +153,7 @@ def load_model(
     drafts: bool = False,
     mtp_path: str | None = None,
     chat_template: Path | None = None,
+    cpu_dtype: str = "model",
 ) -> ServedModel:
     """Load weights and tokenizer and check that paged attention reproduces the model.
 
@@ -156,8 +163,8 @@ def load_model(
     decides. adapters: to be loaded beside it. group: ranks that each load their share of it, all at the same time.
     joins: whether operations of its modules are joined (models/joins.py, models/fused_attention.py). most_pixels: of an
     image; a larger one is reduced. drafts: whether its draft head is loaded, if it has one. mtp_path: where it is if
-    not in its own files. chat_template: a file that replaces the model's own. Call it on the thread that will run the
-    model. Raises ModelNotFoundError or UnsupportedModelError.
+    not in its own files. chat_template: a file that replaces the model's own. cpu_dtype: as `WeightReader` has it. Call
+    it on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
     """
     turns = turns or Turns()
     prepare_first_load()
@@ -184,14 +191,18 @@ def load_model(
             raise UnsupportedModelError("several ranks need a model in MLX's format, and this is a GGUF file")
         if source is Source.MLX_VLM and group is not None:
             raise UnsupportedModelError("several ranks need a model type of mlx-lm, and this is one of mlx-vlm")
-        model, config = files.load(turns.report)
+        reader = WeightReader(cpu_dtype, sum(reserved), turns.report, READ_BYTES // num_ranks)
+        of_gguf = None if files.gguf_sizes is None else (reader.choose(files.gguf_sizes), files.gguf_sizes)
+        model, config = files.load(turns.report, Storage.MODEL if of_gguf is None else of_gguf[0].storage)
         num_parameters = int(get_total_parameters(model))
         if group is not None:
             shard(model, config, group, lambda: files.load(turns.report)[0])
         mtp, no_mtp_because = find_mtp(model, files, mtp_path, group) if drafts else (None, "")
-        read_weights(model, turns.report, READ_BYTES // num_ranks)
+        of_model = reader.read(model)
+        stored, checkpoint = of_gguf or of_model
+        dtype = computed_dtype(model)
         if mtp is not None:
-            read_weights(mtp.head, turns.report)
+            reader.read(mtp.head)
         tokenizer = turns.during(lambda: tokenizer_in(path, tool_parser, recommended.end_tokens, chat_template))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from None
@@ -203,9 +214,9 @@ def load_model(
     model.eval()
     try:
         longest = context_length(config)
-        replaced = replace_parts(model, name, longest, adapters, turns, group, joins)
+        replaced = replace_parts(model, name, longest, adapters, turns, group, joins, stored.storage)
         layers, rows, vocab_size = replaced.layers, replaced.rows, replaced.vocab_size
-        seen = load_vision(files, own_config, tokenizer.reader.get_vocab, turns.report, most_pixels)
+        seen = load_vision(files, own_config, tokenizer.reader.get_vocab, turns.report, most_pixels, cpu_dtype)
         turns.take()
         everywhere = bool if group is None else partial(all_say, group)
         vision, no_vision_because = let_see(model, layers, *seen, turns, everywhere)
@@ -250,6 +261,9 @@ def load_model(
         kv_cache_dtype_because=kv.reason,
         mtp=mtp,
         no_mtp_because=no_mtp_because,
+        dtype=dtype,
+        stored=stored,
+        checkpoint_bytes=checkpoint.model,
     )
 
 
@@ -341,10 +355,15 @@ def find_reranker(name: str, tokenizer: Tokenizer, is_reranker: bool) -> tuple[R
 
 
 def load_embedding_model(
-    name: str, served_name: str | None, max_tokens: int, turns: Turns | None = None, reserved: Reserved = NOTHING
+    name: str,
+    served_name: str | None,
+    max_tokens: int,
+    turns: Turns | None = None,
+    reserved: Reserved = NOTHING,
+    cpu_dtype: str = "model",
 ) -> EmbeddingModel | EncoderModel:
     """Load a model for embeddings only, or a cross-encoder. max_tokens: limit of an input, if the model's context is
-    longer.
+    longer. cpu_dtype: as `WeightReader` has it.
 
     Call it on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
     """
@@ -367,7 +386,7 @@ def load_embedding_model(
                 model, config = load_encoder(own_config, files.tensors()), own_config
             else:
                 model, config = load_decoder(path)
-            read_weights(model, turns.report)
+            WeightReader(cpu_dtype, sum(reserved), turns.report).read(model)
             tokenizer = turns.during(lambda: tokenizer_in(path, None, ()))
         except UnsupportedModelError:
             raise

@@ -1,7 +1,8 @@
 """What is replaced in a model between mlx-lm's load and the first request, in this order, each with its check.
 
 1. Before weights are read, linear layers become a rank's share (sharding.py, own_shares.py). It checks the sizes.
-2. On a CPU, linear layers, rotary embeddings and activations are others (cpu/optimize.py). The probe is its check.
+2. On a CPU, quantized and 16-bit weights become float32 when they are read (cpu/float32.py), before the reference;
+   then linear layers, rotary embeddings and activations are others (cpu/optimize.py). The probe is its check.
 3. Projections, experts and norms are joined (joins.py): each beside the separate ones, on random rows.
 4. Attention with a softcap, the projections of latents, attention as a whole (fused_attention.py), and modules with
    states (states.py). The probe is their check: the model's logits beside those of mlx-lm before any replacement.
@@ -23,6 +24,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache
 
 from mlxpaged.attention.layer import WindowMismatchError
+from mlxpaged.cpu.float32 import Storage
 from mlxpaged.cpu.optimize import optimize_for_cpu, parts_of_projection
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.adapters import Adapters, check_adapters, install_adapters, load_adapters
@@ -63,12 +65,14 @@ def replace_parts(
     turns: Turns,
     group: mx.distributed.Group | None = None,
     joins: bool = True,
+    storage: Storage = Storage.MODEL,
 ) -> Replaced:
     """Change a model whose weights are read, in place. joins: whether operations are joined and attention is fused.
+    storage: of its weights.
 
     Raises UnsupportedModelError if its logits are others then, or AdapterError."""
     reference = make_reference(model, context_length)
-    loaded = load_adapters(model, name, adapters, reference, turns)
+    loaded = load_adapters(model, name, adapters, reference, turns, storage)
     turns.take()
     optimize_for_cpu(model)
     turns.take()

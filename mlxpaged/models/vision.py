@@ -27,7 +27,7 @@ from mlxpaged.models.vision_mlx_vlm import BORROWED
 from mlxpaged.models.vision_pixtral import PIXTRAL
 from mlxpaged.models.vision_probe import check_vision
 from mlxpaged.models.vision_qwen import QWEN, QWEN_2, QWEN_2_5
-from mlxpaged.models.weights import read_weights
+from mlxpaged.models.weights import WeightReader
 from mlxpaged.vision import MOST_PIXELS
 from mlxpaged.vision.install import install
 from mlxpaged.vision.tower import Vision
@@ -69,12 +69,13 @@ def load_vision(
     vocabulary: Callable[[], Mapping[str, int]],
     report: ReportAmount,
     most_pixels: int = MOST_PIXELS,
+    dtype: str = "model",
 ) -> tuple[Vision | None, str]:
     """Returns None and the reason if the model cannot see images; the reason is empty if it was never meant to.
 
     files: of the model. config: of its config.json. vocabulary: returns the ids of its tokens by their text. report:
     gets the bytes of weights that are read, and of all. most_pixels: of an image; a larger one is reduced. 0 for no
-    tower.
+    tower. dtype: as `WeightReader` has it.
     """
     if not isinstance(config.get("vision_config"), Mapping):
         return None, ""
@@ -93,7 +94,7 @@ def load_vision(
         fill(tower, stored, (config.get("quantization") or {}).get("mode", "affine"))
     except Exception as error:  # MLX raises any type for sizes that do not fit one another
         return None, f"its vision tower cannot be loaded: {in_one_line(error)}"
-    read_weights(tower, report)  # the report may raise an error that ends the load
+    WeightReader(dtype, 0, report).read(tower)  # the report may raise an error that ends the load
     return vision, ""
 
 

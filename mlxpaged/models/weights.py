@@ -10,12 +10,40 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from mlxpaged.attention.self_check import ReportAmount
+from mlxpaged.cpu.float32 import Choice, Sizes, Storage, choose, sizes_of, widen
+from mlxpaged.models.device_memory import free_device_memory
 
 READ_BYTES = 2**27
 """Bytes of weights that are read at once: about 40 ms from the SSD of a Mac, so that a display can follow."""
 
 MODES = {(4, 32): "mxfp4", (4, 16): "nvfp4", (8, 32): "mxfp8"}
 """How weights of so many bits and group size are quantized if they have no biases."""
+
+
+class WeightReader:
+    """Reads the weights of a model, and of its draft head and its vision tower, in the type in which they are computed.
+
+    dtype: "auto", "float32" or "model"; only a CPU computes in another type than the checkpoint's. reserved: bytes that
+    are needed in addition. report: gets the bytes that are read, and of all. group_bytes: as `read_weights` has it.
+    """
+
+    def __init__(self, dtype: str, reserved: int, report: ReportAmount, group_bytes: int = READ_BYTES) -> None:
+        self._dtype, self._reserved, self._report, self._group_bytes = dtype, reserved, report, group_bytes
+
+    def choose(self, sizes: Sizes) -> Choice:
+        """How weights of these sizes are stored. Raises MemoryError."""
+        return choose(self._dtype, sizes, self._reserved, free_device_memory)
+
+    def read(self, model: Module) -> tuple[Choice, Sizes]:
+        """Evaluate the weights of a model that mlx-lm has made, and convert them in place. Returns how they are stored
+        now, and their sizes before. Raises MemoryError, and what the report raises."""
+        sizes = sizes_of(model)
+        choice = self.choose(sizes)
+        if choice.storage is Storage.MODEL:
+            read_weights(model, self._report, self._group_bytes)
+        else:
+            widen(model, choice.storage, self._report)
+        return choice, sizes
 
 
 def read_weights(model: Module, report: ReportAmount, group_bytes: int = READ_BYTES) -> None:
@@ -36,6 +64,16 @@ def read_weights(model: Module, report: ReportAmount, group_bytes: int = READ_BY
             mx.eval(waiting)
             done, group, waiting = done + group, 0, []
             report(done, total)
+
+
+def computed_dtype(model: Module) -> str:
+    """The type of most of its floating-point weights, or of the scales if they are quantized, as "bfloat16"."""
+    weights: Any = tree_flatten(model.parameters())
+    sizes: dict[mx.Dtype, int] = {}
+    for _, array in weights:
+        if mx.issubdtype(array.dtype, mx.floating):
+            sizes[array.dtype] = sizes.get(array.dtype, 0) + array.size
+    return str(max(sizes, key=lambda dtype: sizes[dtype], default=mx.float32)).removeprefix("mlx.core.")
 
 
 def quantization(path: str, module: Any, weights: Mapping[str, mx.array]) -> bool | dict[str, Any]:

@@ -37,6 +37,7 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     ("--embedding-model", "a/b", "c", "embedding_model", ("a/b", "a/b"), ("c", "c")),
     ("--embedding-max-model-len", "512", "7", "embedding_max_model_len", 512, 7),
     ("--kv-cache-memory", "256MB", "1.5GiB", "kv_cache_bytes", 256_000_000, 1_610_612_736),
+    ("--cpu-dtype", "Model", "auto", "cpu_dtype", "model", "auto"),
     ("--kv-cache-dtype", "INT8", "auto", "kv_cache_dtype", "int8", "auto"),
     ("--swap-space", "4GB", "512MiB", "swap_space_bytes", 4_000_000_000, 536_870_912),
     ("--swap-space", "0", "1GB", "swap_space_bytes", 0, 1_000_000_000),

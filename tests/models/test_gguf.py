@@ -10,7 +10,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
+from mlxpaged.cpu.float32 import Storage
 from mlxpaged.models.embedding import weight_bytes
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.sources.gguf.blocks import AGAIN, Errors, arrays
@@ -227,10 +229,17 @@ def test_quantized_weights_of_every_architecture_are_put_in_order_without_unpack
         number = list(kinds).index(tensor) + 1
         return plain(values(random_tensor(kinds[tensor], array.shape, number)))
 
-    own = in_float32(as_gguf(directory, tmp_path / "packed.gguf", packed))
+    path = as_gguf(directory, tmp_path / "packed.gguf", packed)
+    own, files = in_float32(path), ModelFiles(gguf_directory(path))
     theirs = loaded(gguf_directory(as_gguf(directory, tmp_path / "unpacked.gguf", unpacked)))
     assert mx.allclose(own(mx.array([PROMPT])), theirs(mx.array([PROMPT])), rtol=1e-3, atol=1e-4)
     assert weight_bytes(own) < 0.5 * weight_bytes(theirs)
+    dense, _ = files.load(lambda done, total: None, Storage.DENSE)  # as a CPU computes it
+    assert mx.allclose(dense(mx.array([PROMPT])), theirs(mx.array([PROMPT])), rtol=1e-4, atol=1e-5)
+    arrays_of_dense: Any = tree_flatten(dense.parameters())
+    assert {array.dtype for _, array in arrays_of_dense} <= {mx.float32, mx.int32}
+    assert files.gguf_sizes is not None
+    assert files.gguf_sizes.model < files.gguf_sizes.scales < files.gguf_sizes.dense
 
 
 def in_memory(tensor: Tensor, found: Any) -> mx.array:

@@ -71,6 +71,20 @@ def test_other_types_are_quantized_again_and_the_error_is_measured(kind: str, li
     assert 0 < error < limit
 
 
+@pytest.mark.parametrize("kind", [*EXACT, "MXFP4", "Q6_K", "Q3_K", "Q2_K", "IQ4_NL", "IQ4_XS"])
+def test_in_float32_every_type_has_its_own_values(kind: str, tmp_path: Path) -> None:
+    """As a CPU computes them: nothing is quantized again, and no scale is rounded to 16 bits."""
+    stored = random_tensor(kind, SHAPE)
+    tensor = read_gguf(write_gguf(tmp_path / "model.gguf", {}, {"weight": stored})).tensors["weight"]
+    errors = Errors()
+    found = arrays(tensor, mx.bfloat16, errors, dense=True)
+    assert set(found) == {"weight"}
+    assert found["weight"].dtype == mx.float32
+    expected = values(stored)
+    np.testing.assert_allclose(np.array(found["weight"]), expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+    assert errors.relative() == {}
+
+
 def values_of(groups: Groups) -> Any:
     q = np.array(groups.q)
     return q * np.repeat(np.array(groups.scales), 32, -1) + np.repeat(np.array(groups.biases), 32, -1)

@@ -145,7 +145,7 @@ def details_of(info: EngineInfo | EmbeddingInfo | None) -> dict[str, Any]:
     family, size, bits = "embedding" if isinstance(info, EmbeddingInfo) else "", "", ""
     if isinstance(info, EngineInfo):
         family, size = info.model_type, parameters(info.num_parameters)
-        bits = f"{info.weight_bytes * 8 / info.num_parameters:.1f} bits"
+        bits = f"{info.checkpoint_bytes * 8 / info.num_parameters:.1f} bits"
     return {
         "format": "safetensors",
         "family": family,

@@ -24,6 +24,7 @@ from mlxpaged.cli.doctor.attention_times import attention_times
 from mlxpaged.cli.doctor.machine import machine
 from mlxpaged.cli.doctor.sizes import Sizes
 from mlxpaged.cli.doctor.speed import engine_rates, make_engine, mlx_lm_rates, prefill_peak, prompt_rows
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.row_times import time_rows
 from mlxpaged.engine.wired_memory import wire_memory
@@ -81,7 +82,7 @@ class Doctor:
         path = resolve(self._model).directory
         theirs = measured(lambda: mlx_lm_rates(path, SIZES))
         free_memory()
-        served = load_model(self._model)
+        served = load_model(self._model, cpu_dtype=EngineConfig.cpu_dtype)
         yield "model", report.model_section(served)
         shapes = [spec.attention_shape(self._block_size) for spec in served.kv_layers]
         fusions = [fusion for fusion in (spec.qkv_shape(self._block_size) for spec in served.kv_layers) if fusion]

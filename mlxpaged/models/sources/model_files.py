@@ -16,9 +16,10 @@ from mlx.nn.layers.base import Module
 from mlx_lm.utils import load_model as load_weights
 
 from mlxpaged.attention.self_check import ReportAmount
+from mlxpaged.cpu.float32 import Sizes, Storage
 from mlxpaged.models.json_files import model_config
 from mlxpaged.models.sources.gguf.file import GgufFile, read_gguf
-from mlxpaged.models.sources.gguf.weights import load_gguf
+from mlxpaged.models.sources.gguf.weights import load_gguf, sizes_of
 from mlxpaged.models.sources.preflight import GGUF, weight_paths
 from mlxpaged.models.sources.weight_headers import check_sizes, read_shapes
 from mlxpaged.models.weight_names import classes_of
@@ -73,10 +74,15 @@ class ModelFiles:
         """Those of `stored`, of all files."""
         return {name: array for each in self.stored() for name, array in each.arrays.items()}
 
-    def load(self, report: ReportAmount) -> tuple[Module, dict[str, Any]]:
+    @property
+    def gguf_sizes(self) -> Sizes | None:
+        """Bytes of a GGUF file's weights in each storage; None for safetensors, of which the model tells that."""
+        return sizes_of(self._gguf) if self.is_gguf else None
+
+    def load(self, report: ReportAmount, storage: Storage = Storage.MODEL) -> tuple[Module, dict[str, Any]]:
         """The model and its config. Weights of safetensors are not read yet. report: gets the bytes of a GGUF file that
-        are read, and of all. Raises any exception."""
+        are read, and of all. storage: of the weights of a GGUF file. Raises any exception."""
         if self.is_gguf:
-            return load_gguf(self.directory, self._gguf, report)
+            return load_gguf(self.directory, self._gguf, report, storage)
         model, config = load_weights(self.directory, lazy=True, get_model_classes=classes_of)
         return model, config

@@ -265,14 +265,34 @@ def chunk_arrays(tensor: Tensor, first: int, end: int, dtype: mx.Dtype, errors: 
     return found
 
 
-def arrays(tensor: Tensor, dtype: mx.Dtype, errors: Errors) -> dict[str, mx.array]:
+def chunk_values(tensor: Tensor, first: int, end: int) -> dict[str, mx.array]:
+    """The numbers of some rows, in float32: none is quantized again, and no scale is rounded."""
+    kind, data = tensor.type.name, mx.array(tensor.read(first, end))
+    if kind in PLAIN:
+        values = data.view(PLAIN[kind]).astype(mx.float32)
+    elif kind == "MXFP4":
+        blocks = data.reshape(end - first, -1, tensor.type.nbytes)
+        pairs = nibbles(blocks[..., 1:]).reshape(end - first, -1)
+        scales = mx.contiguous(blocks[..., 0])
+        values = mx.dequantize(pack(pairs, 4), scales, None, GROUP, 4, mode="mxfp4", dtype=mx.float32)
+    elif kind in EXACT:
+        q, scales, biases = EXACT[kind][1](data.reshape(end - first, -1, tensor.type.nbytes))
+        groups = q.reshape(*q.shape[:2], -1, GROUP).astype(mx.float32)
+        values = groups * scales[..., None] + biases[..., None]
+    else:
+        values = AGAIN[kind][1](data.reshape(end - first, -1, tensor.type.nbytes))
+    return {"weight": values.reshape(end - first, -1)}
+
+
+def arrays(tensor: Tensor, dtype: mx.Dtype, errors: Errors, dense: bool = False) -> dict[str, mx.array]:
     """The arrays of a tensor, evaluated. Not quantized: `weight` in its own type. Quantized: `weight` uint32, `scales`,
-    and `biases` but for MXFP4, [..., rows, columns]; scales and biases in `dtype`."""
+    and `biases` but for MXFP4, [..., rows, columns]; scales and biases in `dtype`. dense: `weight` in float32."""
     rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
     step = max(1, CHUNK_BYTES * rows // tensor.nbytes)
     chunks = []
     for first in range(0, rows, step):
-        chunks.append(chunk_arrays(tensor, first, min(first + step, rows), dtype, errors))
+        end = min(first + step, rows)
+        chunks.append(chunk_values(tensor, first, end) if dense else chunk_arrays(tensor, first, end, dtype, errors))
         mx.eval(chunks[-1])
     names: Any = list(chunks[0])
     found = {name: mx.concatenate([chunk[name] for chunk in chunks]) for name in names}

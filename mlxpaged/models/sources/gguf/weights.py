@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from mlx.nn.layers.base import Module
 from mlx_lm.utils import load_model
 
 from mlxpaged.attention.self_check import ReportAmount
-from mlxpaged.models.sources.gguf.blocks import GROUP, Errors, arrays, bits_of
+from mlxpaged.cpu.float32 import Sizes, Storage
+from mlxpaged.models.sources.gguf.blocks import GROUP, Errors, arrays, bits_of, memory_bytes
 from mlxpaged.models.sources.gguf.file import GgufFile, Tensor
 from mlxpaged.models.sources.gguf.names import NAMES, weight_name
 from mlxpaged.models.weight_names import classes_of
@@ -34,7 +36,20 @@ def dtype_name(file: GgufFile) -> str:
     return "float16" if kinds == {"F16"} else "bfloat16" if kinds else "float32"
 
 
-def load_gguf(directory: Path, file: GgufFile, report: ReportAmount) -> tuple[Module, dict[str, Any]]:
+def sizes_of(file: GgufFile) -> Sizes:
+    """Bytes of its tensors in each storage."""
+    sizes = Sizes(0, 0, 0)
+    for tensor in file.tensors.values():
+        numbers, quantized = math.prod(tensor.shape), bits_of(tensor.type.name) is not None
+        own, dense = memory_bytes(tensor), 4 * numbers
+        scales = own + (own - numbers * (bits_of(tensor.type.name) or 0) // 8) if quantized else dense
+        sizes = Sizes(sizes.model + own, sizes.scales + scales, sizes.dense + dense)
+    return sizes
+
+
+def load_gguf(
+    directory: Path, file: GgufFile, report: ReportAmount, storage: Storage = Storage.MODEL
+) -> tuple[Module, dict[str, Any]]:
     """The model of a file, whose weights are evaluated, and its config. directory: with its config.json. report: gets
     the bytes of the file that are read, and of all. Raises any exception."""
 
@@ -44,7 +59,7 @@ def load_gguf(directory: Path, file: GgufFile, report: ReportAmount) -> tuple[Mo
         class Model(model_class):  # type: ignore[misc, valid-type]
             def sanitize(self, weights: Arrays) -> Arrays:
                 """mlx-lm calls it for the weights of the directory, which has none."""
-                read, quantization = read_weights(self, file, config, report)
+                read, quantization = read_weights(self, file, config, report, storage)
                 config["quantization"] = quantization
                 known: Arrays = super().sanitize(read) if hasattr(super(), "sanitize") else read
                 return known
@@ -59,10 +74,12 @@ def load_gguf(directory: Path, file: GgufFile, report: ReportAmount) -> tuple[Mo
     return model, config
 
 
-def read_weights(model: Module, file: GgufFile, config: Config, report: ReportAmount) -> tuple[Arrays, dict[str, Any]]:
+def read_weights(
+    model: Module, file: GgufFile, config: Config, report: ReportAmount, storage: Storage = Storage.MODEL
+) -> tuple[Arrays, dict[str, Any]]:
     """Weights by their names in the model, and the `quantization` of a config.json for them."""
     names = NAMES[config["model_type"]]
-    dtype = DTYPES[config["dtype"]]
+    dtype = DTYPES[config["dtype"]] if storage is Storage.MODEL else mx.float32
     modules = dict(model.named_modules())
     casts = getattr(model, "cast_predicate", lambda name: True)
     weights: Arrays = {}
@@ -74,7 +91,7 @@ def read_weights(model: Module, file: GgufFile, config: Config, report: ReportAm
         name = weight_name(names, tensor.name, config["num_hidden_layers"])
         if name is None:
             continue
-        found = arrays(tensor, dtype, errors)
+        found = arrays(tensor, dtype, errors, dense=storage is Storage.DENSE)
         for own_name, parts in changed(name, found, names.permuted, names.shift, config).items():
             module = own_name.rpartition(".")[0]
             if "scales" in parts and not hasattr(modules.get(module), "to_quantized"):
