@@ -1,31 +1,27 @@
 """Gives MLX's CPU backend a fast BLAS, and keeps malloc from returning memory after every operation. Linux only.
 
 MLX's Linux wheel links a reference BLAS (2.6 to 8 GFLOP/s; OpenBLAS reaches over 100). If the system's OpenBLAS is
-loaded first, the dynamic linker prefers its symbols. OpenBLAS computes each product on the calling thread, because
-streams.py splits work among the cores. MLX's CPU allocator is plain malloc, and glibc maps and unmaps every large
-temporary: page faults doubled the time of attention at 16 sequences x 2,000 tokens.
+loaded first (openblas.py), the dynamic linker prefers its symbols. OpenBLAS computes each product on the calling
+thread, because streams.py splits work among the cores. MLX's CPU allocator is plain malloc, and glibc maps and unmaps
+every large temporary: page faults doubled the time of attention at 16 sequences x 2,000 tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import sys
 
+from mlxpaged.cpu.openblas import BUFFER_BYTES, OPENBLAS, load
 from mlxpaged.process_memory import address_space_left, require_memory
 
 M_TRIM_THRESHOLD = -1  # from glibc's malloc.h
 M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
 
-OPENBLAS = "libopenblas.so.0"
 REFERENCE = "the reference BLAS of MLX's wheel"
 INSTALL = "install OpenBLAS for a many times faster CPU path (Debian, Ubuntu: apt install libopenblas0)"
 TOO_LATE = "import mlxpaged before mlx, so that it can load a faster one"
-
-BUFFER_BYTES = 128 * 2**20
-"""A work buffer of OpenBLAS 0.3 on x86-64, at most. Only what a product uses of it takes memory."""
 
 loaded: str | None = None
 """The BLAS library in use, with its routines; None for the BLAS of MLX's wheel."""
@@ -36,15 +32,15 @@ hint = INSTALL
 
 def prepare() -> None:
     """Call it before mlx is imported: after that, OpenBLAS is used only if the process had loaded it before."""
-    global loaded, hint
+    global loaded, hint, _reserved
     if sys.platform != "linux":
         return
     late = "mlx.core" in sys.modules
     if late:
         hint = TOO_LATE
     with contextlib.suppress(OSError):
-        library = ctypes.CDLL(OPENBLAS, mode=ctypes.RTLD_GLOBAL | (os.RTLD_NOLOAD if late else 0))
-        loaded = f"OpenBLAS{routines(library)}"
+        routines, _reserved = load(only_if_loaded=late)
+        loaded = f"OpenBLAS ({routines})" if routines else "OpenBLAS"
         use_threads(1)
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -55,16 +51,6 @@ def prepare() -> None:
     if address_space_left() is not None:
         # Each thread would map 64 MiB for its own heap, at any time, and a step that runs would lack them.
         mallopt(M_ARENA_MAX, 1)
-
-
-def routines(openblas: ctypes.CDLL) -> str:
-    """The processor that its routines are for. Routines without AVX-512 halve the speed of a machine that has it."""
-    try:
-        core_name = openblas.openblas_get_corename
-    except AttributeError:
-        return ""
-    core_name.restype = ctypes.c_char_p
-    return f" ({core_name().decode()})"
 
 
 def use_threads(count: int) -> None:
