@@ -294,7 +294,7 @@ def load_core(
         served = load_model(
             *(config.model, name, config.tool_parser, turns, *options, group, config.joins),
             *(config.max_image_pixels, config.kv_cache_dtype, config.loads_draft_head, config.mtp, template),
-            cpu_dtype=config.cpu_dtype,
+            config.cpu_dtype,
         )
     except EncoderError as error:
         if ranks is not None or config.adapters:

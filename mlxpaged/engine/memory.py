@@ -17,7 +17,7 @@ CACHE_LIMIT = 2**30
 """Most bytes of freed buffers that MLX keeps for later allocations. Without a limit MLX keeps up to 95 % of the GPU's
 working set (mlx/backend/metal/allocator.cpp)."""
 
-LOAD_CACHE = 2**26
+LOAD_CACHE = 2**24
 """The same while a model loads. What is freed then is weights that others have replaced: nothing takes them again."""
 
 CPU_POOL = 2**30

@@ -19,7 +19,7 @@ import numpy as np
 from mlxpaged.models.sources.gguf.file import CODE_BOOKS, Tensor
 
 GROUP = 32
-CHUNK_BYTES = 2**21
+CHUNK_BYTES = 2**19
 """Bytes of a tensor that are unpacked at once, which takes up to 50 times as much for a moment."""
 
 
