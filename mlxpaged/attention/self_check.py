@@ -23,6 +23,7 @@ from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.qkv import Norm, Qkv, QkvShape, Rope, row_size
 from mlxpaged.attention.tuning import CHUNK_PARTITION, CONTIGUOUS, DEFAULT_TUNING, MATRIX, Choice, Tuning
 from mlxpaged.attention.variants import DECODE_THREADS, FULL_DEVICE
+from mlxpaged.progress import ReportAmount
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,6 @@ another kernel to compile. Its ranges of two keys are so many that the decode ke
 once."""
 OVERLAPPED_STEPS = 4
 
-ReportAmount = Callable[[int, int], object]
 """Called with the amount that is done, and in total."""
 
 

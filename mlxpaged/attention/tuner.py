@@ -20,7 +20,7 @@ from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.matrix import choose_variant
 from mlxpaged.attention.metadata import AttentionMetadata
-from mlxpaged.attention.self_check import ReportAmount, usable_tuning
+from mlxpaged.attention.self_check import usable_tuning
 from mlxpaged.attention.tuning import (
     Choice,
     ShapeClass,
@@ -31,6 +31,7 @@ from mlxpaged.attention.tuning import (
     parse_tuning,
 )
 from mlxpaged.attention.tuning_cache import Times, TuningCache
+from mlxpaged.progress import ReportAmount
 
 logger = logging.getLogger(__name__)
 

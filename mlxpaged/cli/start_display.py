@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from mlxpaged.cli.status_line import StatusLine
-from mlxpaged.engine.progress import Progress, Stage
+from mlxpaged.progress import Progress, Stage
 
 logger = logging.getLogger(__name__)
 

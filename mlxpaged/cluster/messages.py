@@ -11,10 +11,10 @@ from mlxpaged.engine.commands import Command, Question
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.engine_thread import Failure
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo, Link
-from mlxpaged.engine.progress import Progress
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.status import EngineStats
 from mlxpaged.engine.watchdog import StallLimits
+from mlxpaged.progress import Progress
 
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 6.0

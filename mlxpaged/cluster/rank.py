@@ -41,13 +41,13 @@ from mlxpaged.engine.engine_thread import EXPECTED, Callbacks, EngineThread, Fai
 from mlxpaged.engine.follower import follow
 from mlxpaged.engine.info import Link
 from mlxpaged.engine.model_runner import DeviceError
-from mlxpaged.engine.progress import Report
 from mlxpaged.engine.ranks import RankLostError, Ranks
 from mlxpaged.engine.request import RequestOutput
 from mlxpaged.engine.stall import Stall
 from mlxpaged.engine.watchdog import Watchdog
 from mlxpaged.engine.worker import Worker
 from mlxpaged.log_writer import LogHandler, Writer
+from mlxpaged.progress import Report
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlxpaged.cpu import streams
+from mlxpaged.trials import Trials, record_all
 
 WEIGHT_BYTE = 0.25e-9
 """Seconds for a byte of weights on one core: a few rows of float32, or one row of a smaller type."""
@@ -114,8 +115,9 @@ def add(outputs: Sequence[mx.array]) -> mx.array:
 
 def split_linear_layers(model: Module) -> None:
     """Split the layers of `model` that are large enough, one at a time, so that memory never holds a second model."""
+    trials = Trials[bool]()
     for network in [module for module in model.modules() if module.keys() == {"gate_proj", "up_proj", "down_proj"}]:
-        split_network(network)
+        split_network(network, trials)
     networks: list[Any] = [module for module in model.modules() if isinstance(module, SplitFeedForward)]
     done = {id(module) for network in networks for module in network.modules()}
     for module in model.modules():
@@ -127,9 +129,9 @@ def split_linear_layers(model: Module) -> None:
             split_head(module)
 
 
-def split_network(network: Module) -> None:
+def split_network(network: Module, trials: Trials[bool]) -> None:
     """Split a float32 network if its parts add up to its outputs on two random rows; else leave it alone. A sum in half
-    types would be rounded once more."""
+    types would be rounded once more. trials: outcomes for other networks."""
     layers = [network.gate_proj, network.up_proj, network.down_proj]
     if any(type(layer) is not Linear or layer.weight.dtype != mx.float32 or "bias" in layer for layer in layers):
         return
@@ -140,23 +142,33 @@ def split_network(network: Module) -> None:
     if len(slices) == 1:
         return
     x = mx.random.normal((2, inputs), key=mx.random.key(0))
+    recorded = record_all(network, [[x]])
+    known = trials.known(recorded)
+    if known is False:
+        return
     parts = []
     for units in slices:
         part = copy.copy(network)
         part.gate_proj, part.up_proj = part_of(layers[0], units, OUTPUTS), part_of(layers[1], units, OUTPUTS)
         part.down_proj = part_of(layers[2], units, INPUTS)
         parts.append(part)
-    try:
-        outputs, expected = add([part(x) for part in parts]), network(x)
-        adds_up = mx.abs(outputs - expected).max() < TOLERANCE * mx.abs(expected).max()  # not if all is zero or NaN
-        if not adds_up.item():
+    if known is None:
+        trials.note(recorded, adds_up := add_up(network, parts, x))
+        if not adds_up:
             return
-    except Exception:  # a network that takes other arguments, or returns something else
-        return
     for name in list(network.children()):
         del network[name]
     network.parts = parts
     precede(network, SplitFeedForward)
+
+
+def add_up(network: Any, parts: Sequence[Any], x: mx.array) -> bool:
+    try:
+        outputs, expected = add([part(x) for part in parts]), network(x)
+        is_sum = mx.abs(outputs - expected).max() < TOLERANCE * mx.abs(expected).max()  # not if all is zero or NaN
+        return bool(is_sum.item())
+    except Exception:  # a network that takes other arguments, or returns something else
+        return False
 
 
 def split_layer(layer: Module) -> None:

@@ -21,12 +21,12 @@ from mlxpaged.engine.embedding_passes import Vectors
 from mlxpaged.engine.engine_thread import Callbacks, EngineHost, EngineThread, Failure, ModelSlot
 from mlxpaged.engine.errors import EngineState, EngineUnavailableError
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
-from mlxpaged.engine.progress import Progress
 from mlxpaged.engine.prompt_progress import WaitingLine
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.request_stream import RequestStream, raise_unless_complete
 from mlxpaged.engine.status import EngineSnapshot, EngineStats, EngineStatus
 from mlxpaged.engine.worker import Worker
+from mlxpaged.progress import Progress
 from mlxpaged.scheduler.sequence import FinishReason
 
 logger = logging.getLogger(__name__)

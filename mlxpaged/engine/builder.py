@@ -42,7 +42,6 @@ from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.network_drafters import AssistantDrafter, HeadDrafter, ModelDrafter, NetworkDrafter
 from mlxpaged.engine.ngram import NgramDrafter
 from mlxpaged.engine.pool_resizer import PoolResizer
-from mlxpaged.engine.progress import Report, Stage, reporter
 from mlxpaged.engine.prompt_logits import max_prompt_logits
 from mlxpaged.engine.ranks import Ranks, least
 from mlxpaged.engine.row_times import time_rows
@@ -65,6 +64,7 @@ from mlxpaged.models.loader import (
 )
 from mlxpaged.models.sources.preflight import Reserved
 from mlxpaged.models.turns import Turns
+from mlxpaged.progress import Report, Stage, reporter
 from mlxpaged.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def build_engine(
     runner.lead()
     digest, no_tier_because = "", cannot_store(config, served, num_checkpoints)
     if not no_tier_because:
-        digest = Turns(reporter(Stage.LOADING, report)).during(lambda: fingerprint(served.path))
+        digest = Turns(report).during(lambda: fingerprint(served.path))
     store, no_tier_because = (None, no_tier_because) if no_tier_because else open_tier(config, served, ranks)
     if store is not None:
         seed: tuple[object, ...] = digest, kv_type, backend, config.block_size, groups.windows, config.joins
@@ -282,7 +282,7 @@ def load_core(
     choose_wiring(config.wired_memory)
     if ranks is not None:
         check_for_ranks(config)
-    turns, name = Turns(reporter(Stage.LOADING, report)), config.served_model_name
+    turns, name = Turns(report), config.served_model_name
     if config.only_embeds:
         return load_embedding_core(config, clock, turns)
     reserved = Reserved(config.kv_cache_bytes or 0, least_step())
@@ -302,7 +302,7 @@ def load_core(
         logger.info("%s; it is loaded for embeddings only", error)
         return load_embedding_core(config, clock, turns)
     served = with_draft_model(config, served, turns, ranks)
-    turns.take()
+    turns.begin(Stage.MEASURING)
     step_bytes = measure_step(served, config)
     turns.take()
     if served.vision is not None:
@@ -312,6 +312,7 @@ def load_core(
     core = build_engine(config, served, clock, *embedder, report, step_bytes, ranks=ranks)
     if ranks is None:  # the other ranks take no steps before all are ready
         try:
+            turns.begin(Stage.TIMING_STEPS)
             time_rows(core, turns.take)
         except BaseException:  # also if the load is not wanted any more
             core.close()

@@ -21,7 +21,6 @@ from mlxpaged.engine.garbage import free_garbage, freezes
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.engine.memory import CACHE_LIMIT, limit_freed_buffers
 from mlxpaged.engine.pool_resizer import REST_SECONDS
-from mlxpaged.engine.progress import Progress, Report
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.stall import Stall, StepSize, Work
 from mlxpaged.engine.status import EngineStats
@@ -30,6 +29,7 @@ from mlxpaged.engine.wired_memory import wire_memory, wires_memory
 from mlxpaged.engine.worker import DeviceClock, Worker
 from mlxpaged.models.errors import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
 from mlxpaged.process_memory import is_out_of_memory
+from mlxpaged.progress import Progress, Report
 
 logger = logging.getLogger(__name__)
 

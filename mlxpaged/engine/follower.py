@@ -14,11 +14,11 @@ from mlxpaged.engine.disk_share import CALLS as DISK_CALLS
 from mlxpaged.engine.disk_share import DiskShare
 from mlxpaged.engine.memory import CACHE_LIMIT, limit_freed_buffers
 from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.engine.progress import Report
 from mlxpaged.engine.rank_messages import MessageReader
 from mlxpaged.engine.ranks import Ranks
 from mlxpaged.engine.step_input import SampledTokens
 from mlxpaged.engine.wired_memory import wire_memory
+from mlxpaged.progress import Report
 from mlxpaged.step import Step
 
 CALLS = {

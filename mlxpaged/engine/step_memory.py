@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ import numpy as np
 from mlxpaged.attention.gather import scores_bytes
 from mlxpaged.cache.groups import CacheGroups
 from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.memory import START_TOKENS, drafting_sequences, least_step
+from mlxpaged.engine.memory import drafting_sequences, least_step
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.prompt_logits import prompt_logits_bytes
 from mlxpaged.models.cache_groups import CacheLayout, cache_layout, one_group
@@ -27,9 +28,12 @@ from mlxpaged.vision.tower import Vision
 
 logger = logging.getLogger(__name__)
 
-CPU_TOKENS = 64
+CPU_TOKENS = (64,)
 """Tokens of the measured step on a CPU, so that a start takes no longer: 0.4 s for a model of 82 million parameters."""
 
+GPU_TOKENS = (256, 512)
+"""Tokens of the two measured steps on a GPU: 12 TFLOP for 8 billion parameters, which are 5 to 8 s on an M1. One step
+of 2,048 tokens was 33."""
 
 CPU_SIDE = 224
 """Most pixels of a side of the measured image on a CPU."""
@@ -46,33 +50,49 @@ SCORE_TOKENS = 64
 def measure_step(served: ServedModel, config: EngineConfig) -> int:
     """Bytes that a step of --max-num-batched-tokens takes at the longest context, at least `least_step`.
 
-    A prompt chunk is run through the model, on a GPU of START_TOKENS, on a CPU of CPU_TOKENS tokens. Its peak is
-    extrapolated linearly to the token budget. The longest context adds what an attention that copies its keys and
-    values needs for one layer, and a GPU's step adds the scores that its attention keeps, and the logits of the prompt
-    tokens whose log-probabilities it computes. Drafts add `draft_bytes`. A CPU also stores these logits, and scores,
-    which this leaves out: there, the pools take no more than half of the free memory.
+    Prompt chunks are run through the model, on a GPU of GPU_TOKENS, on a CPU of CPU_TOKENS tokens. Their peaks are
+    extrapolated to the token budget (`extrapolated`). The longest context adds what an attention that copies its keys
+    and values needs for one layer, and a GPU's step adds the scores that its attention keeps, and the logits of the
+    prompt tokens whose log-probabilities it computes. Drafts add `draft_bytes`. A CPU also stores these logits, and
+    scores, which this leaves out: there, the pools take no more than half of the free memory.
     """
-    tokens = START_TOKENS if mx.metal.is_available() else CPU_TOKENS
-    tokens = min(tokens, config.max_num_batched_tokens, served.max_model_len)
-    peak = peak_of_chunk(served, tokens, config.block_size)
+    largest = min(config.max_num_batched_tokens, served.max_model_len)
+    chunks = sorted({min(tokens, largest) for tokens in (GPU_TOKENS if mx.metal.is_available() else CPU_TOKENS)})
+    peaks = {tokens: peak_of_chunk(served, tokens, config.block_size) for tokens in chunks}
+    step = extrapolated(peaks, largest)
     per_token = [spec.kv_layout(block_size=1).bytes_per_token for spec in served.kv_layers] or [0]
     fits = (config.kv_cache_bytes or free_device_memory()) // max(1, sum(per_token))
     keys = min(served.max_model_len, fits)
     context = keys * max((copied_bytes(spec) for spec in served.kv_layers), default=0)
-    largest = min(config.max_num_batched_tokens, served.max_model_len)
     logits = scores = 0
     if mx.metal.is_available():
         logits = prompt_logits_bytes(served.vocab_size, largest)
         shapes = (spec.attention_shape(config.block_size) for spec in served.kv_layers)
         scores = max((scores_bytes(shape, largest, keys) for shape in shapes), default=0)
     drafts = draft_bytes(served, config)
-    found = max(least_step(), peak * largest // tokens + context + scores + logits + drafts)
+    found = max(least_step(), step + context + scores + logits + drafts)
+    measured = ", ".join(f"{peak / 1e6:.1f} MB for {tokens} tokens" for tokens, peak in peaks.items())
     logger.info(
-        "a step takes up to %.1f MB: a chunk of %d tokens took %.1f MB; the longest context adds %.1f MB, scores %.1f "
-        "MB, prompt log-probabilities %.1f MB, states before drafts %.1f MB",
-        *(found / 1e6, tokens, peak / 1e6, context / 1e6, scores / 1e6, logits / 1e6, drafts / 1e6),
+        "a step takes up to %.1f MB: chunks took %s; the longest context adds %.1f MB, scores %.1f MB, prompt "
+        "log-probabilities %.1f MB, states before drafts %.1f MB",
+        *(found / 1e6, measured, context / 1e6, scores / 1e6, logits / 1e6, drafts / 1e6),
     )
     return found
+
+
+def extrapolated(peaks: Mapping[int, int], tokens: int) -> int:
+    """Bytes of a chunk of so many tokens, at most. peaks: measured, by tokens.
+
+    The arrays of a step grow with its tokens. Those of all layers exist at once if MLX encodes them before the first
+    ones are computed; it does so for at most ten command buffers, which have a largest number of elements. So the peak
+    grows ever less: neither the line from 0 through the last measured peak is below it, nor the one through the last
+    two."""
+    (*others, (last, peak)) = sorted(peaks.items())
+    by_tokens = peak * tokens // last
+    if not others:
+        return by_tokens
+    before, lower = others[-1]
+    return min(by_tokens, peak + max(0, peak - lower) * (tokens - last) // (last - before))
 
 
 def draft_bytes(served: ServedModel, config: EngineConfig) -> int:

@@ -27,6 +27,9 @@ from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.qkv import Norm, Qkv, Rope, row_size
 from mlxpaged.cpu.joined_linear import JOINT, PROJECTIONS, Join, make_joint
 from mlxpaged.cpu.split_linear import precede
+from mlxpaged.models.turns import Turns
+from mlxpaged.progress import Stage
+from mlxpaged.trials import Trials, record
 
 if TYPE_CHECKING:
     from mlxpaged.models.adapted_layers import StepAdapters
@@ -155,12 +158,14 @@ class FusedRecord(Record):
         return queries
 
 
-def fuse_attention(modules: Sequence[tuple[Module, mx.Dtype]]) -> None:
-    """Fuse the modules that can be fused. They come with the type of their keys."""
-    reasons = Counter[str]()
+def fuse_attention(modules: Sequence[tuple[Module, mx.Dtype]], turns: Turns | None = None) -> None:
+    """Fuse the modules that can be fused. They come with the type of their keys. turns: of other models."""
+    turns, trials, reasons = turns or Turns(), Trials[int | str](), Counter[str]()
+    turns.begin(Stage.CHECKING_LAYERS, len(modules))
     for module, dtype in modules:
+        turns.step()
         try:
-            fuse(module, dtype)
+            fuse(module, dtype, trials)
         except CannotFuseError as error:
             reasons[str(error)] += 1
         except Exception as error:  # a module that takes other arguments, or returns something else
@@ -169,19 +174,43 @@ def fuse_attention(modules: Sequence[tuple[Module, mx.Dtype]]) -> None:
     if modules:
         fused = len(modules) - reasons.total()
         logger.info("%d of %d attention layers are fused", fused, len(modules))
+        logger.debug("%d of %d attention layers were tried", trials.count, len(modules))
     for reason, count in reasons.items():
         logger.info("%d attention layers are not fused: %s", count, reason)
 
 
-def fuse(module: Any, dtype: mx.Dtype) -> None:
-    """Raises CannotFuseError if the module stays as it is."""
-    name, joint = joint_of(module)
+def fuse(module: Any, dtype: mx.Dtype, trials: Trials[int | str]) -> None:
+    """trials: outcomes for other modules: which norms and rope a module's own are, or why it stays as it is. Raises
+    CannotFuseError if this one stays as it is."""
     output = next((each for each in OUTPUTS if each in module), None)
     if output is None:
         raise CannotFuseError("it has no output projection")
     x = random((len(POSITIONS), 1, module[output].weight.shape[0]), dtype)
+
+    def run(rows: mx.array) -> list[mx.array]:
+        noted = Record(dtype)
+        return [module(rows, None, noted), *noted.arrays.values()]
+
+    recorded = record(module, run, x)
+    known = trials.known(recorded)
+    if isinstance(known, str):
+        raise CannotFuseError(known)
+    try:
+        which = fuse_as(module, dtype, output, x, known)
+    except CannotFuseError as error:
+        if known is None:
+            trials.note(recorded, str(error))
+        raise
+    if known is None:
+        trials.note(recorded, which)
+
+
+def fuse_as(module: Any, dtype: mx.Dtype, output: str, x: mx.array, known: int | None) -> int:
+    """Fuse a module. known: which of the norms and ropes that the module may have are right; None to try them on x.
+    Returns which they are. Raises CannotFuseError if the module stays as it is."""
+    name, joint = joint_of(module)
     own = Record(dtype)
-    result = module(x, None, own)
+    result = module(x, None, own)  # only what is compared is computed
     layout = own.layout
     scale, mask, sinks, softcap = own.options
     heads = own.arrays["queries"].shape[1]
@@ -193,8 +222,12 @@ def fuse(module: Any, dtype: mx.Dtype) -> None:
         raise CannotFuseError("its projections have other outputs in addition")
     arguments = tuple(inspect.signature(module.__call__).parameters)[:3]
     problems = []
-    for norms, rope in itertools.product(norms_of(module, layout), ropes_of(module, layout)):
+    for which, (norms, rope) in enumerate(itertools.product(norms_of(module, layout), ropes_of(module, layout))):
+        if known is not None and which < known:
+            continue
         fusion = Fusion(arguments, name, output, Qkv(heads, norms, rope, gated=gated), scale, sinks, softcap)
+        if which == known:
+            break
         fused = FusedRecord(layout)
         got = fusion.run({name: joint, output: module[output]}, x, fused)
         problems.append(difference_of(own.arrays | {"outputs": result}, fused.arrays | {"outputs": got}, dtype))
@@ -208,6 +241,7 @@ def fuse(module: Any, dtype: mx.Dtype) -> None:
     own_rope = None if rope is None else own_rope_of(module)
     module.fusion = replace(fusion, qkv=replace(fusion.qkv, own_rope=own_rope))
     precede(module, FusedAttention, "Fused")
+    return which
 
 
 def unfuse_for_images(model: Module, rows: FeatureRows) -> None:

@@ -11,15 +11,18 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.normalization import RMSNorm
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxpaged.attention import kernels
-from mlxpaged.models.reference import is_rounding
+from mlxpaged.models.probe_steps import SHORT_PROMPT
+from mlxpaged.models.reference import are_rounding
+from mlxpaged.trials import Trials, on_host, random_rows
 
 VECTOR = 4
 """Elements that a thread of the kernel takes at once."""
@@ -30,8 +33,10 @@ THREADS = 512
 MAX_SIZE = 16 * VECTOR * THREADS
 """Most elements of a row: a thread keeps up to 64 of them in its registers."""
 
-ROWS = (1, 40)
-"""Rows of the trials."""
+ROWS = (1, SHORT_PROMPT)
+"""Rows of the trials of additions."""
+FORM_ROWS = 2
+"""Rows that a layer runs with its stand-ins."""
 
 
 class Addition:
@@ -143,11 +148,17 @@ class Call:
 
 def join_norms(model: Module) -> tuple[int, list[str]]:
     """Join what can be joined, in place. Returns how many layers are joined, and the paths of those whose trial failed
-    or gave other numbers."""
-    forms = {path: (layer, form) for path, layer in model.named_modules() if (form := form_of(layer)) is not None}
+    or gave other numbers. Norms of one size, type and epsilon are equal: one of them is tried."""
+    named = list(model.named_modules())
+    forms = {
+        path: (layer, form)
+        for (path, layer), form in zip(named, forms_of([layer for _, layer in named]), strict=True)
+        if form is not None
+    }
     if not forms:
         return 0, []
     following = following_norms(model, [layer for layer, _ in forms.values()])
+    trials = Trials[bool]()
     additions: dict[int, Addition] = {}
 
     def addition_of(norm: RMSNorm | None) -> Addition | None:
@@ -155,7 +166,12 @@ def join_norms(model: Module) -> tuple[int, list[str]]:
             return None
         if id(norm) not in additions:
             additions[id(norm)] = addition = Addition(norm)
-            if is_right(addition, norm):
+            kind = norm.weight.shape, norm.weight.dtype, norm.eps
+            is_equal = trials.known(kind)
+            if is_equal is None:
+                is_equal = is_right(addition, norm)
+                trials.note(kind, is_equal)
+            if is_equal:
                 norm._addition = addition
                 norm.__class__ = type("JoinedRMSNorm", (JoinedNorm, RMSNorm), {})
         return additions[id(norm)] if isinstance(norm, JoinedNorm) else None
@@ -174,19 +190,41 @@ def join_norms(model: Module) -> tuple[int, list[str]]:
 
 def is_right(addition: Addition, norm: RMSNorm) -> bool:
     """Whether sums on random rows are those of MLX to the bit, and their norms within rounding."""
-    for rows in ROWS:
-        x, y = mx.random.normal((2, rows, 1, norm.weight.size), key=mx.random.key(rows)).astype(norm.weight.dtype)
-        try:
-            total, normed = addition.compute(x, y)
-            if not mx.array_equal(total, x + y).item() or not is_rounding(normed, norm(x + y)):
-                return False
-        except Exception:  # a kernel that does not compile
-            return False
-    return True
+    size, dtype = norm.weight.size, norm.weight.dtype
+    try:
+        pairs = [random_rows((2, rows, 1, size), dtype, rows) for rows in ROWS]
+        expected = [(x + y, norm(x + y)) for x, y in pairs]
+        got = [addition.compute(x, y) for x, y in pairs]
+        totals = on_host([total for total, _ in (*got, *expected)])
+        are_equal = all(map(np.array_equal, totals[: len(ROWS)], totals[len(ROWS) :]))
+        return are_equal and are_rounding([normed for _, normed in got], [normed for _, normed in expected])
+    except Exception:  # a kernel that does not compile
+        return False
 
 
-def form_of(layer: Any) -> Form | None:
-    """None for modules that compute anything else."""
+class Candidate(NamedTuple):
+    """A form, if the arrays of each pair are equal."""
+
+    form: Form
+    pairs: Sequence[tuple[mx.array, mx.array]]
+
+
+def forms_of(modules: Sequence[Any]) -> list[Form | None]:
+    """None for modules that compute anything else. What they compute is compared by one evaluation."""
+    candidates = [candidate_of(module) for module in modules]
+    pairs = [pair for candidate in candidates if candidate is not None for pair in candidate.pairs]
+    numbers = on_host([array for pair in pairs for array in pair])
+    forms: list[Form | None] = []
+    first = 0
+    for candidate in candidates:
+        count = 0 if candidate is None else 2 * len(candidate.pairs)
+        own, first = numbers[first : first + count], first + count
+        are_equal = all(map(np.array_equal, own[::2], own[1::2]))
+        forms.append(candidate.form if candidate is not None and are_equal else None)
+    return forms
+
+
+def candidate_of(layer: Any) -> Candidate | None:
     children = {name: child for name, child in layer.children().items() if isinstance(child, Module)}
     norms = [child for child in children.values() if type(child) is RMSNorm]
     if len(norms) != 2 or len(children) < 4:
@@ -195,14 +233,16 @@ def form_of(layer: Any) -> Form | None:
     if any(each.kind is not each.POSITIONAL_OR_KEYWORD for each in others):
         return None
     try:
-        return form_by_calls(layer, children, {each.name: each.default for each in others}, norms[0])
+        return candidate_by_calls(layer, children, {each.name: each.default for each in others}, norms[0])
     except Exception:  # a layer that looks into its arguments, or into its parts
         return None
 
 
-def form_by_calls(layer: Any, children: Mapping[str, Any], defaults: dict[str, Any], norm: RMSNorm) -> Form | None:
-    rows_of_all = mx.random.normal((1 + len(children), 2, 1, norm.weight.size), key=mx.random.key(0))
-    x, *results = rows_of_all.astype(norm.weight.dtype)
+def candidate_by_calls(
+    layer: Any, children: Mapping[str, Any], defaults: dict[str, Any], norm: RMSNorm
+) -> Candidate | None:
+    shape = 1 + len(children), FORM_ROWS, 1, norm.weight.size
+    x, *results = random_rows(shape, norm.weight.dtype)
     calls: list[Call] = []
     given = {name: object() for name in defaults}
     stand_ins = {
@@ -219,16 +259,15 @@ def form_by_calls(layer: Any, children: Mapping[str, Any], defaults: dict[str, A
         return None
     h = x + first.result
     rows = [(before, x), (first, before.result), (second, between.result)]
-    if not all(call.args[0] is array for call, array in rows) or not mx.array_equal(between.args[0], h).item():
-        return None
-    if not mx.array_equal(out, h + second.result).item():
+    if not all(call.args[0] is array for call, array in rows):
         return None
     names = {id(value): name for name, value in given.items()}
     parts = [
         Part(call.name, [names[id(value)] for value in call.args[1:]], {k: names[id(v)] for k, v in call.more.items()})
         for call in (first, second)
     ]
-    return Form((before.name, between.name), (parts[0], parts[1]), defaults)
+    form = Form((before.name, between.name), (parts[0], parts[1]), defaults)
+    return Candidate(form, [(between.args[0], h), (out, h + second.result)])
 
 
 def following_norms(model: Module, layers: Sequence[Module]) -> dict[int, RMSNorm]:

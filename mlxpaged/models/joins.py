@@ -4,7 +4,8 @@
 - Experts are told their rows, for which MLX launches a kernel in each product (expert_rows.py).
 - The addition of a layer's residual and the norm after it are one kernel (joined_norms.py).
 
-Each join is tried on random rows beside the module as it was, and undone if other numbers come out.
+Each join is tried on random rows beside the module as it was, and undone if other numbers come out. Of modules that
+compute alike, one is tried (trials.py).
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.base import Module
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlxpaged.cpu.joined_linear import Join, layers_by_name, make_joint
 from mlxpaged.models.expert_rows import ExpertsOfRows
 from mlxpaged.models.joined_norms import join_norms
-from mlxpaged.models.reference import is_rounding
+from mlxpaged.models.probe_steps import SHORT_PROMPT
+from mlxpaged.models.reference import are_rounding
+from mlxpaged.models.turns import Turns
+from mlxpaged.progress import Stage
+from mlxpaged.trials import Trials, random_rows, record_all
 
 logger = logging.getLogger(__name__)
 
@@ -28,74 +34,134 @@ GATE_AND_UP = ("gate_proj", "up_proj")
 GATE_AND_UP_JOINT = "joint_gate_up_proj"
 """The name of the joint layer in the module of these."""
 
-ROWS = (1, 40)
-"""Rows of the trials: for MLX's products of few rows and of many. With two experts each, 40 are sorted by experts."""
+ROWS = (1, SHORT_PROMPT)
+"""Rows of the trials: for MLX's products of few rows and of many. The reference and the probe have as many, so that no
+kernel is compiled for a trial alone. With two experts each, 32 are sorted by experts."""
+FEW_ROWS = 2
+"""Rows of the trial of a layer of experts: they are not sorted."""
+CHOSEN = 2
+"""Experts of each row."""
 
 
-def join(model: Module) -> None:
-    """Join what can be joined, in place. Call it before adapters are installed."""
-    report("gate and up projections", *join_gate_and_up(model))
+def join(model: Module, turns: Turns | None = None) -> None:
+    """Join what can be joined, in place. Call it before adapters are installed. turns: of other models."""
+    report("gate and up projections", *join_gate_and_up(model, turns))
     report("experts", *name_rows(model))
     report("additions and norms", *join_norms(model))
 
 
-def join_gate_and_up(model: Module) -> tuple[int, list[str]]:
+def join_gate_and_up(model: Module, turns: Turns | None = None) -> tuple[int, list[str]]:
     """Join the projections of one network at a time, so that memory never holds a second model. Returns how many
-    networks are joined, and the paths of those whose trial failed or gave other numbers."""
-    joined, failed = 0, []
-    for path, network, layers in layers_by_name(model, GATE_AND_UP):
-        if (joint := make_joint(layers)) is None:
-            continue
-        trials = [inputs_of(layers[0], rows) for rows in ROWS]
-        expected = [outputs_of(network, inputs) for inputs in trials]
-        made = Join(network, GATE_AND_UP, GATE_AND_UP_JOINT, joint)
-        got = [outputs_of(network, inputs) for inputs in trials]
-        if made.joint.is_idle and all(map(is_rounding, got, expected)):
-            joined += 1
-        else:
-            made.undo()
-            failed.append(path)
-        del joint, layers, made, expected, got
-        mx.clear_cache()  # else MLX keeps the memory of the separate weights, which fits no other array
+    networks are joined, and the paths of those whose trial, or that of an equal one, failed or gave other numbers."""
+    turns, trials = turns or Turns(), Trials[bool]()
+    joined, failed = 0, list[str]()
+    networks = list(layers_by_name(model, GATE_AND_UP))
+    turns.begin(Stage.CHECKING_LAYERS, len(networks))
+    for path, network, layers in networks:
+        is_right = join_network(network, layers, trials)
+        if is_right is not None:
+            joined += is_right
+            failed += [] if is_right else [path]
+        turns.step()
+    logger.debug("%d of %d networks were tried", trials.count, len(networks))
     return joined, failed
 
 
+def join_network(network: Any, layers: Sequence[Any], trials: Trials[bool]) -> bool | None:
+    """Whether the network is joined now; None if its projections cannot be."""
+    zeros = [zeros_for(layers[0], rows) for rows in ROWS]
+    recorded = record_all(network, zeros)
+    known = trials.known(recorded)
+    if known is False:
+        return False
+    joint = make_joint(layers)
+    if joint is None:
+        return None
+    inputs = zeros if known else [inputs_of(layers[0], rows) for rows in ROWS]
+    expected = None if known else outputs_of(network, inputs)
+    made = Join(network, GATE_AND_UP, GATE_AND_UP_JOINT, joint)
+    if known:  # nothing is computed: this shows that both projections take their outputs
+        is_right = outputs_of(network, inputs, computed=False) is not None and made.joint.is_idle
+    else:
+        got = outputs_of(network, inputs)
+        is_right = made.joint.is_idle and are_rounding(got, expected)
+        trials.note(recorded, is_right)
+    if not is_right:
+        made.undo()
+    del joint, made
+    mx.clear_cache()  # else MLX keeps the memory of the separate weights, which fits no other array
+    return is_right
+
+
 def name_rows(model: Module) -> tuple[int, list[str]]:
-    """Returns how many layers of experts are told their rows, and the paths of those whose trial failed or gave other
-    numbers."""
-    named, failed = 0, []
+    """Returns how many layers of experts are told their rows, and the paths of those whose trial, or that of an equal
+    one, failed or gave other numbers."""
+    trials, named, failed = Trials[bool](), 0, list[str]()
     for path, layer in model.named_modules():
-        if type(layer) in (SwitchLinear, QuantizedSwitchLinear):
-            own, (x, indices) = type(layer), inputs_of(layer, 2)
-            inputs = mx.expand_dims(x, (-2, -3)), indices
+        own = type(layer)
+        if own not in (SwitchLinear, QuantizedSwitchLinear):
+            continue
+        recorded = record_all(layer, [vectors(*zeros_for(layer, FEW_ROWS))])
+        is_right = trials.known(recorded)
+        if is_right is None:
+            inputs = [vectors(*inputs_of(layer, FEW_ROWS))]
             expected = outputs_of(layer, inputs)
-            layer.__class__ = type(f"Rows{own.__name__}", (ExpertsOfRows, own), {})
-            if is_rounding(outputs_of(layer, inputs), expected) and getattr(layer, "global_scale", None) is None:
-                named += 1
-            else:
-                layer.__class__ = own
-                failed.append(path)
+            layer.__class__ = rows_class(own)
+            has_no_scale = getattr(layer, "global_scale", None) is None
+            is_right = are_rounding(outputs_of(layer, inputs), expected) and has_no_scale
+            trials.note(recorded, is_right)
+        layer.__class__ = rows_class(own) if is_right else own
+        named += is_right
+        failed += [] if is_right else [path]
     return named, failed
 
 
+def rows_class(own: type[Module]) -> type[Module]:
+    return type(f"Rows{own.__name__}", (ExpertsOfRows, own), {})
+
+
+def zeros_for(layer: Any, rows: int) -> tuple[mx.array, ...]:
+    """Arrays like `inputs_of`, which are not computed."""
+    shape, dtype = shape_of(layer, rows)
+    x = mx.zeros(shape, dtype)
+    return (x, mx.zeros((rows, 1, CHOSEN), mx.uint32)) if has_experts(layer) else (x,)
+
+
 def inputs_of(layer: Any, rows: int) -> tuple[mx.array, ...]:
-    """Random rows for a network whose projection this is, and if it has experts, two of them for each row."""
+    """Random rows for a network whose projection this is, and if it has experts, CHOSEN of them for each row."""
+    shape, dtype = shape_of(layer, rows)
+    x = random_rows(shape, dtype, rows)
+    if not has_experts(layer):
+        return (x,)
+    indices = np.random.default_rng(rows).integers(layer.num_experts, size=(rows, 1, CHOSEN), dtype=np.uint32)
+    return x, mx.array(indices)
+
+
+def shape_of(layer: Any, rows: int) -> tuple[tuple[int, ...], mx.Dtype]:
+    """Shape and type of the inputs of a projection."""
     size = layer.scales.shape[-1] * layer.group_size if "scales" in layer else layer.weight.shape[-1]
     types = [array.dtype for array in layer.values() if mx.issubdtype(array.dtype, mx.floating)]
-    x = mx.random.normal((rows, 1, size), key=mx.random.key(rows)).astype(types[0] if types else mx.bfloat16)
-    if not isinstance(layer, (SwitchLinear, QuantizedSwitchLinear)):
-        return (x,)
-    return x, mx.random.randint(0, layer.num_experts, (rows, 1, 2), mx.uint32, key=mx.random.key(rows))
+    return (rows, 1, size), types[0] if types else mx.bfloat16
 
 
-def outputs_of(network: Any, inputs: Sequence[mx.array]) -> mx.array | None:
+def has_experts(layer: Any) -> bool:
+    return isinstance(layer, (SwitchLinear, QuantizedSwitchLinear))
+
+
+def vectors(x: mx.array, indices: mx.array) -> tuple[mx.array, ...]:
+    """What a network of experts passes to the layers of these."""
+    return mx.expand_dims(x, (-2, -3)), indices
+
+
+def outputs_of(network: Any, inputs: Sequence[Sequence[mx.array]], computed: bool = True) -> list[mx.array] | None:
     """None if the network takes other arguments, or returns something else than an array."""
     try:
-        outputs = network(*inputs)
-        mx.eval(outputs)
+        outputs = [network(*each) for each in inputs]
+        if computed:
+            mx.eval(outputs)
     except Exception:  # a model's own code may raise anything
         return None
-    return outputs if isinstance(outputs, mx.array) else None
+    return outputs if all(isinstance(each, mx.array) for each in outputs) else None
 
 
 def report(what: str, joined: int, failed: Sequence[str]) -> None:

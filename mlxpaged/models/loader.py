@@ -61,6 +61,7 @@ from mlxpaged.models.tokenizer_limits import check_tokenizer_file
 from mlxpaged.models.turns import Turns
 from mlxpaged.models.vision import let_see, load_vision
 from mlxpaged.models.weights import READ_BYTES, WeightReader, computed_dtype
+from mlxpaged.progress import Stage
 from mlxpaged.vision import MOST_PIXELS
 from mlxpaged.vision.tower import Vision
 
@@ -203,6 +204,7 @@ def load_model(
         dtype = computed_dtype(model)
         if mtp is not None:
             reader.read(mtp.head)
+        turns.begin(Stage.TOKENIZER)
         tokenizer = turns.during(lambda: tokenizer_in(path, tool_parser, recommended.end_tokens, chat_template))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from None
@@ -387,6 +389,7 @@ def load_embedding_model(
             else:
                 model, config = load_decoder(path)
             WeightReader(cpu_dtype, sum(reserved), turns.report).read(model)
+            turns.begin(Stage.TOKENIZER)
             tokenizer = turns.during(lambda: tokenizer_in(path, None, ()))
         except UnsupportedModelError:
             raise

@@ -40,6 +40,7 @@ from mlxpaged.models.probe_steps import (
 )
 from mlxpaged.models.reference import Reference, differences
 from mlxpaged.models.turns import Turns
+from mlxpaged.progress import Stage
 from mlxpaged.step import Row
 
 logger = logging.getLogger(__name__)
@@ -144,11 +145,12 @@ def probe(
     per_sequence = is_per_sequence(specs)
     planned = steps(len(reference.tokens), shares_blocks=not per_sequence)
     kinds: dict[str, list[float]] = defaultdict(list)
+    turns = turns or Turns()
+    turns.begin(Stage.CHECKING_MODEL, len(planned))
     for step in planned:
-        if turns is not None:
-            turns.take()
         for kind, values in differences_of(step, run(step), reference):
             kinds[kind] += values
+        turns.step()
     calls, wanted = run.caches.step.attention_calls, len(planned) * reference.attention_calls
     if calls < wanted and not per_sequence:  # a latent layer may attend several times in a step
         raise UnsupportedModelError(f"only {calls} of {wanted} attention calls went through the paged KV cache")

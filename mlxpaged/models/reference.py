@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -18,6 +19,7 @@ from mlxpaged.attention import layer, precision
 from mlxpaged.attention.layer import route_attention
 from mlxpaged.models.errors import UnsupportedModelError, in_one_line
 from mlxpaged.models.probe_steps import ROUNDING_TOKENS, SHORT_PROMPT, prompt_length
+from mlxpaged.trials import on_host
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +67,21 @@ def rounding_unit(dtype: mx.Dtype) -> float:
     return precision.TF32_UNIT if is_tf32 else ROUNDING_UNITS[dtype]
 
 
-def is_rounding(got: mx.array | None, expected: mx.array | None) -> bool:
-    """Whether arrays differ by no more than some units of rounding of the largest element. Other kernels do this."""
-    if got is None or expected is None or got.shape != expected.shape or got.dtype != expected.dtype:
+def are_rounding(got: Sequence[mx.array] | None, expected: Sequence[mx.array] | None) -> bool:
+    """Whether arrays differ by no more than some units of rounding of their largest elements. Other kernels do this.
+    The host compares them."""
+    if got is None or expected is None or len(got) != len(expected):
         return False
-    most = MOST_UNITS * rounding_unit(expected.dtype) * mx.abs(expected).max()
-    return bool((mx.abs(got - expected).max() <= most).item())
+    for a, b in zip(got, expected, strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+    numbers = on_host([*got, *expected])
+    units = [rounding_unit(each.dtype) for each in expected]
+    with np.errstate(invalid="ignore"):  # a difference of infinite numbers is none
+        return all(
+            bool(np.abs(a - b).max() <= MOST_UNITS * unit * np.abs(b).max())
+            for a, b, unit in zip(numbers[: len(got)], numbers[len(got) :], units, strict=True)
+        )
 
 
 def make_reference(model: Module, context_length: int) -> Reference:

@@ -42,6 +42,7 @@ from mlxpaged.models.sharding import least
 from mlxpaged.models.softcap import attend_with_softcap
 from mlxpaged.models.states import call_in_groups
 from mlxpaged.models.turns import Turns
+from mlxpaged.progress import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +72,14 @@ def replace_parts(
     storage: of its weights.
 
     Raises UnsupportedModelError if its logits are others then, or AdapterError."""
+    turns.begin(Stage.CHECKING_MODEL)
     reference = make_reference(model, context_length)
     loaded = load_adapters(model, name, adapters, reference, turns, storage)
     turns.take()
     optimize_for_cpu(model)
     turns.take()
     if joins:
-        join(model)
+        join(model, turns)
     turns.take()
     delta = route_gated_delta()
     layers = replace_attention(model, reference, turns, group, joins)
@@ -130,7 +132,7 @@ def probe_on_all_ranks(
     """`probe`, which fails on all ranks if it fails on one: they must try the same ways."""
     problem: UnsupportedModelError | None = None
     try:
-        layers = probe(model, route_layers(model, way, fusion), reference, turns)
+        layers = probe(model, route_layers(model, way, fusion, turns), reference, turns)
     except UnsupportedModelError as error:
         problem = error
     if group is not None and not least(problem is None, group) and problem is None:
@@ -140,9 +142,9 @@ def probe_on_all_ranks(
     return layers
 
 
-def route_layers(model: Module, way: Way, fusion: bool = False) -> list[LayerSpec]:
+def route_layers(model: Module, way: Way, fusion: bool = False, turns: Turns | None = None) -> list[LayerSpec]:
     """Let the modules that `find_layers` finds run a step in this way. Returns what the layers keep. fusion: whether
-    attention that takes all rows at once is fused. Raises UnsupportedModelError."""
+    attention that takes all rows at once is fused. turns: of other models. Raises UnsupportedModelError."""
     specs, owners = find_layers(model, way)
     if way is Way.ROWS:
         for module in modules_of(owners):
@@ -152,7 +154,8 @@ def route_layers(model: Module, way: Way, fusion: bool = False) -> list[LayerSpe
     if way is Way.ROWS and fusion:
         attending = [(owner, getattr(owner.cache, "keys", None)) for owner in owners]
         found = [(each, keys.dtype) for owner, keys in attending if keys is not None for each in owner.modules]
-        fuse_attention(list({id(each): (each, dtype) for each, dtype in found}.values()))  # Nanbeige's have two caches
+        once = {id(each): (each, dtype) for each, dtype in found}  # Nanbeige's have two caches
+        fuse_attention(list(once.values()), turns)
     grouped = [each for each in owners if way is Way.MODULES or keeps_state(each)]
     for module in [model] if way is Way.MODEL else modules_of(grouped):
         call_in_groups(module)

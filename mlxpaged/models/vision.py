@@ -12,7 +12,6 @@ from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten
 
 from mlxpaged.attention import token_groups
-from mlxpaged.attention.self_check import ReportAmount
 from mlxpaged.models.errors import in_one_line
 from mlxpaged.models.fused_attention import unfuse_for_images
 from mlxpaged.models.json_files import read_object
@@ -28,6 +27,7 @@ from mlxpaged.models.vision_pixtral import PIXTRAL
 from mlxpaged.models.vision_probe import check_vision
 from mlxpaged.models.vision_qwen import QWEN, QWEN_2, QWEN_2_5
 from mlxpaged.models.weights import WeightReader
+from mlxpaged.progress import ReportAmount
 from mlxpaged.vision import MOST_PIXELS
 from mlxpaged.vision.install import install
 from mlxpaged.vision.tower import Vision

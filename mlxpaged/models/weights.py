@@ -9,9 +9,9 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from mlxpaged.attention.self_check import ReportAmount
 from mlxpaged.cpu.float32 import Choice, Sizes, Storage, choose, sizes_of, widen
 from mlxpaged.models.device_memory import free_device_memory
+from mlxpaged.progress import ReportAmount
 
 READ_BYTES = 2**27
 """Bytes of weights that are read at once: about 40 ms from the SSD of a Mac, so that a display can follow."""

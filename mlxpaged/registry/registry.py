@@ -17,7 +17,6 @@ from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.engine_thread import EngineHost, EngineThread
 from mlxpaged.engine.errors import EngineState, EngineUnavailableError
-from mlxpaged.engine.progress import Progress
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.stall import Stall
 from mlxpaged.engine.watchdog import StallLimits, Watchdog
@@ -26,6 +25,7 @@ from mlxpaged.models.kinds import Kind
 from mlxpaged.models.sources.gguf.choice import split_name
 from mlxpaged.models.sources.other_apps import app_path
 from mlxpaged.models.sources.short_names import LATEST, full_name, without_address
+from mlxpaged.progress import Progress
 from mlxpaged.registry.catalog import Catalog, Found
 from mlxpaged.registry.errors import LoadFailedError, ModelBusyError, ModelUnknownError, NoRoomError
 from mlxpaged.registry.model import Model, ModelState

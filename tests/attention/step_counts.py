@@ -1,6 +1,9 @@
 """What a decode step of known models is for a GPU, beside mlx-lm's own: counted by MLX's rules, never run.
 
     python -m tests.attention.step_counts [--batch 1 16] [--model Qwen3-4B ...]
+    python -m tests.attention.step_counts --start
+
+The second form counts what the start of two of them computes: start_counts.py.
 
 The weights are those of the 4-bit models of mlx-community, the contexts have 900 tokens, the tokens are greedy. A step
 is traced, so neither a GPU nor memory for the weights is needed. Dispatches are kernels. Before a barrier, all earlier
@@ -16,6 +19,7 @@ from collections.abc import Sequence
 
 from benchmarks.command_buffers import CommitLimits, Operation, commit_limits, count
 from mlxpaged.mlx_settings import LONG_BUFFERS
+from tests.attention import start_counts
 from tests.attention.step_graphs import MODELS, kv_bytes, our_step, step_of_mlx_lm
 
 MAX_CHIP = commit_limits("applegpu_g14s")
@@ -42,9 +46,14 @@ def row(name: str, batch: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--start", action="store_true", help="what a start computes, instead of a step")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     args = parser.parse_args()
+    if args.start:
+        for line in start_counts.table(list(start_counts.SMALL_MODELS)):
+            print(line, flush=True)
+        return
     for cells in (HEADINGS, ["---"] * len(HEADINGS)):
         print(f"| {' | '.join(cells)} |")
     for name in args.model:

@@ -194,7 +194,7 @@ def with_heads(specs: Sequence[LayerSpec], heads: int, kind: QkvKind | None) -> 
 
 def join_unchecked(model: nn.Module) -> None:
     """What `joins.join` does to a model whose numbers are right, without computing its projections."""
-    with mock.patch.object(mx, "eval"), mock.patch.object(joins, "is_rounding", return_value=True):
+    with mock.patch.object(mx, "eval"), mock.patch.object(joins, "are_rounding", return_value=True):
         joins.join_gate_and_up(model)
         joins.name_rows(model)
     rows_of.cache_clear()  # those of the trials were not computed

@@ -13,7 +13,7 @@ import pytest
 
 from mlxpaged.cli.start_display import LOG_SECONDS, StartDisplay
 from mlxpaged.cli.status_line import StatusLine
-from mlxpaged.engine.progress import Progress, Stage
+from mlxpaged.progress import Progress, Stage
 
 GB = 10**9
 STEPS = [

@@ -23,7 +23,6 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.engine_thread import LoadCancelled
 from mlxpaged.engine.model_runner import DeviceError
-from mlxpaged.engine.progress import Progress
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.row_times import time_rows
 from mlxpaged.engine.sampling_params import SamplingParams
@@ -32,6 +31,7 @@ from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.fingerprint import fingerprint
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.progress import Progress
 from mlxpaged.scheduler.prefill_budget import PrefillLimits
 from mlxpaged.vision.image import PromptImage
 from tests.engine.seeing import expected_answer, image, load_seeing, shown

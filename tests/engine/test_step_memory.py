@@ -19,7 +19,7 @@ from mlxpaged.engine.memory import LEAST_STEP
 from mlxpaged.engine.prompt_logits import prompt_logits_bytes
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.step_memory import SCORE_TOKENS, measure_encoding, measure_step
+from mlxpaged.engine.step_memory import SCORE_TOKENS, extrapolated, measure_encoding, measure_step
 from mlxpaged.models.layers import state_bytes
 from mlxpaged.models.loader import load_model
 from mlxpaged.vision.tower import Vision
@@ -46,6 +46,34 @@ def test_the_measured_step_is_extrapolated_to_the_token_budget(
     monkeypatch.setattr(step_memory, "peak_of_chunk", lambda _served, tokens, _block_size: 1_000_000 * tokens)
     small, large = (measure_step(served, EngineConfig(max_num_batched_tokens=count)) for count in (64, 128))
     assert large - small == 64_000_000
+
+
+@pytest.mark.parametrize(
+    ("peaks", "expected"),
+    [
+        ({64: 100}, 3200),
+        ({256: 1000, 512: 2000}, 8000),  # all layers at once
+        ({256: 1000, 512: 1000}, 1000),  # as many command buffers as MLX lets wait
+        ({256: 1000, 512: 1100}, 1700),
+        ({256: 100, 512: 2000}, 8000),  # no line of more than all its tokens
+        ({256: 1100, 512: 1000}, 1000),
+    ],
+)
+def test_peaks_are_extrapolated_by_the_lower_of_two_lines(peaks: dict[int, int], expected: int) -> None:
+    assert extrapolated(peaks, 2048) == expected
+
+
+def test_a_gpu_runs_two_short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, chunks = load_model("demo", joins=False), list[int]()
+    info = {"memory_size": 2**33, "max_recommended_working_set_size": 2**32}
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(step_memory, "peak_of_chunk", lambda _served, tokens, _size: chunks.append(tokens) or 2**33)
+    assert measure_step(served, EngineConfig()) > 2**33
+    assert chunks == [256, 512]
+    chunks.clear()
+    measure_step(served, EngineConfig(max_num_batched_tokens=128))
+    assert chunks == [128]
 
 
 def test_what_drafts_keep_of_recurrent_layers_is_part_of_a_step(

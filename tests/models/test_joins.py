@@ -228,7 +228,7 @@ def test_answers_are_the_same_with_joins_and_without(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, joined = str(make_architecture(tmp_path / "m", kind)), []
-    monkeypatch.setattr(replacements, "join", lambda model: joined.append(model) or join(model))
+    monkeypatch.setattr(replacements, "join", lambda model, *more: joined.append(model) or join(model, *more))
     answers = []
     for joins in (False, True):
         config = EngineConfig(path, kv_cache_bytes=2**22, joins=joins)

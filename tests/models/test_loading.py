@@ -26,6 +26,7 @@ from mlxpaged.models.loader import DEMO_PATH, ServedModel, context_length, load_
 from mlxpaged.models.sources.resolve import resolve
 from mlxpaged.models.sources.short_names import DEMO_MODEL
 from mlxpaged.models.turns import Turns
+from mlxpaged.progress import Progress, Stage
 from mlxpaged.step import Step
 from tests.support import SMALL, demo_vocab_size, make_tiny_model, run_requests
 
@@ -220,14 +221,20 @@ def test_weights_are_read_in_groups_and_the_progress_ends_at_their_bytes(
 ) -> None:
     monkeypatch.setattr(loader, "READ_BYTES", 50_000)
     path = make_tiny_model(tmp_path / "m", "llama", num_hidden_layers=3)
-    reports: list[tuple[int, int]] = []
-    served = load_model(str(path), None, None, Turns(lambda done, total: reports.append((done, total))))
-    weights = dict.fromkeys((done, total) for done, total in reports if total)  # other models take turns in repetitions
+    reports: list[Progress] = []
+    served = load_model(str(path), None, None, Turns(reports.append))
+    loading = [each for each in reports if each.stage is Stage.LOADING and each.total]
+    weights = dict.fromkeys((each.done, each.total) for each in loading)  # other models take turns in repetitions
     done = [each for each, _ in weights]
     assert (done[0], done[-1]) == (0, served.weight_bytes)
     assert {total for _, total in weights} == {served.weight_bytes}
     assert len(weights) > 3
     assert done == sorted(set(done))
+    stages = list(dict.fromkeys(each.stage for each in reports))
+    assert stages == [Stage.LOADING, Stage.TOKENIZER, Stage.CHECKING_MODEL, Stage.CHECKING_LAYERS]
+    layers = [each for each in reports if each.stage is Stage.CHECKING_LAYERS]
+    assert {each.total for each in layers} == {3}
+    assert max(each.done for each in layers) == 3
 
 
 def test_layers_and_weight_bytes_are_those_of_the_model(tmp_path: Path) -> None:

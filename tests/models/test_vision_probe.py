@@ -19,6 +19,7 @@ from mlxpaged.models.sources.model_files import ModelFiles
 from mlxpaged.models.turns import Turns
 from mlxpaged.models.vision import load_vision
 from mlxpaged.models.vision_probe import check_vision
+from mlxpaged.progress import Progress
 from mlxpaged.vision.gemma3 import Gemma3Tower
 from mlxpaged.vision.pixtral_format import PixtralFormat
 from mlxpaged.vision.positions import Axes
@@ -272,7 +273,7 @@ def test_other_models_take_turns_when_no_image_is_in_a_step(served: ServedModel)
     assert vision is not None
     shown = []
 
-    def turn(done: int, total: int) -> None:
+    def turn(progress: Progress) -> None:
         shown.append(vision.rows.where)
 
     check_vision(served.model, served.layers, vision, Turns(turn))

@@ -15,6 +15,7 @@ from mlxpaged.api.errors import ApiError, no_room
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.errors import EngineState
 from mlxpaged.models.turns import Turns
+from mlxpaged.progress import Progress
 from mlxpaged.registry.errors import NoRoomError
 from mlxpaged.registry.model import Model
 from mlxpaged.registry.registry import Limits, Registry
@@ -31,7 +32,7 @@ class NotWanted(Exception):
 def test_a_load_that_is_not_wanted_any_more_does_not_wait_for_its_download() -> None:
     go_on, ended_by = threading.Event(), list[bool]()
 
-    def report(done: int, total: int) -> None:
+    def report(progress: Progress) -> None:
         raise NotWanted
 
     with pytest.raises(NotWanted):

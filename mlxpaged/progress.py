@@ -6,28 +6,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from mlxpaged.attention.self_check import ReportAmount
+ReportAmount = Callable[[int, int], object]
+"""Gets how much is done, and of how much."""
 
 
 class Stage(Enum):
     LOADING = "loading"  # weights, in bytes
+    TOKENIZER = "reading the tokenizer"
+    CHECKING_LAYERS = "checking layers"  # those that are joined or fused
+    CHECKING_MODEL = "checking the model"  # in steps of the probe
+    MEASURING = "measuring memory"
+    TIMING_STEPS = "timing steps"
     COMPILING = "compiling kernels"  # and checking them, in cases
     TIMING = "timing kernels"  # in shape classes
 
 
 @dataclass(frozen=True)
 class Progress:
-    """done, total: in the unit of the stage."""
+    """done, total: in the unit of the stage. total: 0 if it is not known, or the stage has no parts."""
 
     stage: Stage
     done: int
     total: int
 
     def __str__(self) -> str:
+        if not self.total:
+            return str(self.stage.value)
         if self.stage is not Stage.LOADING:
             return f"{self.stage.value} {self.done} of {self.total}"
-        if not self.total:  # not known before the files are read
-            return str(self.stage.value)
         unit, size = ("GB", 1e9) if self.total >= 1e9 else ("MB", 1e6)
         return f"{self.stage.value} {self.done / size:.1f} of {self.total / size:.1f} {unit}"
 
