@@ -7,15 +7,12 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
 from mlxpaged.models.architectures import Source, source_at
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.json_files import CONFIG
 from mlxpaged.models.kinds import Kind, kind_of
-from mlxpaged.models.sources.downloads import missing_files, repositories
+from mlxpaged.models.sources.downloads import missing_files, repositories, snapshot_of
 from mlxpaged.models.sources.gguf.choice import begins_model, choose, gguf_sizes, split_name
 from mlxpaged.models.sources.gguf.file import split_paths
 from mlxpaged.models.sources.other_apps import OLLAMA, app_models, app_path
@@ -63,7 +60,7 @@ class Catalog:
             return found
         name = full_name(name)
         repository, wanted = split_name(name)
-        snapshot = cached_snapshot(repository)
+        snapshot = snapshot_of(repository, wanted) if repository.count("/") == 1 else None
         return None if snapshot is None else described(name if wanted else repository, snapshot, wanted)
 
     def find_directory(self, name: str) -> Found | None:
@@ -170,14 +167,3 @@ def of_another_app(name: str) -> Found | None:
 def gguf_bytes(path: Path) -> int:
     """Bytes of a GGUF file, or of all parts of its model."""
     return sum(part.stat().st_size for part in split_paths(path))
-
-
-def cached_snapshot(repository: str) -> Path | None:
-    """The directory of a downloaded repository."""
-    if repository.count("/") != 1:
-        return None
-    try:
-        # The library asks for all files that match a pattern, and nothing downloads a README.
-        return Path(snapshot_download(repository, local_files_only=True, allow_patterns=[]))
-    except (HFValidationError, LocalEntryNotFoundError):  # no repository can have this name, or it is not there
-        return None

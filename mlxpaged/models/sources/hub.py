@@ -12,12 +12,12 @@ from huggingface_hub import errors as hub_errors
 
 from mlxpaged.models.disk import check_disk
 from mlxpaged.models.errors import HubError, ModelNotFoundError, UnsupportedModelError, in_one_line
+from mlxpaged.models.sources.downloads import WEIGHTS, missing_part, snapshot_of
 from mlxpaged.models.sources.gguf.choice import gguf_sizes, models_with, split_name
 from mlxpaged.models.sources.local import check_before_loading, chosen, directory_of
 from mlxpaged.models.sources.preflight import (
     GGUF,
     NOTHING,
-    WEIGHTS,
     FileSizes,
     Reserved,
     has_safetensors,
@@ -45,12 +45,35 @@ def download_weights(name: str, files: Sequence[str] = ()) -> Path:
     repository, quantization = split_name(name)
     with hub_errors_explained(name):
         remove_partial_files(repository)
-        directory = Path(snapshot_download(repository, allow_patterns=[*SMALL_FILES, *(files or [WEIGHTS])]))
+        try:
+            directory = Path(snapshot_download(repository, allow_patterns=[*SMALL_FILES, *(files or [WEIGHTS])]))
+        except hub_errors.LocalEntryNotFoundError:  # the hub is not there, and the library misses a file
+            found_here = snapshot_of(repository, quantization)
+            if found_here is None:
+                raise
+            directory = found_here
+        if not files:
+            directory = whole_snapshot(name, directory)
     if is_gguf(dict.fromkeys(files)):
         return directory_of(name, directory, files)
     # It was downloaded before, and the hub is not there.
     if (quantization or not has_safetensors(directory)) and (found := gguf_sizes(directory)):
         return directory_of(name, directory, chosen(name, found, quantization))
+    return directory
+
+
+def whole_snapshot(name: str, directory: Path) -> Path:
+    """The folder of a repository that is downloaded, if all is there that a load needs. directory: what the library has
+    found. Raises UnsupportedModelError, which says how to go on, if something is missing."""
+    repository, quantization = split_name(name)
+    if missing_part(directory, quantization) is not None:
+        directory = snapshot_of(repository, quantization) or directory
+    missing = missing_part(directory, quantization)
+    if missing is not None and not quantization:
+        raise HubError(
+            f"{name} is downloaded in part, and the hub cannot be reached: {missing} is missing; "
+            f"`mlxpaged pull {name}` resumes the download"
+        )
     return directory
 
 
@@ -104,7 +127,7 @@ def hub_errors_explained(name: str) -> Iterator[None]:
         raise ModelNotFoundError(message) from None
     except hub_errors.RepositoryNotFoundError:
         raise ModelNotFoundError(f"{name} is neither a local directory nor a repository on the hub") from None
-    except UnsupportedModelError:
+    except (UnsupportedModelError, HubError):
         raise
     except Exception as error:  # its own errors, and those of its HTTP library and of Xet, which depend on versions
         raise HubError(f"{name} could not be fetched from the hub: {in_one_line(error)}") from error

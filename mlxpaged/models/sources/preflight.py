@@ -18,10 +18,8 @@ from mlxpaged.models.errors import AssistantError, InsufficientMemoryError, Unsu
 from mlxpaged.models.files import check_files
 from mlxpaged.models.json_files import CONFIG, model_config, read_object
 from mlxpaged.models.kinds import is_encoder
+from mlxpaged.models.sources.downloads import WEIGHTS
 from mlxpaged.models.sources.gguf.choice import memory_of
-
-WEIGHTS = "model*.safetensors"
-"""The files that mlx-lm loads. Some repositories hold the same weights under other names too."""
 
 GGUF = ".gguf"
 """The suffix of llama.cpp's files, which are loaded if there are no WEIGHTS."""
