@@ -31,9 +31,12 @@ def main() -> None:
         python = make_environment("driver", DRIVER_PACKAGES, options.cache)
         if Path(sys.prefix).resolve() != python.parent.parent.resolve():
             os.execv(python, [str(python), *sys.argv])
+        from comparison.real import compare_real
         from comparison.run import compare, print_saved
 
-        if options.markdown is not None:
+        if options.gguf is not None:
+            compare_real(options)
+        elif options.markdown is not None:
             print_saved(options.markdown)
         else:
             compare(options)

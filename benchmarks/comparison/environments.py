@@ -32,6 +32,9 @@ SERVER_PACKAGES = {
 BEFORE = "mlxpaged-before"
 """Another checkout of mlxpaged, beside this one (`--before`)."""
 
+LLAMA_CPP = "llama.cpp"
+"""Only in the table of a GGUF file (`--gguf`)."""
+
 DRIVER_PACKAGES = ("numpy>=1.26", "safetensors>=0.4", "tokenizers>=0.21", "huggingface-hub>=0.27", "matplotlib>=3.9")
 REPORTED_PACKAGES = ("mlxpaged", "mlx", "mlx-lm", "vllm-mlx", "rapid-mlx", "transformers", "torch")
 

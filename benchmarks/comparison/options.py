@@ -33,6 +33,8 @@ class Options:
     servers: tuple[str, ...]
     before: Path | None
     model: str | None
+    gguf: Path | None
+    ready_seconds: float
     quick: bool
     repeat: int
     capacity: float | None
@@ -55,6 +57,13 @@ def parse(arguments: list[str]) -> Options:
         "--before", type=Path, metavar="CHECKOUT", help="another checkout of mlxpaged, as a server more"
     )
     parser.add_argument("--model", help="a directory or hub repository, for all servers; default: made from a seed")
+    parser.add_argument(
+        "--gguf",
+        type=Path,
+        metavar="FILE",
+        help="a Llama: one table of it and of a float32 directory of it, on this server, mlx-lm's and llama.cpp's",
+    )
+    parser.add_argument("--ready-timeout", type=float, default=300, help="seconds for a start with --gguf, default 300")
     parser.add_argument("--quick", action="store_true", help="small loads: shows that all works, measures little")
     parser.add_argument("--repeat", type=int, default=1, help="times that all of it is run; reported are medians")
     parser.add_argument("--capacity", type=float, help="requests a second for E; default: measured first")
@@ -67,19 +76,23 @@ def parse(arguments: list[str]) -> Options:
     args = parser.parse_args(arguments)
     if args.repeat < 1:
         parser.error("--repeat must be at least 1")
-    for name in ("request_timeout", "load_timeout", "budget"):
+    for name in ("request_timeout", "load_timeout", "ready_timeout", "budget"):
         if not 0 < getattr(args, name) < math.inf:
             parser.error(f"--{name.replace('_', '-')} must be a number above 0")
     if args.capacity is not None and not 0 < args.capacity < math.inf:
         parser.error("--capacity must be a number above 0")
     if args.before is not None and not (args.before / "pyproject.toml").is_file():
         parser.error(f"--before {args.before}: not a checkout of mlxpaged")
+    if args.gguf is not None and not args.gguf.is_file():
+        parser.error(f"--gguf {args.gguf}: no such file")
     cache = args.cache.expanduser().resolve()
     return Options(
         loads=tuple(letter for letter in LOADS if letter in args.loads),
         servers=tuple(server for server in servers if server in args.servers) + (BEFORE,) * bool(args.before),
         before=args.before and args.before.resolve(),
         model=args.model,
+        gguf=args.gguf and args.gguf.resolve(),
+        ready_seconds=args.ready_timeout,
         quick=args.quick,
         repeat=args.repeat,
         capacity=args.capacity,

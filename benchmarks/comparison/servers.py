@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .environments import BEFORE, LINUX, server_variables, telling_line
+from .environments import BEFORE, LINUX, LLAMA_CPP, server_variables, telling_line
 
 READY_SECONDS = 300
 STOP_SECONDS = 20
@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     BEFORE: ("mlxpaged", "serve", "{model}", "--port", "{port}"),
     "mlx-lm": ("mlx_lm.server", "--model", "{model}", "--port", "{port}"),
     "vllm-mlx": ("vllm-mlx", "serve", "{model}", "--port", "{port}", "--continuous-batching"),
+    LLAMA_CPP: ("python", str(Path(__file__).with_name("llama_cpp.py")), "{model}", "{port}"),
     # Its snapshot of the prefix cache would let one run know the prompts of the one before.
     "rapid-mlx": ("rapid-mlx", "serve", "{model}", "--port", "{port}", "--disable-disk-caches"),
 }
@@ -62,12 +63,48 @@ class Server:
         rows = (line.split() for line in listing.splitlines())
         return sum(1024 * int(rss) for group, rss in rows if int(group) == self.process.pid)
 
+    def peak_bytes(self) -> int | None:
+        """The highest resident memory of each process of the group since it began, together; None if the system does
+        not tell."""
+        peaks = [
+            int(line.split()[1]) * 1024
+            for process in self._processes()
+            for line in read_lines(process / "status")
+            if line.startswith("VmHWM:")
+        ]
+        return sum(peaks) if peaks else None
+
+    def cpu_seconds(self) -> float | None:
+        """User and system time of the process group, and of its processes that have ended; None if the system does not
+        tell."""
+        ticks = [sum(map(int, stat[11:15])) for process in self._processes() if (stat := stat_of(process))]
+        return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None
+
+    def _processes(self) -> list[Path]:
+        """Their folders in /proc."""
+        found = Path("/proc").glob("[0-9]*") if LINUX else ()
+        return [process for process in found if (stat := stat_of(process)) and int(stat[2]) == self.process.pid]
+
     def uses_openblas(self) -> bool | None:
         """Whether OpenBLAS is mapped into the server's process; None if there is none to look for."""
         if not LINUX:
             return None
         maps = Path(f"/proc/{self.process.pid}/maps")
         return re.search(r"/libopenblasp?[-.]", maps.read_text()) is not None if maps.exists() else None
+
+
+def read_lines(path: Path) -> list[str]:
+    """Empty if the process has ended."""
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def stat_of(process: Path) -> list[str]:
+    """What proc_pid_stat(5) has after the command's name, beginning with the state: the process group is the third,
+    times are the twelfth to the fifteenth. Empty if the process has ended."""
+    return " ".join(read_lines(process / "stat")).rpartition(") ")[2].split()
 
 
 def free_port() -> int:
