@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 
 Schema = dict[str, Any]
 
@@ -127,17 +127,19 @@ that of draft 3."""
 TIME = re.compile(r"(?ai:([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?(Z|[+-]([01]\d|2[0-3]):[0-5]\d))")
 
 
-@FORMAT_CHECKER.checks("time")
 def is_time(value: object) -> bool:
     return not isinstance(value, str) or TIME.fullmatch(value) is not None
 
 
-@FORMAT_CHECKER.checks("date-time", raises=ValueError)
 def is_date_time(value: object) -> bool:
     if not isinstance(value, str):
         return True
     date.fromisoformat(value[:10])
     return value[10:11] in ("T", "t", " ") and is_time(value[11:])
+
+
+FORMAT_CHECKER.checks("time")(is_time)
+FORMAT_CHECKER.checks("date-time", raises=ValueError)(is_date_time)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.grammar import Mask
+from mlxpaged.engine.logprobs import PromptLogprobs
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SamplingRow
@@ -54,25 +55,34 @@ def engine(served: ServedModel, kv_cache_dtype: str = "auto", **options: Any) ->
     """An engine whose steps do not depend on how long they take. Without drafts, unless `options` has `speculative`."""
     layers = served.layers if kv_cache_dtype == "auto" else quantized(served.layers, kv_cache_dtype)
     size = ROOM * bytes_per_token(layers)
-    config = EngineConfig(**{"kv_cache_bytes": size, "max_step_ms": 0, "speculative": "off"} | options)
+    fields: dict[str, Any] = {"kv_cache_bytes": size, "max_step_ms": 0, "speculative": "off"} | options
+    config = EngineConfig(**fields)
     return build_engine(config, replace(served, layers=layers))
 
 
 def score(core: EngineCore, tokens: list[int], first: int = 1) -> Scores:
     """Of the tokens from `first` on, as prompt. The prefix cache may have those before: a request of the API asks for
     the log-probabilities of the whole prompt, so that nothing is taken from the cache."""
+    found, outputs, steps = of_prompt(core, tokens, first)
+    return Scores(found.logprobs[first - 1 :], steps, max(output.num_cached_tokens for output in outputs))
+
+
+def of_prompt(
+    core: EngineCore, tokens: list[int], first: int = 1, top: int = 0
+) -> tuple[PromptLogprobs, list[RequestOutput], int]:
+    """What is known of a prompt from `first` on, all outputs, and the number of steps."""
     made = RunningRequest.__init__
 
     def begin_later(running: RunningRequest, request: Request, sequence: Sequence, *rest: Any) -> None:
         made(running, request, sequence, *rest)
         sequence.logits_from = first - 1
 
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=top)
     with mock.patch.object(RunningRequest, "__init__", begin_later):  # `add` asks the tier on a disk
         core.add(Request("text", tokens, params, core.clock()))
     outputs, steps = run(core)
     [found] = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
-    return Scores(found.logprobs[first - 1 :], steps, max(output.num_cached_tokens for output in outputs))
+    return found, outputs, steps
 
 
 def score_as_answer(core: EngineCore, tokens: list[int], first: int) -> Scores:
