@@ -31,6 +31,7 @@ from mlxpaged.engine.images import FEATURE_BYTES, Images, cannot_see
 from mlxpaged.engine.memory import (
     START_TOKENS,
     StateMemory,
+    cached_blocks,
     drafting_sequences,
     kv_blocks,
     least_step,
@@ -126,6 +127,7 @@ def build_engine(
     scheduler_config = replace(
         config.scheduler_config(num_blocks, slots, cache_seed=f"{served.name}|{kv_type}".encode()),
         start_blocks=start_blocks,
+        cached_blocks=cached_blocks(per_block, served.weight_bytes),
         windows=layout.windows,
         recurrent=keeps_states(served.layers),
         num_checkpoints=num_checkpoints,

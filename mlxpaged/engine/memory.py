@@ -23,6 +23,9 @@ LOAD_CACHE = 2**24
 CPU_POOL = 2**30
 """Most bytes of the KV pools on a CPU by default."""
 
+CPU_CACHED, CPU_CACHED_SHARE = 2**27, 0.25
+"""On a CPU, the pools grow for cached blocks up to the larger of these: bytes, and a share of the weights' bytes."""
+
 START_TOKENS = 512
 """Tokens that the KV pools hold at the start: a short request with its answer.
 That is 75 MB for Qwen3-4B. The pools grow before they are full."""
@@ -123,6 +126,14 @@ def kv_blocks(
         message = f"no KV block fits: {limit}, but one block takes {bytes_per_block / 1e6:.1f} MB"
         raise MemoryError(message if wanted_bytes is not None else message + states.remedy)
     return blocks
+
+
+def cached_blocks(bytes_per_block: int, weight_bytes: int) -> int | None:
+    """The blocks to which the KV pools grow at most for blocks that are only cached; None for no limit of its own. A
+    CPU has the memory of all programs, and computes a small model's prompt soon."""
+    if mx.metal.is_available() or not bytes_per_block:
+        return None
+    return max(CPU_CACHED, int(CPU_CACHED_SHARE * weight_bytes)) // bytes_per_block
 
 
 def state_checkpoints(bytes_per_state: int, wanted_bytes: int | None) -> int:

@@ -36,7 +36,7 @@ class BlockManager:
         self.block_size = config.block_size
         self.groups, self._longest_chunk = config.groups, config.max_num_batched_tokens
         self.pool: BlockPool[Content] = BlockPool(config.start_blocks or config.num_blocks, config.block_size)
-        self.size = PoolSize(self.pool, config.num_blocks)
+        self.size = PoolSize(self.pool, config.num_blocks, config.cached_blocks)
         self.prefix_cache = PrefixCache(self.pool, config.cache_seed, self.groups) if config.prefix_caching else None
         self.tables = TableRows()
         self.swap: BlockPool[None] | None = None

@@ -32,6 +32,8 @@ class SchedulerConfig:
     """Most KV blocks of the pool."""
     start_blocks: int | None = None
     """KV blocks of the pool at the start. None: `num_blocks`."""
+    cached_blocks: int | None = None
+    """KV blocks to which the pool grows at most for blocks that are only cached. None: `num_blocks`."""
     block_size: int = DEFAULT_BLOCK_SIZE
     """Tokens per KV block."""
     windows: tuple[int | None, ...] = (None,)

@@ -21,11 +21,13 @@ more."""
 
 
 class PoolSize:
-    """limit: the most blocks that the pool may have. may_grow: the engine sets it to False while there is no memory."""
+    """limit: the most blocks that the pool may have. cached_limit: the most to which it grows for blocks that are only
+    cached; None for `limit`. may_grow: the engine sets it to False while there is no memory."""
 
-    def __init__(self, pool: BlockPool[Content], limit: int) -> None:
+    def __init__(self, pool: BlockPool[Content], limit: int, cached_limit: int | None = None) -> None:
         self._pool = pool
         self.limit = limit
+        self._cached_limit = limit if cached_limit is None else min(limit, cached_limit)
         self.may_grow = True
         self.missing = 0  # the most blocks that were asked for since the last step began
 
@@ -55,9 +57,12 @@ class PoolSize:
 
     def relieve(self) -> None:
         """Ask for a larger pool or evict cached blocks if the pool is filled beyond FULL."""
-        usage = self._pool.usage()
-        excess = usage.used + usage.cached - int(FULL * self.num_blocks)
-        if excess > 0 and self.can_grow:
+        usage, most = self._pool.usage(), int(FULL * self.num_blocks)
+        excess = usage.used + usage.cached - most
+        if excess <= 0:
+            return
+        cached_may_stay = self._cached_limit == self.limit or GROWTH * self.num_blocks <= self._cached_limit
+        if self.can_grow and (usage.used > most or cached_may_stay):
             self.ask(excess)
-        elif excess > 0:
+        else:
             self._pool.evict(excess)

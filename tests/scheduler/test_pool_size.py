@@ -32,6 +32,21 @@ def test_the_pool_grows_before_a_running_sequence_is_preempted() -> None:
         assert answer(sim.added[number - 1]) == undisturbed(6, number, 30)
 
 
+@pytest.mark.parametrize(("cached_blocks", "expected"), [(None, 64), (16, 16), (31, 16), (32, 32)])
+def test_for_blocks_that_are_only_cached_the_pool_grows_up_to_a_limit_of_their_own(
+    cached_blocks: int | None, expected: int
+) -> None:
+    sim = growing(start_blocks=8, cached_blocks=cached_blocks)
+    for number in range(1, 30):
+        sim.add(sequence(number, 14, max_tokens=2))
+        sim.run()
+    assert sim.scheduler.pool.num_blocks == expected
+    sim.add(*(sequence(number, 60, max_tokens=60) for number in range(30, 32)))  # running ones need more
+    sim.run()
+    assert sim.scheduler.pool.num_blocks == 64
+    assert sim.scheduler.stats().preemptions_total == 0
+
+
 def test_decoding_goes_on_while_the_pool_grows_if_it_grows_in_time() -> None:
     sim = growing(start_blocks=16, growth_steps=4)
     sim.add(*(sequence(number, 4, max_tokens=60) for number in range(1, 3)))
