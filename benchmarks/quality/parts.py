@@ -245,7 +245,7 @@ def token_ids(model: Path, directory: Path, num_bytes: int, llama_cpp: Path | No
 
 
 def own_ids(model: Path, texts: list[str]) -> list[list[int]]:
-    reader = load_model(str(model)).tokenizer.reader
+    reader = load_model(str(model), cpu_dtype="auto").tokenizer.reader
     return [list(reader.encode(text, add_special_tokens=True)) for text in texts]
 
 
