@@ -23,11 +23,9 @@ from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequest, OpenRequests
 from mlxpaged.api.refusals import MAX_REFUSALS, Refusal
 from mlxpaged.api.tokenizer_lanes import TokenizerLanes
-from mlxpaged.daemon_thread import in_daemon_thread
 from mlxpaged.engine.async_engine import AsyncEngine
-from mlxpaged.engine.constraint import Constraint, StructuredOutput
+from mlxpaged.engine.constraint import Constraint, GrammarError, StructuredOutput
 from mlxpaged.engine.errors import EngineBusyError
-from mlxpaged.engine.grammar import GrammarError
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.engine.request import Request as EngineRequest
 from mlxpaged.engine.request import RequestOutput
@@ -242,7 +240,7 @@ class Server:
             message = f"{constraint.param}: the grammar compiler was busy for {COMPILE_SECONDS:.0f} s; try again"
             raise EngineBusyError(message) from None
         try:
-            thread = in_daemon_thread(lambda: info.grammars.compile(constraint), "mlxpaged-grammar")
+            thread = info.grammars.compile_on_thread(constraint)
         except BaseException:  # there is no memory for a thread
             self._compiling.release()
             raise

@@ -11,6 +11,15 @@ from mlxpaged.formats.pieces import Json, Lark, Listed, Piece
 ConstraintKind = Literal["json_schema", "regex", "choice", "grammar"]
 
 
+class GrammarError(ValueError):
+    """A constraint cannot be enforced, or an answer violates it. param: the request's field that is wrong, if it is not
+    the field of the whole constraint."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 @dataclass(frozen=True)
 class Constraint:
     """A JSON schema, a regular expression, a JSON list of strings to choose from, or a grammar in Lark's or GBNF's

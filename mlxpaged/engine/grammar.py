@@ -1,7 +1,8 @@
 """Compiles constraints to grammars with llguidance, and makes a matcher for each answer.
 
-Any thread may compile. Compilation is bounded: llguidance refuses what is too large or too complex. A matcher belongs
-to the engine thread. Only committed tokens advance it, so a failed step or a preemption does not affect it.
+Any thread may compile. Compilation is bounded: texts that are too large or too deep are refused before, a child process
+compiles a grammar first, and llguidance refuses what is too complex. A matcher belongs to the engine thread. Only
+committed tokens advance it, so a failed step or a preemption does not affect it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,26 +25,15 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from llguidance.hf import from_tokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
-from mlxpaged.engine.constraint import Constraint, ConstraintKind, StructuredOutput
-from mlxpaged.engine.json_schema import check_schema, enforceable, patterns
+from mlxpaged.daemon_thread import in_daemon_thread
+from mlxpaged.engine.constraint import Constraint, GrammarError, StructuredOutput
+from mlxpaged.engine.grammar_check import checker
+from mlxpaged.engine.grammar_limits import check_size
+from mlxpaged.engine.json_schema import check_schema, enforceable
+from mlxpaged.engine.schema_limits import parsed
 from mlxpaged.engine.structured_output import lark
+from mlxpaged.models.panics import guarded
 from mlxpaged.models.tokenizer import Tokenizer
-
-MAX_CHARS: dict[ConstraintKind, int] = {
-    "json_schema": 128 * 1024,
-    "regex": 8 * 1024,
-    "choice": 64 * 1024,
-    "grammar": 32 * 1024,
-}
-"""Most characters of a constraint. The compiler cannot be interrupted, and some of its parts take quadratic time. The
-slowest case found within these limits took 2 seconds; a regular expression of 80,000 characters took a minute."""
-
-OPTIONAL = re.compile(r"[?*{]|[(|:]\||\|\)")
-"""What makes a part of a regular expression optional: a quantifier, or an alternative that is empty."""
-
-MAX_OPTIONAL = 1_000
-"""Most optional parts of all regular expressions of a request. Time and memory grow with their square: `.?` took 0.3
-seconds and 17 MB for 1,000, 4.3 seconds and 300 MB for 4,000. None of llguidance's limits stops this."""
 
 MAX_ROW_ITEMS = 4_000
 """Ways in which the grammar can go on at one place of an answer; an optional property is four of them. llguidance's own
@@ -68,17 +60,22 @@ come late in the answer, where no trial of the whole gets to."""
 WHITESPACE = r"( |\n[ \t]{0,64})?"
 """White space between the tokens of JSON. If any amount is allowed, some models write it until max_tokens."""
 
+STACK_BYTES = 2 * checker.STACK_BYTES
+"""Bytes of the stack on which grammars are compiled. Without it, the size depends on the system, and on `ulimit -s`."""
+
+LIMITS: dict[str, Any] = {
+    "verbose_errors": False,
+    "max_items_in_row": MAX_ROW_ITEMS,
+    "max_lexer_states": MAX_LEXER_STATES,
+}
+"""Those of llguidance's parser that are not its own."""
+
+LARK_START = re.compile(r"(?m)^[^\S\n]*(%llguidance\b|start[^\S\n]*:)")
+"""What makes a grammar one in Lark's notation. llguidance's own expression is the same but for line feeds, for which it
+takes quadratic time: 30 seconds for 30,000 of them, while no other thread of Python runs."""
+
 Mask = npt.NDArray[np.int32]
 """[W]: one bit for each of 32 * W tokens, the lowest bit first. A set bit means that the token is allowed."""
-
-
-class GrammarError(ValueError):
-    """A constraint cannot be enforced, or an answer violates it. param: the request's field that is wrong, if it is not
-    the field of the whole constraint."""
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
 
 
 class Grammars:
@@ -98,19 +95,31 @@ class Grammars:
         self._kept_lock = threading.Lock()
 
     def start(self, constraint: Constraint | StructuredOutput, ignore_eos: bool) -> GrammarMatcher:
-        """Make a matcher for one answer. Raises GrammarError."""
-        return GrammarMatcher(self.compile(constraint).deep_copy(), self._wrapped.eos_token_ids, ignore_eos)
+        """Make a matcher for one answer. Raises GrammarError. The constraint was compiled before, if another one asked
+        for it: if it has been forgotten since then, it is compiled again without a child process."""
+        matcher = self._find(constraint) or self.compile_on_thread(constraint, is_checked=True).result()
+        return GrammarMatcher(matcher.deep_copy(), self._wrapped.eos_token_ids, ignore_eos)
 
     def compile(self, constraint: Constraint | StructuredOutput) -> LLMatcher:
-        """Make a matcher at the start of the grammar, to be copied. Raises GrammarError with the reason."""
-        found = self._find(constraint)
-        if found is None:
-            found = self._compile(constraint)
+        """Make a matcher at the start of the grammar, to be copied. Raises GrammarError with the reason, or OSError if
+        no process can be started that compiles it first."""
+        return self._find(constraint) or self.compile_on_thread(constraint).result()
+
+    def compile_on_thread(
+        self, constraint: Constraint | StructuredOutput, is_checked: bool = False
+    ) -> Future[LLMatcher]:
+        """The same, without waiting, on a thread whose stack has a known size. is_checked: whether a child process has
+        compiled it before."""
+
+        def run() -> LLMatcher:
+            found = self.compile_here(constraint, is_checked)
             with self._kept_lock:
                 self._kept[constraint] = found
                 if len(self._kept) > KEPT:
                     self._kept.popitem(last=False)
-        return found
+            return found
+
+        return in_daemon_thread(run, "mlxpaged-grammar", STACK_BYTES)
 
     def is_compiled(self, constraint: Constraint | StructuredOutput) -> bool:
         """Whether `compile` takes no time. It is then among the last that are forgotten."""
@@ -152,26 +161,27 @@ class Grammars:
         matcher.matcher.rollback(len(drafts))
         return found
 
-    def _compile(self, constraint: Constraint | StructuredOutput) -> LLMatcher:
+    def compile_here(self, constraint: Constraint | StructuredOutput, is_checked: bool) -> LLMatcher:
+        """The same, on this thread, and without keeping the result."""
         check_size(constraint)
         until = time.monotonic() + PARTS_SECONDS
         for part in dict.fromkeys(constraint.parts) if isinstance(constraint, StructuredOutput) else ():
             # A grammar is always compiled alone too, so that it cannot refer to the other parts.
             if part.kind == "grammar" or time.monotonic() < until:
                 try:
-                    self._new_matcher(part)
+                    self._new_matcher(part, is_checked)
                 except GrammarError as error:
                     raise GrammarError(str(error), part.param) from None
-        return self._new_matcher(constraint)
+        return self._new_matcher(constraint, is_checked)
 
-    def _new_matcher(self, constraint: Constraint | StructuredOutput) -> LLMatcher:
-        limits = LLParserLimits(verbose_errors=False, max_items_in_row=MAX_ROW_ITEMS, max_lexer_states=MAX_LEXER_STATES)
+    def _new_matcher(self, constraint: Constraint | StructuredOutput, is_checked: bool) -> LLMatcher:
         try:
-            matcher = LLMatcher(self.tokenizer(), self._text(constraint), log_level=0, limits=limits)
+            text = self._text(constraint)
+            if not is_checked:
+                checker.check([text], LIMITS)
+            matcher = LLMatcher(self.tokenizer(), text, log_level=0, limits=LLParserLimits(**LIMITS))
         except ValueError as error:
             raise GrammarError(str(error)) from None
-        except RecursionError:
-            raise GrammarError("is nested too deeply") from None
         check(matcher)
         first = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)  # also finds a grammar that is too complex
         check(matcher)
@@ -205,7 +215,7 @@ class Grammars:
         return [vocab[text] for text in TRIAL_TEXT if text in vocab]
 
     def _text(self, constraint: Constraint | StructuredOutput) -> str:
-        """The grammar in llguidance's notation. Raises ValueError or RecursionError."""
+        """The grammar in llguidance's notation. Raises ValueError."""
         if isinstance(constraint, Constraint):
             return grammar_text(constraint)
         grammars = [{"name": "answer", "lark_grammar": lark(constraint, self._pieces)}]
@@ -236,7 +246,8 @@ class Grammars:
                 wrapped = self._wrapped.reader
                 size = max(len(wrapped), self._vocab_size)
                 try:
-                    self._tokenizer = from_tokenizer(wrapped, size, sorted(self._wrapped.eos_token_ids) or None)
+                    new = guarded(from_tokenizer)
+                    self._tokenizer = new(wrapped, size, sorted(self._wrapped.eos_token_ids) or None)
                 except Exception as error:  # for unusual tokenizers, the libraries raise any type
                     raise GrammarError(f"structured output does not work with this tokenizer: {error}") from error
             return self._tokenizer
@@ -244,9 +255,12 @@ class Grammars:
 
 def grammar_text(constraint: Constraint) -> str:
     """A constraint in llguidance's notation. Raises ValueError."""
+    if constraint.kind == "grammar":
+        is_lark = LARK_START.search(constraint.text) is not None
+        return grammar_from("lark", constraint.text if is_lark else lark_of(constraint.text))
     if constraint.kind != "json_schema":
         return grammar_from(constraint.kind, constraint.text)
-    schema = json.loads(constraint.text)
+    schema = parsed(constraint.text)
     check_schema(schema)
     # A schema may contain options for llguidance. A request may not set these: the first two would allow answers that
     # violate the schema.
@@ -255,32 +269,18 @@ def grammar_text(constraint: Constraint) -> str:
     return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
 
 
-def check_size(constraint: Constraint | StructuredOutput) -> None:
-    """Raises GrammarError if a constraint is over MAX_CHARS or MAX_OPTIONAL."""
-    parts = constraint.parts if isinstance(constraint, StructuredOutput) else (constraint,)
-    for kind, limit in MAX_CHARS.items():
-        length = sum(len(part.text) for part in parts if part.kind == kind)
-        if length > limit:
-            raise GrammarError(f"has {length} characters of {kind}; the limit is {limit}")
-    optional = sum(len(OPTIONAL.findall(text)) for part in dict.fromkeys(parts) for text in expressions(part))
-    if optional > MAX_OPTIONAL:
-        raise GrammarError(f"has regular expressions with {optional} optional parts; the limit is {MAX_OPTIONAL}")
-
-
-def expressions(constraint: Constraint) -> list[str]:
-    """The texts with regular expressions. The text of a grammar counts as one."""
-    if constraint.kind != "json_schema":
-        return [constraint.text] if constraint.kind in ("regex", "grammar") else []
-    try:
-        return patterns(json.loads(constraint.text))
-    except (ValueError, RecursionError):
-        return []  # what is wrong with the schema is said when it is compiled
+@functools.lru_cache(maxsize=16)
+def lark_of(grammar: str) -> str:
+    """A grammar of GBNF's notation in Lark's. What writes it is Python, and takes quadratic time for some: a child
+    process does it, once for all compilations of a request. Raises ValueError."""
+    return checker.lark_of(grammar)
 
 
 def check(matcher: LLMatcher) -> None:
     """Raises GrammarError if a matcher has an error. Such errors are final."""
     if matcher.is_error():
-        reason = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+        reason, _, _ = matcher.get_error().partition("<backtrace>")  # of a panic, with paths of another machine
+        reason = " ".join(reason.replace("<non-verbose/>", "").split())
         raise GrammarError("no text matches it" if reason == "NoExtensionBias" else reason)
 
 

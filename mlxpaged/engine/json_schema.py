@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from typing import Any
+
+from mlxpaged.engine.schema_limits import check_limits, target
 
 NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 """Keywords whose value maps names to schemas."""
@@ -29,7 +32,10 @@ MAX_MULTIPLE = 10_000
 each remainder, 100,000 a second, and stops only in some cases: a million were not done after 8 seconds."""
 
 MAX_BRANCHES = 64
-"""Most branches of a `oneOf` that are compared with each other, in pairs."""
+"""Most branches of a `oneOf` that are compared with each other."""
+
+MAX_COMPARED = 500_000
+"""Most values, and pairs of branches, that are compared for all `oneOf` of a schema. Each takes 0.1 to 0.7 us."""
 
 NEAR = 1e-9
 MAX_EXCLUSIVE = 10**6
@@ -43,14 +49,27 @@ def check_schema(schema: Any) -> None:
     """Raises ValueError if a schema is not an object, or if the compiler would not finish it."""
     if not isinstance(schema, dict):
         raise ValueError("a schema must be a JSON object")
+    check_limits(schema)
     nodes = list(_nodes(schema))
     length = sum(map(len, patterns(schema)))
     if length > MAX_PATTERN_CHARS:
         raise ValueError(f"has patterns of {length} characters; the limit is {MAX_PATTERN_CHARS}")
-    multiples = [Decimal(str(node["multipleOf"])) for node in nodes if type(node.get("multipleOf")) in (int, float)]
-    decimals = max([0, *(-int(value.as_tuple().exponent) for value in multiples)])
-    if decimals > 20 or math.lcm(*(int(abs(value).scaleb(decimals)) for value in multiples)) > MAX_MULTIPLE:
+    if not _has_common_multiple([node["multipleOf"] for node in nodes if type(node.get("multipleOf")) in (int, float)]):
         raise ValueError(f"the least common multiple of all multipleOf is above {MAX_MULTIPLE}")
+
+
+def _has_common_multiple(numbers: Sequence[float]) -> bool:
+    """Whether one is at most MAX_MULTIPLE. It is found step by step: that of all numbers may have a million digits."""
+    multiples = [Decimal(str(number)) for number in numbers]
+    decimals = max([0, *(-int(value.as_tuple().exponent) for value in multiples)])
+    common = 1
+    for value in multiples:
+        if decimals > 20 or value.adjusted() > 20:
+            return False
+        common = math.lcm(common, int(abs(value).scaleb(decimals)))
+        if common > MAX_MULTIPLE:
+            return False
+    return True
 
 
 def patterns(schema: Any) -> list[str]:
@@ -61,10 +80,14 @@ def patterns(schema: Any) -> list[str]:
 
 def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
     """Every object in a schema, including objects that are not schemas."""
-    if isinstance(schema, dict):
-        yield schema
-    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        yield from _nodes(part)
+    waiting = [schema]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, dict):
+            yield found
+            waiting += found.values()
+        elif isinstance(found, list):
+            waiting += found
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -74,13 +97,15 @@ def _object(value: Any) -> dict[str, Any]:
 
 def enforceable(root: Any) -> Any:
     """The schema, with `oneOf` written as `anyOf` if its branches exclude each other: by their types, or by a required
-    property that has different constants. Exclusive bounds of numbers are inclusive ones."""
-    return _rewritten(root, root)
+    property that has different constants. Exclusive bounds of numbers are inclusive ones. Raises ValueError if the
+    branches are too many to compare."""
+    return _rewritten(root, _Branches(root))
 
 
-def _rewritten(schema: Any, root: Any) -> Any:
+def _rewritten(schema: Any, branches: _Branches) -> Any:
+    """Calls itself for each level of the schema, of which `check_limits` allows MAX_NESTING."""
     if isinstance(schema, list):
-        return [_rewritten(item, root) for item in schema]
+        return [_rewritten(item, branches) for item in schema]
     if not isinstance(schema, dict):
         return schema
     result = {}
@@ -88,11 +113,11 @@ def _rewritten(schema: Any, root: Any) -> Any:
         if key in DATA:
             result[key] = value
         elif key in NAMED and isinstance(value, dict):
-            result[key] = {name: _rewritten(item, root) for name, item in value.items()}
-        elif key == "oneOf" and "anyOf" not in schema and _exclude_each_other(value, root):
-            result["anyOf"] = _rewritten(value, root)
+            result[key] = {name: _rewritten(item, branches) for name, item in value.items()}
+        elif key == "oneOf" and "anyOf" not in schema and branches.exclude_each_other(value):
+            result["anyOf"] = _rewritten(value, branches)
         else:
-            result[key] = _rewritten(value, root)
+            result[key] = _rewritten(value, branches)
     return result if schema.get("type") == "integer" else _with_inclusive_bounds(result)
 
 
@@ -110,22 +135,59 @@ def _with_inclusive_bounds(schema: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _exclude_each_other(branches: Any, root: Any) -> bool:
-    if not isinstance(branches, list) or len(branches) > MAX_BRANCHES:
+class _Branches:
+    """Compares the branches of the `oneOf` of a schema."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._constants: dict[int, dict[str, set[str]]] = {}  # by the id of a branch
+        self._num_compared = 0
+
+    def exclude_each_other(self, branches: Any) -> bool:
+        """Raises ValueError if too many were compared."""
+        if not isinstance(branches, list) or len(branches) > MAX_BRANCHES:
+            return False
+        resolved = [self._resolved(branch) for branch in branches]
+        types = list(map(_types, resolved))
+        shared = {name for name, count in Counter(itertools.chain(*types)).items() if count > 1}
+        if shared - {"object"} or any("object" in each and len(each) > 1 for each in types if shared):
+            return False
+        objects = [self._constants_of(branch) for branch, each in zip(resolved, types, strict=True) if "object" in each]
+        return not shared or self._one_tells_apart(objects) or self._tell_apart_in_pairs(objects)
+
+    def _one_tells_apart(self, objects: list[dict[str, set[str]]]) -> bool:
+        """Whether one property has different constants in all of them, as in what Pydantic writes."""
+        for name in objects[0]:
+            values = [each.get(name) for each in objects]
+            self._note(sum(len(each or ()) for each in values))
+            if all(values) and sum(len(each or ()) for each in values) == len(set().union(*filter(None, values))):
+                return True
         return False
-    resolved = [_resolved(branch, root) for branch in branches]
-    return all(_disjoint(a, b) for a, b in itertools.combinations(resolved, 2))
 
-
-def _disjoint(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    if not _types(a) & _types(b):
+    def _tell_apart_in_pairs(self, objects: list[dict[str, set[str]]]) -> bool:
+        for a, b in itertools.combinations(objects, 2):
+            self._note(1 + sum(min(len(a[name]), len(b[name])) for name in a.keys() & b.keys()))
+            if not any(a[name].isdisjoint(b[name]) for name in a.keys() & b.keys()):
+                return False
         return True
-    if _types(a) | _types(b) != {"object"}:
-        return False
-    return any(
-        _values(a, name) and _values(b, name) and not _values(a, name) & _values(b, name)
-        for name in _strings(a.get("required")) & _strings(b.get("required"))
-    )
+
+    def _note(self, count: int) -> None:
+        self._num_compared += count
+        if self._num_compared > MAX_COMPARED:
+            raise ValueError("has too many branches of oneOf to compare them; use anyOf if they exclude each other")
+
+    def _constants_of(self, branch: dict[str, Any]) -> dict[str, set[str]]:
+        """The strings that required properties may be, of those whose strings are listed."""
+        found = self._constants.get(id(branch))
+        if found is None:
+            values = {name: _values(branch, name) for name in sorted(_strings(branch.get("required")))}
+            found = self._constants[id(branch)] = {name: each for name, each in values.items() if each}
+        return found
+
+    def _resolved(self, schema: Any) -> dict[str, Any]:
+        """The schema that `schema` refers to, or `schema` itself."""
+        reference = _object(schema).get("$ref")
+        return _object(target(reference, self._root) if isinstance(reference, str) else schema)
 
 
 def _types(schema: dict[str, Any]) -> set[str]:
@@ -145,13 +207,3 @@ def _values(schema: dict[str, Any], name: str) -> set[str]:
 
 def _strings(values: Any) -> set[str]:
     return {value for value in values if isinstance(value, str)} if isinstance(values, list) else set()
-
-
-def _resolved(schema: Any, root: Any) -> dict[str, Any]:
-    """The schema that `schema` refers to, or `schema` itself."""
-    reference = _object(schema).get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        schema = root
-        for part in reference[2:].split("/"):
-            schema = _object(schema).get(part.replace("~1", "/").replace("~0", "~"))
-    return _object(schema)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
 
 from mlxpaged.cache.prefix_cache import salted
+from mlxpaged.engine.constraint import GrammarError
 from mlxpaged.engine.deadlines import Deadlines, set_deadlines
 from mlxpaged.engine.disk_tier import DiskTier
-from mlxpaged.engine.grammar import GrammarError, Grammars
+from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.images import Images
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest

@@ -13,8 +13,7 @@ import pytest
 
 from mlxpaged import process_memory
 from mlxpaged.api import body as bodies
-from mlxpaged.api import server as api_server
-from mlxpaged.engine import headroom
+from mlxpaged.engine import grammar, headroom
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.errors import EngineState
 from mlxpaged.engine.running_request import RunningRequest
@@ -207,8 +206,8 @@ def test_what_fails_before_the_engine_is_refused(
     targets: dict[str, tuple[Any, str]] = {
         "body": (bodies, "parse"),
         "tokenizer": (type(info.tokenizer), "encode"),
-        "grammar": (info.grammars, "compile"),
-        "thread": (api_server, "in_daemon_thread"),
+        "grammar": (info.grammars, "compile_here"),
+        "thread": (grammar, "in_daemon_thread"),
     }
     constraint = {"guided_regex": f"[a-z]{{{len(what)}}}"}
     with raw(server) as client:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxpaged.engine.constraint import Constraint
+from mlxpaged.engine.constraint import Constraint, GrammarError
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.grammar import KEPT, GrammarError
+from mlxpaged.engine.grammar import KEPT
 from mlxpaged.engine.json_schema import enforceable
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.request import Request

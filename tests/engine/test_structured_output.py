@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine.constraint import Constraint, StructuredOutput, ToolCallForm
+from mlxpaged.engine.constraint import Constraint, GrammarError, StructuredOutput, ToolCallForm
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.grammar import GrammarError, Grammars
+from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams

@@ -88,8 +88,9 @@ def patch() -> None:
     from mlxpaged.api.batches.store import Store
     from mlxpaged.engine import awake_clock
     from mlxpaged.engine.awake_clock import AwakeClock, seconds_without_sleep
+    from mlxpaged.engine.constraint import GrammarError
     from mlxpaged.engine.engine_thread import EngineThread
-    from mlxpaged.engine.grammar import GrammarError, Grammars
+    from mlxpaged.engine.grammar import Grammars
     from mlxpaged.engine.model_runner import DeviceError, ModelRunner
     from mlxpaged.engine.running_request import RunningRequest
     from mlxpaged.engine.sampler import Sampler
