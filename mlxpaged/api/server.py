@@ -8,12 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from mlxpaged.api.access.caller import allows, caller_of, is_local
 from mlxpaged.api.access.key_ring import KeyRing
+from mlxpaged.api.compile_turns import CompilerBusyError, CompileTurns, Turn
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.downloads import Downloads
 from mlxpaged.api.errors import ApiError, bad_parameter, load_failed, model_not_found, no_room
@@ -25,13 +27,12 @@ from mlxpaged.api.refusals import MAX_REFUSALS, Refusal
 from mlxpaged.api.tokenizer_lanes import TokenizerLanes
 from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.constraint import Constraint, GrammarError, StructuredOutput
-from mlxpaged.engine.errors import EngineBusyError
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.engine.request import Request as EngineRequest
 from mlxpaged.engine.request import RequestOutput
 from mlxpaged.models.kinds import Kind
 from mlxpaged.models.tokenizer import Tokenizer
-from mlxpaged.process_memory import require_memory
+from mlxpaged.process_memory import is_out_of_memory, require_memory
 from mlxpaged.registry.errors import LoadFailedError, ModelUnknownError, NoRoomError
 from mlxpaged.registry.model import Model
 from mlxpaged.registry.registry import Registry
@@ -84,8 +85,7 @@ class Server:
         self.image_hosts = ImageHosts(http.image_hosts)
         # Two, so that a large image does not block the next one. Each takes up to 0.5 GB while it is decoded.
         self._image_threads = ThreadPoolExecutor(2, thread_name_prefix="mlxpaged-image")
-        # Two, so that a slow grammar does not block the next one. The compiler releases the interpreter lock.
-        self._compiling = asyncio.Semaphore(2)
+        self._compile_turns = CompileTurns()
 
     def _observe(self, model: str, request: EngineRequest, output: RequestOutput) -> None:
         self.metrics.observe(model, request, output)
@@ -228,37 +228,42 @@ class Server:
         """Run a function that uses a tokenizer, on a thread. size: characters or tokens that it works on."""
         return await self._tokenizer_lanes.run(tokenizer, size, function)
 
-    async def compile(self, info: EngineInfo, constraint: Constraint | StructuredOutput | None) -> None:
-        """Compile the grammar, unless it is known. Raises ApiError if it is not supported, EngineBusyError if others
+    async def compile(
+        self, request: Request, info: EngineInfo, constraint: Constraint | StructuredOutput | None
+    ) -> None:
+        """Compile the grammar, unless it is known. Raises ApiError if it is not supported, CompilerBusyError if others
         take too long."""
         if constraint is None or info.grammars.is_compiled(constraint):
             return
         require_memory(GRAMMAR_BYTES, "the grammar")
         try:
-            await asyncio.wait_for(self._compiling.acquire(), COMPILE_SECONDS)
-        except asyncio.TimeoutError:
-            message = f"{constraint.param}: the grammar compiler was busy for {COMPILE_SECONDS:.0f} s; try again"
-            raise EngineBusyError(message) from None
+            turn = await self._compile_turns.enter(program_of(request), COMPILE_SECONDS)
+        except CompilerBusyError as error:
+            raise CompilerBusyError(f"{constraint.param}: {error}") from None
         try:
             thread = info.grammars.compile_on_thread(constraint)
         except BaseException:  # there is no memory for a thread
-            self._compiling.release()
+            self._compile_turns.leave(turn)
             raise
         compiled = asyncio.wrap_future(thread)
-        compiled.add_done_callback(self._end_compiling)
+        compiled.add_done_callback(partial(self._end_compiling, turn))
         await asyncio.wait([compiled], timeout=COMPILE_SECONDS)
         if not compiled.done():
             message = f"takes more than {COMPILE_SECONDS:.0f} s to compile"
             raise bad_parameter(constraint.param, message, code="unsupported_constraint")
         try:
             compiled.result()
+        except OSError as error:  # of the process that checks grammars
+            if is_out_of_memory(error):
+                raise
+            raise CompilerBusyError(f"{constraint.param}: the grammar compiler cannot be started: {error}") from None
         except GrammarError as error:
             param = error.param or constraint.param
             reason = "the grammar compiler refuses the constraint"  # its own message can have text of the constraint
             raise bad_parameter(param, str(error), "unsupported_constraint", reason) from None
 
-    def _end_compiling(self, compiled: asyncio.Future[Any]) -> None:
-        self._compiling.release()
+    def _end_compiling(self, turn: Turn, compiled: asyncio.Future[Any]) -> None:
+        self._compile_turns.leave(turn)
         if not compiled.cancelled():
             compiled.exception()  # marks it as retrieved: after a timeout nothing else reads it
 
@@ -309,6 +314,13 @@ class Load:
     def leave(self) -> None:
         """Stop waiting. The load goes on."""
         self._task.cancel()
+
+
+def program_of(request: Request) -> str:
+    """Who takes turns with others: a key, or on a server without keys, a program on a machine."""
+    if caller_of(request) is not None or request.client is None:
+        return client_of(request)
+    return f"{request.client.host} {client_of(request)}"
 
 
 def server_of(request: Request) -> Server:

@@ -23,9 +23,12 @@ from typing import Any
 
 import pytest
 
+from mlxpaged.engine.grammar_limits import MAX_OPENINGS
+from mlxpaged.engine.schema_limits import MAX_DEPTH, MAX_NESTING
 from mlxpaged.models.sources.resolve import resolve
 from mlxpaged.models.tokenizer_limits import MAX_REPLACED
-from tests.faults import costs, wire
+from tests.engine.constraints import WRAPPED, chain, doubling, nested
+from tests.faults import costs, floods, wire
 from tests.faults.fault import Context, must
 from tests.faults.server import FaultyServer
 from tests.faults.streams import CHAT, COMPLETIONS, RESPONSES, chat, user
@@ -172,6 +175,26 @@ async def tokens(context: Context) -> None:
     for count, status in ((250_000, 200), (1_000_000, 400)):
         reply = await context.post("/detokenize", {"model": "tiny", "tokens": [20, 30] * (count // 2)})
         must(reply.status == status, reply.status)
+
+
+# Constraints
+
+
+@attack("schemas and grammars beyond their limits")
+async def deep_constraints(context: Context) -> None:
+    """Each is harmless, and a little more than what is compiled."""
+    schemas = [chain(name, MAX_DEPTH + 5) for name in WRAPPED] + [doubling(60), nested(MAX_NESTING + 1)]
+    fields = [{"structured_outputs": {"json": schema}} for schema in schemas]
+    fields += [{"structured_outputs": {"grammar": "start: " + "(" * (MAX_OPENINGS + 1)}}]
+    for each in fields:
+        path, body = chat("x", 1, stream=False, **each)
+        reply = await context.post(path, body)
+        must(reply.status == 400 and reply.json["error"]["code"] == "unsupported_constraint", reply)
+
+
+@attack("6 clients of a key with ever new schemas", mebibytes=700)
+async def new_schemas(context: Context) -> None:
+    await asyncio.gather(*(floods.ask_new_schemas(context, 3) for _ in range(6)))
 
 
 # Images

@@ -57,7 +57,7 @@ async def prepare(http: Request, request: GenerationRequest, info: EngineInfo) -
     if isinstance(chat, Chat):
         return await of_chat(http, request, chat, info)
     prompts = await of_texts(http, request, info)
-    await server_of(http).compile(info, prompts.params.constraint)
+    await server_of(http).compile(http, info, prompts.params.constraint)
     return prompts
 
 
@@ -119,7 +119,7 @@ async def enforced(
     while True:
         try:
             form = await server.prepare(http, collect)
-            await server.compile(info, form)
+            await server.compile(http, info, form)
             return form
         except ApiError as error:
             blamed = {param for param in optional if error.param in (param, request.client_name("tools"))} - loose
