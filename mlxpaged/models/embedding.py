@@ -31,7 +31,10 @@ from mlxpaged.models.weight_names import known_classes
 Vector = NDArray[np.float32]
 
 MODULES, POOLING, TRANSFORMER = "modules.json", "config.json", "sentence_bert_config.json"
+SETTINGS = "tokenizer_config.json"
 PROMPTS, DENSE_WEIGHTS = "config_sentence_transformers.json", "model.safetensors"
+MOST_TOKENS = 2**32
+"""More tokens than a text can have."""
 PROBE = [3, 1, 4, 1, 5, 9, 2]
 MIN_COSINE = 0.98
 """Half types round differently in other chunks. A model that runs incorrectly is far below this."""
@@ -186,17 +189,21 @@ def embedding_spec(path: Path) -> EmbeddingSpec:
         normalize="Normalize" in kinds,
         prompt=prompt,
         prompts=named,
-        max_tokens=stated_length(transformer),
+        max_tokens=stated_length(path),
         matryoshka=frozenset(sizes) if sizes else bool(config.get("is_matryoshka")),
         lower_case=bool(transformer.get("do_lower_case")),
         dense=tuple(read_dense(path / place) for kind, place in stated if kind == "Dense"),
     )
 
 
-def stated_length(transformer: Mapping[str, Any]) -> int | None:
-    """The most tokens of a text, as sentence_bert_config.json states them; None if it does not."""
-    limit = transformer.get("max_seq_length")
-    return limit if type(limit) is int and limit > 0 else None
+def stated_length(path: Path) -> int | None:
+    """The most tokens of a text. sentence-transformers before 6 states them in its own file, and 6 in that of the
+    tokenizer. None if neither does. Raises UnsupportedModelError."""
+    settings = read_object(path / SETTINGS, missing_is_empty=True)
+    limit: Any = read_object(path / TRANSFORMER, missing_is_empty=True).get("max_seq_length")
+    limit = settings.get("model_max_length") if limit is None else limit
+    # transformers writes 1e30, as an integer or not, for no limit.
+    return int(limit) if type(limit) in (int, float) and 1 <= limit < MOST_TOKENS else None
 
 
 def stated_pooling(config: Mapping[str, Any]) -> Pooling:

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlxpaged.models.embedding import (
-    TRANSFORMER,
     EmbeddingFacts,
     EmbeddingSpec,
     Pooling,
@@ -24,7 +23,6 @@ from mlxpaged.models.embedding import (
 from mlxpaged.models.encoder import Encoder
 from mlxpaged.models.encoder_files import read_config
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.json_files import read_object
 from mlxpaged.models.kinds import judges_pairs
 from mlxpaged.models.tokenizer import Tokenizer
 
@@ -112,5 +110,5 @@ def pair_spec(path: Path, config: Mapping[str, Any]) -> EmbeddingSpec:
     return EmbeddingSpec(
         pooling=Pooling.MEAN if config.get("classifier_pooling") == "mean" else Pooling.CLS,
         normalize=False,
-        max_tokens=stated_length(read_object(path / TRANSFORMER, missing_is_empty=True)),
+        max_tokens=stated_length(path),
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.utils import get_total_parameters, load_tokenizer
+from mlx_lm.utils import get_total_parameters
 
 from mlxpaged.cpu.float32 import UNCHANGED, Choice, Storage
 from mlxpaged.cpu.optimize import optimize_for_cpu, prepare_first_load
@@ -41,12 +41,11 @@ from mlxpaged.models.errors import (
     in_one_line,
 )
 from mlxpaged.models.files import check_entries
-from mlxpaged.models.generation_config import end_tokens_of, read_generation_config
+from mlxpaged.models.generation_config import read_generation_config
 from mlxpaged.models.head import RowSelection
-from mlxpaged.models.json_files import CONFIG, model_config, read_object
+from mlxpaged.models.json_files import model_config
 from mlxpaged.models.kinds import Kind, is_encoder, judges_pairs, kind_of
 from mlxpaged.models.layers import KV, LayerSpec, kv_layers, mutual
-from mlxpaged.models.panics import guarded
 from mlxpaged.models.quantized_kv import choose_quantization
 from mlxpaged.models.replacements import replace_parts
 from mlxpaged.models.reranker import Reranker, make_reranker
@@ -57,7 +56,7 @@ from mlxpaged.models.sources.preflight import NOTHING, Reserved
 from mlxpaged.models.sources.resolve import MODELS, resolve
 from mlxpaged.models.sources.short_names import BUNDLED, DEMO_MODEL
 from mlxpaged.models.tokenizer import Tokenizer
-from mlxpaged.models.tokenizer_limits import check_tokenizer_file
+from mlxpaged.models.tokenizer_files import tokenizer_in
 from mlxpaged.models.turns import Turns
 from mlxpaged.models.vision import let_see, load_vision
 from mlxpaged.models.weights import READ_BYTES, WeightReader, computed_dtype
@@ -305,36 +304,6 @@ def resolve_mtp(name: str) -> ModelFiles:
 def all_say(group: mx.distributed.Group, yes: bool) -> bool:
     """Whether all ranks say yes."""
     return bool(least(int(yes), group))
-
-
-def tokenizer_in(
-    path: Path, tool_parser: str | None, end_tokens: Sequence[int], chat_template: Path | None = None
-) -> Tokenizer:
-    """The tokenizer of a model's directory. end_tokens: of its generation_config.json. chat_template: a file that
-    replaces the model's own. Raises any exception."""
-    growth = check_tokenizer_file(path)
-    # Not those that mlx-lm finds: it takes them from generation_config.json without checking it.
-    ends = end_tokens or end_tokens_of(CONFIG, model_config(path)) or None
-    more = processor_template(path) if chat_template is None else {"chat_template": read_template(chat_template)}
-    return guarded(lambda: Tokenizer(load_tokenizer(path, more, eos_token_ids=ends), tool_parser, growth))()
-
-
-def read_template(path: Path) -> str:
-    """Raises UnsupportedModelError."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UnsupportedModelError(f"the chat template {path} cannot be read: {error}") from error
-
-
-def processor_template(path: Path) -> dict[str, Any]:
-    """The setting of a tokenizer that has no chat template of its own: that of the processor, which transformers 4
-    wrote into another file. Mistral Small 3.1 has it there only. Raises UnsupportedModelError."""
-    own = read_object(path / "tokenizer_config.json", missing_is_empty=True).get("chat_template")
-    if own or (path / "chat_template.jinja").exists():
-        return {}
-    found = read_object(path / "chat_template.json", missing_is_empty=True).get("chat_template")
-    return {"chat_template": found} if isinstance(found, str) else {}
 
 
 def read_tokenizer(name: str, tool_parser: str | None = None, chat_template: Path | None = None) -> Tokenizer:

@@ -48,6 +48,7 @@ TAG_TOKENS = 16
 """Upper bound on the tokens of a thinking tag and the white space after it."""
 RENDERING_OPTIONS = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 """Arguments of the renderer itself. A request's `chat_template_kwargs` may not set them."""
+ENCODE = ("encode", "_encode_plus")
 DECODE = ("decode", "_decode")
 """What a kind of tokenizer may have its own version of."""
 
@@ -102,7 +103,8 @@ class Tokenizer:
         self.any_token = known[-1]
         self._decoder = copy.deepcopy(wrapped._tokenizer)
         # Some kinds, as Code Llama's, change the text before the file's rules do.
-        own = getattr(type(self._decoder), "_encode_plus", None) is not PreTrainedTokenizerFast._encode_plus
+        kind = type(self._decoder)
+        own = any(getattr(kind, name, None) is not getattr(PreTrainedTokenizerFast, name) for name in ENCODE)
         self._encodes_by_file = isinstance(self._fast, FastTokenizer) and not own
         self.token_text = functools.cache(self._token_text)
         self.text_alone = functools.cache(self._text_alone)

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.models.embedding import Pooling, embedding_spec, stated_pooling
+from mlxpaged.models.embedding import Pooling, embedding_spec, stated_length, stated_pooling
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import load_embedding_model, load_model, own_embedding_model
 from tests.support import make_embedding_model, make_tiny_model, write_modules
@@ -29,7 +29,7 @@ def test_the_pooling_is_what_the_directory_states(tmp_path: Path, pooling: Pooli
     modules = ("Transformer", "Pooling", "Normalize")[: 3 if normalize else 2]
     spec = embedding_spec(make_embedding_model(tmp_path / "m", pooling.value, modules))
     assert (spec.pooling, spec.normalize) == (pooling, normalize)
-    assert (spec.prompt, spec.max_tokens, spec.matryoshka) == ("", None, False)
+    assert (spec.prompt, spec.max_tokens, spec.matryoshka) == ("", 4096, False)
 
 
 def test_the_newer_way_to_state_the_pooling_is_known() -> None:
@@ -46,6 +46,29 @@ def test_sizes_prompt_and_longest_input_are_what_the_directory_states(tmp_path: 
     assert (model.max_tokens, model.spec.prompt) == (100, "find: ")
     assert [size for size in range(1, 64) if model.spec.can_be_cut_to(size)] == [16, 32]
     assert load_embedding_model(str(path), None, 60).max_tokens == 60
+
+
+@pytest.mark.parametrize(
+    ("stated", "of_tokenizer", "found"),
+    [
+        ({}, {"model_max_length": 100}, 100),  # as sentence-transformers 6 writes it
+        ({}, {"model_max_length": 100.0}, 100),
+        ({"max_seq_length": None}, {"model_max_length": 100}, 100),
+        ({"max_seq_length": 60}, {"model_max_length": 100}, 60),
+        ({}, {"model_max_length": int(1e30)}, None),
+        ({}, {"model_max_length": 1e30}, None),
+        ({}, {"model_max_length": 0}, None),
+        ({}, {"model_max_length": True}, None),
+        ({}, {"model_max_length": "100"}, None),
+        ({}, {}, None),
+    ],
+)
+def test_the_longest_input_stands_in_one_of_two_files(
+    stated: dict[str, Any], of_tokenizer: dict[str, Any], found: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(stated))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(of_tokenizer))
+    assert stated_length(tmp_path) == found
 
 
 def edited(name: str, **fields: Any) -> Callable[[Path], None]:

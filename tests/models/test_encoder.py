@@ -200,6 +200,8 @@ def test_the_parts_that_embeddings_do_not_need_may_be_there_or_not(tmp_path: Pat
 def test_limits_and_prompt_are_what_the_directory_states(tmp_path: Path) -> None:
     path = make_encoder(tmp_path / "m", "xlm-roberta")
     assert load(path).max_tokens == 128  # 130 positions, of which two are for padding
+    edit(path / "tokenizer_config.json", model_max_length=64)
+    assert load(path).max_tokens == 64
     edit(path / "sentence_bert_config.json", max_seq_length=100, do_lower_case=True)
     edit(path / "config_sentence_transformers.json", prompts={"q": "query: "}, default_prompt_name="q")
     model = load(path)

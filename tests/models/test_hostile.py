@@ -18,8 +18,9 @@ from tokenizers import Tokenizer as FastTokenizer
 from mlxpaged.models import files, tokenizer
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.files import check_files
-from mlxpaged.models.loader import load_model, tokenizer_in
+from mlxpaged.models.loader import load_model
 from mlxpaged.models.tokenizer import TextTooLongError
+from mlxpaged.models.tokenizer_files import tokenizer_in
 from mlxpaged.models.tokenizer_limits import check_tokenizer_file
 from tests.support import make_tiny_model
 
