@@ -35,6 +35,7 @@ from mlxpaged.engine.memory import (
     drafting_sequences,
     kv_blocks,
     least_step,
+    limit_freed_buffers,
     state_checkpoints,
     swap_slots,
 )
@@ -315,6 +316,7 @@ def load_core(
     if ranks is None:  # the other ranks take no steps before all are ready
         try:
             turns.begin(Stage.TIMING_STEPS)
+            limit_freed_buffers(step_bytes)  # as steps will have it: those of many rows take new buffers otherwise
             time_rows(core, turns.take)
         except BaseException:  # also if the load is not wanted any more
             core.close()
