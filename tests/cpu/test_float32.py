@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -16,8 +17,9 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import load_model as load_plain_model
 
+from mlxpaged.cli.banner import computed
 from mlxpaged.cpu import float32, streams
-from mlxpaged.cpu.float32 import Sizes, Storage, choose, sizes_of, widen
+from mlxpaged.cpu.float32 import UNCHANGED, Choice, Sizes, Storage, choose, sizes_of, widen
 from mlxpaged.models import weights
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.errors import UnsupportedModelError
@@ -236,6 +238,24 @@ def test_memory_never_holds_a_second_model(tmp_path: Path, monkeypatch: pytest.M
     mx.reset_peak_memory()
     widen(model, Storage.DENSE)
     assert mx.get_peak_memory() - before <= sizes.dense + 2 * largest
+
+
+@pytest.mark.parametrize(
+    ("choice", "dtype", "line"),
+    [
+        (
+            Choice(Storage.DENSE),
+            "float32",
+            "computed  in float32: the weights take 4.0 MB instead of 1.0 MB (--cpu-dtype)",
+        ),
+        (Choice(Storage.SCALES, "why"), "float32", "computed  in float32, with quantized weights: why"),
+        (Choice(Storage.MODEL, "why"), "bfloat16", "slower    computed in bfloat16: why"),
+        (UNCHANGED, "bfloat16", "computed  in bfloat16"),
+    ],
+)
+def test_the_banner_says_what_is_computed_in(choice: Choice, dtype: str, line: str) -> None:
+    info: Any = SimpleNamespace(stored=choice, dtype=dtype, weight_bytes=4_000_000, checkpoint_bytes=1_000_000)
+    assert computed(info) == line
 
 
 @on_cpu

@@ -39,11 +39,13 @@ def path_of(form: str) -> Path:
 
 @dataclass(frozen=True)
 class RealServer:
-    """`mlxpaged serve` in a process, with its default flags. form: of the model. resident, kv_bytes: after the load."""
+    """`mlxpaged serve` in a process, with its default flags. form: of the model. resident, kv_bytes: after the load.
+    peak: the most bytes that were resident until then."""
 
     form: str
     url: str
     resident: int
+    peak: int
     kv_bytes: int
 
     @property
@@ -69,14 +71,15 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Real
 
 def ready(form: str, command: Command) -> RealServer:
     status = httpx.get(f"{command.url}/v1/status").raise_for_status().json()
-    return RealServer(form, command.url, resident_bytes(command.process.pid), status["kv_cache"]["bytes"])
+    resident, peak = (bytes_of(command.process.pid, field) for field in ("VmRSS", "VmHWM"))
+    return RealServer(form, command.url, resident, peak, status["kv_cache"]["bytes"])
 
 
-def resident_bytes(pid: int) -> int:
-    """0 where the system does not tell: on a Mac."""
+def bytes_of(pid: int, field: str) -> int:
+    """Of proc(5). 0 where the system does not tell: on a Mac."""
     status = Path(f"/proc/{pid}/status")
     lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), 0)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
 
 
 @pytest.fixture(scope="session", params=FORMS)

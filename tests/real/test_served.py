@@ -160,3 +160,5 @@ def test_the_server_keeps_no_more_memory_than_weights_and_kv(server: RealServer)
     weights = (path_of("float32") / "model.safetensors").stat().st_size
     kv = server.kv_bytes
     assert weights < server.resident < weights + kv + REST
+    embedding = 49_152 * 576 * 4  # the largest layer
+    assert server.peak < weights + embedding + REST, "while it was loaded"
