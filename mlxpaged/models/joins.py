@@ -69,14 +69,14 @@ def join_gate_and_up(model: Module, turns: Turns | None = None) -> tuple[int, li
 
 def join_network(network: Any, layers: Sequence[Any], trials: Trials[bool]) -> bool | None:
     """Whether the network is joined now; None if its projections cannot be."""
+    joint = make_joint(layers)
+    if joint is None:  # layers of other kinds, such as split ones
+        return None
     zeros = [zeros_for(layers[0], rows) for rows in ROWS]
     recorded = record_all(network, zeros)
     known = trials.known(recorded)
     if known is False:
         return False
-    joint = make_joint(layers)
-    if joint is None:
-        return None
     inputs = zeros if known else [inputs_of(layers[0], rows) for rows in ROWS]
     expected = None if known else outputs_of(network, inputs)
     made = Join(network, GATE_AND_UP, GATE_AND_UP_JOINT, joint)
