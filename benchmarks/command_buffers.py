@@ -8,10 +8,12 @@ operations. tests/attention/step_counts.py counts the steps of seven known model
 
 MLX commits a command buffer after the operation with which the buffer's dispatches, or the elements of the arrays bound
 to it, pass a limit. A buffer of memory counts once for each command buffer, with the `data_size` of the array that
-binds it first. At the end of `eval` or `async_eval` it commits once more. A barrier comes before a dispatch that reads
-what an earlier one of the command buffer has written since the last barrier, or that writes what it has read. The
+binds it first. At the end of `eval` or `async_eval` it commits once more. An array that a command buffer reads is freed
+when that has ended, and the host goes on while up to IN_FLIGHT of them run. A barrier comes before a dispatch that
+reads what an earlier one of the command buffer has written since the last barrier, or that writes what it has read. The
 sources are mlx/backend/metal/device.cpp (`set_input_array`, `register_output_array`,
-`maybeInsertBarrier`, `needs_commit`, `commit`, the constructor of `Device`) and mlx/backend/metal/eval.cpp of MLX 0.32.
+`maybeInsertBarrier`, `needs_commit`, `commit`, the constructor of `Device`), mlx/backend/metal/eval.cpp, and
+mlx/transforms.cpp (`MAX_ACTIVE_TASKS`) of MLX 0.32.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ import argparse
 import itertools
 import math
 import os
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -55,13 +57,31 @@ def commit_limits(architecture: str) -> CommitLimits:
 @dataclass(frozen=True)
 class Operation:
     """One primitive of a step's graph. bound: the elements of each array that it binds, by the buffer of memory.
-    written: the buffers that it writes. bytes_read: of the arrays that it reads."""
+    written: the buffers that it writes. bytes_read: of the arrays that it reads. made: the bytes of buffers that it
+    writes first. last_read: buffers that no later operation reads. donates: whether its output may take the memory of
+    one of these."""
 
     name: str
     dispatches: int
     bound: Mapping[str, int]
     written: Collection[str] = ()
     bytes_read: int = 0
+    made: Mapping[str, int] = field(default_factory=dict)
+    last_read: Collection[str] = ()
+    donates: bool = False
+
+
+IN_FLIGHT = 10
+"""Command buffers that run while the host makes the next one."""
+
+DONATING = frozenset(
+    [
+        *("Add", "AsType", "Divide", "Maximum", "Minimum", "Multiply", "Negative", "Power", "RMSNorm", "RoPE"),
+        *("Select", "Sigmoid", "Softmax", "Square", "Subtract", "Tanh"),
+        *("rms_norm", "rope"),  # of tests/attention/step_graphs.py
+    ]
+)
+"""Primitives whose output takes the memory of an input of as many bytes that nothing else reads or has read."""
 
 
 VIEWS = frozenset(
@@ -136,7 +156,13 @@ def operations(records: Iterable[Mapping[str, Any]]) -> list[Operation]:
             written = {buffers[array] for array, _, _ in outputs}
             read, wrote = ([elements[array] * dtype.size for array, _, dtype in each] for each in (inputs, outputs))
             num_bytes = bytes_read(name, read, wrote, [shape for _, shape, _ in inputs])
-            found.append(Operation(name, dispatches, bound, written, num_bytes))
+            sizes = {buffers[array]: size for (array, _, _), size in zip(outputs, wrote, strict=True)}
+            made = {} if name in IN_PLACE else sizes
+            found.append(Operation(name, dispatches, bound, written, num_bytes, made, (), name in DONATING))
+    seen = {buffers[array] for array in results if array in buffers}
+    for i, operation in reversed([*enumerate(found)]):
+        found[i] = replace(operation, last_read=operation.bound.keys() - seen - set(operation.made))
+        seen |= operation.bound.keys()
     return found
 
 
@@ -195,28 +221,62 @@ def count_commits(step: Sequence[Operation], limits: CommitLimits) -> int:
     return count(step, limits).commits
 
 
-def count(step: Sequence[Operation], limits: CommitLimits) -> Counts:
-    commits, barriers, ops, total = 1, 0, 0, 0
-    bound: set[str] = set()
-    read: set[str] = set()  # since the last barrier
-    written: set[str] = set()
+def split(step: Sequence[Operation], limits: CommitLimits) -> Iterator[list[Operation]]:
+    """The operations of each command buffer."""
+    ops, total, bound = 0, 0, set[str]()
+    found: list[Operation] = []
     for operation in step:
+        found.append(operation)
         ops += operation.dispatches
-        if not written.isdisjoint(operation.bound) or not read.isdisjoint(operation.written):
-            barriers += 1
-            read.clear()
-            written.clear()
-        read |= operation.bound.keys()
-        written |= set(operation.written)
-        for buffer, size in operation.bound.items():
-            if buffer not in bound:
-                bound.add(buffer)
-                total += size
+        total += sum(size for buffer, size in operation.bound.items() if buffer not in bound)
+        bound |= operation.bound.keys()
         if ops > limits.ops or total // MIB > limits.mib:
-            commits, ops, total = commits + 1, 0, 0
-            for buffers in (bound, read, written):
-                buffers.clear()
+            yield found
+            ops, total, bound, found = 0, 0, set(), []
+    yield found
+
+
+def count(step: Sequence[Operation], limits: CommitLimits) -> Counts:
+    commits, barriers = 0, 0
+    for operations_of_one in split(step, limits):
+        commits += 1
+        read, written = set[str](), set[str]()  # since the last barrier
+        for operation in operations_of_one:
+            if not written.isdisjoint(operation.bound) or not read.isdisjoint(operation.written):
+                barriers += 1
+                read.clear()
+                written.clear()
+            read |= operation.bound.keys()
+            written |= set(operation.written)
     return Counts(sum(operation.dispatches for operation in step), barriers, commits)
+
+
+def peak_bytes(step: Sequence[Operation], limits: CommitLimits) -> int:
+    """Most bytes of results that exist at once, if the GPU is so slow that the host always waits for it."""
+    live, held, unread = dict[str, int](), Counter[str](), set[str]()
+    in_flight = deque[set[str]]()
+    peak = 0
+    for operations_of_one in split(step, limits):
+        reading: set[str] = set()
+        for operation in operations_of_one:
+            free = [buffer for buffer in operation.last_read if buffer in live and not held[buffer]]
+            for buffer, size in operation.made.items():
+                donor = next((each for each in free if live[each] == size), None) if operation.donates else None
+                if donor is not None:
+                    free.remove(donor)
+                    del live[donor]
+                live[buffer] = size
+            peak = max(peak, sum(live.values()))
+            held.update(operation.bound.keys() - operation.made.keys() - reading)
+            reading |= operation.bound.keys() - operation.made.keys()
+            unread |= set(operation.last_read)
+        in_flight.append(reading)
+        if len(in_flight) > IN_FLIGHT:
+            for buffer in in_flight.popleft():
+                held[buffer] -= 1
+                if buffer in unread and not held[buffer]:
+                    live.pop(buffer, None)
+    return peak
 
 
 def command_buffers(served: ServedModel, block_size: int) -> int:

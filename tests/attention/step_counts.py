@@ -2,8 +2,12 @@
 
     python -m tests.attention.step_counts [--batch 1 16] [--model Qwen3-4B ...]
     python -m tests.attention.step_counts --start
+    python -m tests.attention.step_counts --memory [--model Qwen3-4B ...]
 
-The second form counts what the start of two of them computes: start_counts.py.
+The second form counts what the start of two of them computes: start_counts.py. The third one says how many bytes of
+results a prompt chunk has at once, with several limits of command buffers, if the GPU is so slow that the host always
+waits for it. That is the rule for prompts. Its last column is what a start extrapolates from the shorter chunks,
+divided by the longest.
 
 The weights are those of the 4-bit models of mlx-community, the contexts have 900 tokens, the tokens are greedy. A step
 is traced, so neither a GPU nor memory for the weights is needed. Dispatches are kernels. Before a barrier, all earlier
@@ -15,15 +19,25 @@ experts, and each visible key and value once.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
-from benchmarks.command_buffers import CommitLimits, Operation, commit_limits, count
+from benchmarks.command_buffers import CommitLimits, Operation, commit_limits, count, peak_bytes
+from mlxpaged.engine.step_memory import GPU_TOKENS, extrapolated
 from mlxpaged.mlx_settings import LONG_BUFFERS
 from tests.attention import start_counts
-from tests.attention.step_graphs import MODELS, kv_bytes, our_step, step_of_mlx_lm
+from tests.attention.step_graphs import MODELS, PROMPTS, kv_bytes, our_step, prompt_step, step_of_mlx_lm
 
 MAX_CHIP = commit_limits("applegpu_g14s")
 LONG = CommitLimits(*map(int, LONG_BUFFERS.values()))
+
+LIMITS = {
+    "MLX's, base or Pro": commit_limits("applegpu_g13g"),
+    "MLX's, Max": MAX_CHIP,
+    "100 M elements": CommitLimits(LONG.ops, 100),
+    "the server's": LONG,
+}
+CHUNKS = (*GPU_TOKENS, 2048)
 
 COUNTS = ("dispatches", "barriers", "command buffers, Max", "with the limits of the server", "GB read")
 HEADINGS = ("model", "batch", *COUNTS)
@@ -44,9 +58,25 @@ def row(name: str, batch: int) -> list[str]:
     return [name, str(batch), *(f"{ours} / {theirs}" for ours, theirs in zip(*figures, strict=True))]
 
 
+def memory_rows(name: str) -> Iterator[list[str]]:
+    """Cells with the most bytes of results that a prompt chunk of each of CHUNKS has at once."""
+    steps = [prompt_step(MODELS[name], tokens) for tokens in CHUNKS]
+    for kind, limits in LIMITS.items():
+        peaks = [peak_bytes(step, limits) for step in steps]
+        measured = dict(zip(CHUNKS[:-1], peaks, strict=False))
+        ratio = extrapolated(measured, CHUNKS[-1]) / peaks[-1]
+        yield [name, kind, *(f"{peak / 1e6:,.0f}" for peak in peaks), f"{ratio:.2f}"]
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    for cells in itertools.chain((headings, ["---"] * len(headings)), rows):
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--start", action="store_true", help="what a start computes, instead of a step")
+    parser.add_argument("--memory", action="store_true", help="the memory of prompt chunks, instead of a step")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     args = parser.parse_args()
@@ -54,11 +84,11 @@ def main() -> None:
         for line in start_counts.table(list(start_counts.SMALL_MODELS)):
             print(line, flush=True)
         return
-    for cells in (HEADINGS, ["---"] * len(HEADINGS)):
-        print(f"| {' | '.join(cells)} |")
-    for name in args.model:
-        for batch in args.batch:
-            print(f"| {' | '.join(row(name, batch))} |", flush=True)
+    if args.memory:
+        headings = ("model", "command buffers", *(f"MB, {tokens} tokens" for tokens in CHUNKS), "estimated / last")
+        print_table(headings, itertools.chain(*(memory_rows(name) for name in args.model if name in PROMPTS)))
+        return
+    print_table(HEADINGS, (row(name, batch) for name in args.model for batch in args.batch))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from mlxpaged.models import fused_attention, joins
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.expert_rows import rows_of
 from mlxpaged.models.fused_attention import FusedAttention, fuse_attention
+from mlxpaged.models.head import RowSelection, select_rows_before_head
 from mlxpaged.models.layer_finder import Way, find_layers
 from mlxpaged.models.layers import KV, LayerSpec, Recurrent
 from mlxpaged.models.replacements import route_layers
@@ -110,6 +111,10 @@ MODELS["Qwen3.5-35B-A3B"] = KnownModel(
 MODELS["GLM-4.7-Flash"] = KnownModel(
     {"model_type": "glm4_moe_lite", "num_attention_heads": 20, "num_experts_per_tok": 4}  # the rest is mlx-lm's default
 )
+
+
+PROMPTS = [name for name in MODELS if name != "GLM-4.7-Flash"]
+"""Those whose prompts can be traced: the stand-ins for kernels do not know the shapes of expanded latents."""
 
 
 def kernel(name: str, inputs: Sequence[Any], shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
@@ -217,6 +222,22 @@ def our_step(
     known: KnownModel, batch: int, context: int = CONTEXT, joined: bool = True, fused: bool = True
 ) -> list[Operation]:
     """The step of `ModelRunner.forward`, and argmax. joined: by models/joins.py. fused: by fused_attention.py."""
+    return traced_step(known, [Row(i, context - 1, [0]) for i in range(batch)], joined=joined, fused=fused)
+
+
+def prompt_step(known: KnownModel, tokens: int) -> list[Operation]:
+    """A new prompt of so many tokens, of whose last one the logits are wanted."""
+    return traced_step(known, [Row(0, 0, [0] * tokens)], wanted=[tokens - 1])
+
+
+def traced_step(
+    known: KnownModel,
+    rows: Sequence[Row],
+    wanted: Sequence[int] | None = None,
+    joined: bool = True,
+    fused: bool = True,
+) -> list[Operation]:
+    """wanted: the tokens that go through the output head; None for all."""
     model = known.build()
     specs = route_layers(model, Way.ROWS)
     route_attention(model)
@@ -224,21 +245,35 @@ def our_step(
         join_unchecked(model)
     kind = fuse_unchecked(model) if fused else None
     specs = with_heads(specs, known.num_heads, kind)
+    if wanted is not None:
+        with_rows(model, known.config["vocab_size"], mx.array(wanted))
+    lens, contexts = [row.num_tokens for row in rows], [row.context_len for row in rows]
     with fused_functions():
         caches = ModelCaches(specs, BLOCKS, backend="metal")
-        table = [block % BLOCKS for block in range(-(-context // 32))]
-        meta = AttentionMetadata.build([1] * batch, [context] * batch, [table] * batch)
-    rows = mx.arange(batch)
-    mx.eval(rows, meta.positions, meta.slot_mapping, meta.block_tables)
-    states = [[mx.zeros((batch, *shape[1:]), dtype) for shape, dtype in layer.likes] for layer in caches.recurrent]
+        tables = [[block % BLOCKS for block in range(-(-context // 32))] for context in contexts]
+        meta = AttentionMetadata.build(lens, contexts, tables)
+    last = mx.arange(sum(lens) if wanted is None else len(wanted))
+    mx.eval(last, meta.positions, meta.slot_mapping, meta.block_tables)
+    states = [[mx.zeros((len(rows), *shape[1:]), dtype) for shape, dtype in layer.likes] for layer in caches.recurrent]
 
     def run(state: list[mx.array]) -> mx.array:
         arrays = iter(state[1:])
         for layer in caches.recurrent:
             layer.bind([[next(arrays) for _ in layer.likes]])
-        return caches.run(model, state[0], [meta], [Row(i, context - 1, [0]) for i in range(batch)])[rows, -1]
+        return caches.run(model, state[0], [meta], rows)[last, -1]
 
-    return trace(model, [mx.zeros((batch,), mx.int32), *itertools.chain(*states)], run)
+    return trace(model, [mx.zeros((sum(lens),), mx.int32), *itertools.chain(*states)], run)
+
+
+def with_rows(model: nn.Module, vocab_size: int, rows: mx.array) -> None:
+    """Lets the output head select rows, without running the model to find it."""
+    mx.eval(rows)
+
+    def take(selection: RowSelection) -> bool:
+        selection.rows = rows
+        return True
+
+    assert select_rows_before_head(model, {vocab_size}, take) is not None
 
 
 def step_of_mlx_lm(known: KnownModel, batch: int) -> list[Operation]:

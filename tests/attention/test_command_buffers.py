@@ -16,6 +16,7 @@ from benchmarks.command_buffers import (
     count_commits,
     evaluation_order,
     operations,
+    peak_bytes,
 )
 from mlxpaged.attention import kernels
 from mlxpaged.attention.kv_cache import LayerKVCache
@@ -24,9 +25,11 @@ from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.qkv import Qkv, Rope
 from mlxpaged.attention.quantization import quantization_of
 from mlxpaged.attention.tuning import CONTIGUOUS, MATRIX, Tuning
+from mlxpaged.engine.memory import LEAST_STEP
+from mlxpaged.engine.step_memory import GPU_TOKENS, extrapolated
 from mlxpaged.mlx_settings import LONG_BUFFERS
 from mlxpaged.models.loader import load_model
-from tests.attention.step_graphs import MODELS, fused_functions, our_step, step_of_mlx_lm
+from tests.attention.step_graphs import MODELS, fused_functions, our_step, prompt_step, step_of_mlx_lm
 
 LIMITS = {"base or Pro": commit_limits("applegpu_g16g"), "Max": commit_limits("applegpu_g14s")}
 LONG = CommitLimits(*map(int, LONG_BUFFERS.values()))
@@ -191,6 +194,48 @@ def test_a_command_buffer_ends_with_the_elements_beyond_the_limit_each_buffer_on
     assert count_commits(large, limits) == 3
     assert count_commits([large[0]] * 50, limits) == 1
     assert count_commits([large[0], large[1], large[0], large[2], large[0]], limits) == 2
+
+
+def chain(length: int, donates: bool = False) -> list[Operation]:
+    """Each reads the result of the one before, and nothing else does. Results have 10 bytes."""
+    return [
+        Operation("Multiply", 1, {f"r{i}": 1, f"r{i + 1}": 1}, {f"r{i + 1}"}, 0, {f"r{i + 1}": 10}, [f"r{i}"], donates)
+        for i in range(length)
+    ]
+
+
+def test_results_exist_until_the_command_buffer_that_reads_them_has_ended() -> None:
+    """Ten run while the host makes the next one."""
+    assert peak_bytes(chain(40), CommitLimits(1000, 40)) == 400, "in one command buffer, all exist at once"
+    assert peak_bytes(chain(40), CommitLimits(0, 40)) == 10 * (1 + 10 + 1), "what ten read, and the two of the next"
+    assert peak_bytes(chain(40), CommitLimits(1, 40)) == 10 * (2 * 10 + 2 + 1)
+    assert peak_bytes(chain(40, donates=True), CommitLimits(1000, 40)) == 10, "memory is passed on"
+
+
+def test_memory_that_is_read_by_others_is_not_passed_on() -> None:
+    """Nor that of another size."""
+    records: list[dict[str, Any]] = []
+
+    def run(x: mx.array) -> mx.array:
+        y = mx.exp(x)  # passes nothing on: x is no result
+        passed = mx.square(y) * 2.0
+        kept = mx.exp(passed)
+        return kept + mx.matmul(kept, kept)
+
+    mx.export_function(records.append, run, mx.zeros((8, 8)))
+    step = operations(records)
+    assert [(each.name, bool(each.made)) for each in step if each.name == "Exp"] == [("Exp", True)] * 2
+    assert peak_bytes(step, CommitLimits(1000, 40)) == 3 * 256
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "GLM-4.7-Flash"])
+def test_the_memory_of_a_prompt_is_extrapolated_to_no_less_than_it_is(name: str) -> None:
+    """By MLX's rules, with each limit of command buffers. A GPU keeps LEAST_STEP free in any case."""
+    steps = {tokens: prompt_step(MODELS[name], tokens) for tokens in (*GPU_TOKENS, 2048)}
+    for limits in (*LIMITS.values(), CommitLimits(1000, 100), LONG):
+        peaks = {tokens: peak_bytes(step, limits) for tokens, step in steps.items()}
+        whole = peaks.pop(2048)
+        assert whole <= max(LEAST_STEP, extrapolated(peaks, 2048)) <= max(LEAST_STEP, 4 * whole)
 
 
 def test_operations_of_a_graph_leave_out_views_and_count_their_buffers() -> None:

@@ -53,13 +53,15 @@ def test_the_measured_step_is_extrapolated_to_the_token_budget(
     [
         ({64: 100}, 3200),
         ({256: 1000, 512: 2000}, 8000),  # all layers at once
-        ({256: 1000, 512: 1000}, 1000),  # as many command buffers as MLX lets wait
-        ({256: 1000, 512: 1100}, 1700),
+        ({256: 1000, 512: 1000}, 2000),  # as many command buffers as MLX lets wait; it may grow all the same
+        ({256: 1000, 512: 1400}, 3800),
         ({256: 100, 512: 2000}, 8000),  # no line of more than all its tokens
-        ({256: 1100, 512: 1000}, 1000),
+        ({256: 1100, 512: 1000}, 2000),
     ],
 )
-def test_peaks_are_extrapolated_by_the_lower_of_two_lines(peaks: dict[int, int], expected: int) -> None:
+def test_peaks_are_extrapolated_by_the_lower_of_two_lines_and_the_root_at_least(
+    peaks: dict[int, int], expected: int
+) -> None:
     assert extrapolated(peaks, 2048) == expected
 
 
