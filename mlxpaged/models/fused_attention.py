@@ -5,6 +5,9 @@ So a module's parts are read here, and its code is not repeated for each archite
 rows at near and far positions, as it is and fused. It is changed in place if queries, keys, values, scale, sinks and
 outputs agree, else it stays as it is.
 
+Of modules that compute alike, one is called (trials.py). The others are fused in the way that it was, each with its own
+weights, norms, rotary embedding and sinks, if what the kernel gets of these is the same apart from the weights.
+
 A fused module computes everything but the steps of a paged batch as before: its projections are still there.
 """
 
@@ -14,11 +17,12 @@ import inspect
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.base import Module
 
 from mlxpaged.attention import precision
@@ -29,7 +33,7 @@ from mlxpaged.cpu.joined_linear import JOINT, PROJECTIONS, Join, make_joint
 from mlxpaged.cpu.split_linear import precede
 from mlxpaged.models.turns import Turns
 from mlxpaged.progress import Stage
-from mlxpaged.trials import Trials, record
+from mlxpaged.trials import Trials, on_host, record
 
 if TYPE_CHECKING:
     from mlxpaged.models.adapted_layers import StepAdapters
@@ -132,7 +136,16 @@ class Record(PagedLayer):
         self.arrays["queries"] = queries
         self.options = scale, mask, sinks, softcap
         shape = (*queries.shape[:3], self.arrays["values"].shape[-1])
-        return random(shape, self._dtype).astype(queries.dtype)
+        return self._heads(shape).astype(queries.dtype)
+
+    def _heads(self, shape: tuple[int, ...]) -> mx.array:
+        return random(shape, self._dtype)
+
+    @property
+    def plain_options(self) -> Hashable:
+        """The options without what arrays among them contain."""
+        scale, mask, sinks, softcap = self.options or (None,) * 4
+        return *self.calls, isinstance(scale, (int, float)) and scale, mask is None, sinks is None, softcap
 
     @property
     def layout(self) -> KVLayout:
@@ -143,6 +156,13 @@ class Record(PagedLayer):
         if {keys.dtype, values.dtype} != {self._dtype} or keys.shape[2] != 1 or keys.shape[:3] != values.shape[:3]:
             raise CannotFuseError("it keeps other keys and values")
         return KVLayout(keys.shape[1], keys.shape[3], values.shape[3], self._dtype, block_size=1)
+
+
+class ZeroRecord(Record):
+    """The same with heads that are zero: what MLX records has no numbers of random ones."""
+
+    def _heads(self, shape: tuple[int, ...]) -> mx.array:
+        return mx.zeros(shape, self._dtype)
 
 
 class FusedRecord(Record):
@@ -158,12 +178,20 @@ class FusedRecord(Record):
         return queries
 
 
+class Verified(NamedTuple):
+    """A fusion that computes what its module does. which: among those that were possible. description: as
+    `description_of` has it."""
+
+    which: int
+    description: Hashable
+
+
 def fuse_attention(modules: Sequence[tuple[Module, mx.Dtype]], turns: Turns | None = None) -> None:
     """Fuse the modules that can be fused. They come with the type of their keys. turns: of other models."""
-    turns, trials, reasons = turns or Turns(), Trials[int | str](), Counter[str]()
+    turns, trials = turns or Turns(), Trials[Verified | str]()
+    reasons = Counter[str]()
     turns.begin(Stage.CHECKING_LAYERS, len(modules))
     for module, dtype in modules:
-        turns.step()
         try:
             fuse(module, dtype, trials)
         except CannotFuseError as error:
@@ -171,6 +199,7 @@ def fuse_attention(modules: Sequence[tuple[Module, mx.Dtype]], turns: Turns | No
         except Exception as error:  # a module that takes other arguments, or returns something else
             logger.debug("an attention layer does not run on the rows of the check", exc_info=True)
             reasons[f"it does not run on the rows of the check ({type(error).__name__})"] += 1
+        turns.step()
     if modules:
         fused = len(modules) - reasons.total()
         logger.info("%d of %d attention layers are fused", fused, len(modules))
@@ -179,38 +208,47 @@ def fuse_attention(modules: Sequence[tuple[Module, mx.Dtype]], turns: Turns | No
         logger.info("%d attention layers are not fused: %s", count, reason)
 
 
-def fuse(module: Any, dtype: mx.Dtype, trials: Trials[int | str]) -> None:
-    """trials: outcomes for other modules: which norms and rope a module's own are, or why it stays as it is. Raises
-    CannotFuseError if this one stays as it is."""
+def fuse(module: Any, dtype: mx.Dtype, trials: Trials[Verified | str]) -> None:
+    """Raises CannotFuseError if the module stays as it is."""
+    fusion, joint = find_fusion(module, dtype, trials)
+    if fusion.joint not in module:
+        Join(module, PROJECTIONS, JOINT, joint)
+        mx.clear_cache()  # else MLX keeps the memory of the separate weights, which fits no other array
+    own_rope = None if fusion.qkv.rope is None else own_rope_of(module)
+    module.fusion = replace(fusion, qkv=replace(fusion.qkv, own_rope=own_rope))
+    precede(module, FusedAttention, "Fused")
+
+
+def find_fusion(module: Any, dtype: mx.Dtype, trials: Trials[Verified | str]) -> tuple[Fusion, Any]:
+    """What computes the same as the module, and the joined projection. Raises CannotFuseError. trials: of other
+    modules, with the problem of those that cannot be fused."""
     output = next((each for each in OUTPUTS if each in module), None)
     if output is None:
         raise CannotFuseError("it has no output projection")
-    x = random((len(POSITIONS), 1, module[output].weight.shape[0]), dtype)
-
-    def run(rows: mx.array) -> list[mx.array]:
-        noted = Record(dtype)
-        return [module(rows, None, noted), *noted.arrays.values()]
-
-    recorded = record(module, run, x)
+    shape = len(POSITIONS), 1, module[output].weight.shape[0]
+    recorded = recorded_call(module, mx.zeros(shape, dtype))
     known = trials.known(recorded)
     if isinstance(known, str):
         raise CannotFuseError(known)
+    new = recorded if known is None else None  # an outcome stays what it was
     try:
-        which = fuse_as(module, dtype, output, x, known)
+        verified, fusion, joint = verify(module, dtype, output, random(shape, dtype), known)
     except CannotFuseError as error:
-        if known is None:
-            trials.note(recorded, str(error))
+        trials.note(new, str(error))
         raise
-    if known is None:
-        trials.note(recorded, which)
+    if verified != known:
+        trials.note(new, verified)
+    return fusion, joint
 
 
-def fuse_as(module: Any, dtype: mx.Dtype, output: str, x: mx.array, known: int | None) -> int:
-    """Fuse a module. known: which of the norms and ropes that the module may have are right; None to try them on x.
-    Returns which they are. Raises CannotFuseError if the module stays as it is."""
+def verify(
+    module: Any, dtype: mx.Dtype, output: str, x: mx.array, known: Verified | None
+) -> tuple[Verified, Fusion, Any]:
+    """What computes the same as the module, and the joined projection. known: the fusion of an equal module. If it is
+    possible here, nothing is computed. Raises CannotFuseError."""
     name, joint = joint_of(module)
     own = Record(dtype)
-    result = module(x, None, own)  # only what is compared is computed
+    result = module(x, None, own)
     layout = own.layout
     scale, mask, sinks, softcap = own.options
     heads = own.arrays["queries"].shape[1]
@@ -221,27 +259,41 @@ def fuse_as(module: Any, dtype: mx.Dtype, output: str, x: mx.array, known: int |
     if not gated and rows.shape[-1] != row_size(layout, heads):
         raise CannotFuseError("its projections have other outputs in addition")
     arguments = tuple(inspect.signature(module.__call__).parameters)[:3]
+    possible = [
+        Fusion(arguments, name, output, Qkv(heads, norms, rope, gated=gated), scale, sinks, softcap)
+        for norms, rope in itertools.product(norms_of(module, layout), ropes_of(module, layout))
+    ]
+    described = [Verified(index, description_of(fusion, layout)) for index, fusion in enumerate(possible)]
+    if known in described:
+        return known, possible[known.which], joint
     problems = []
-    for which, (norms, rope) in enumerate(itertools.product(norms_of(module, layout), ropes_of(module, layout))):
-        if known is not None and which < known:
-            continue
-        fusion = Fusion(arguments, name, output, Qkv(heads, norms, rope, gated=gated), scale, sinks, softcap)
-        if which == known:
-            break
+    for verified, fusion in zip(described, possible, strict=True):
         fused = FusedRecord(layout)
         got = fusion.run({name: joint, output: module[output]}, x, fused)
-        problems.append(difference_of(own.arrays | {"outputs": result}, fused.arrays | {"outputs": got}, dtype))
-        if problems[-1] is None:
-            break
-    else:
-        raise CannotFuseError(problems[0])
-    if name not in module:
-        Join(module, PROJECTIONS, JOINT, joint)
-        mx.clear_cache()  # else MLX keeps the memory of the separate weights, which fits no other array
-    own_rope = None if rope is None else own_rope_of(module)
-    module.fusion = replace(fusion, qkv=replace(fusion.qkv, own_rope=own_rope))
-    precede(module, FusedAttention, "Fused")
-    return which
+        problem = difference_of(own.arrays | {"outputs": result}, fused.arrays | {"outputs": got}, dtype)
+        if problem is None:
+            return verified, fusion, joint
+        problems.append(problem)
+    raise CannotFuseError(problems[0])
+
+
+def recorded_call(module: Any, x: mx.array) -> Hashable | None:
+    """What MLX records of the module on rows like x, with the other options of its attention; None if it cannot be
+    recorded."""
+    own = ZeroRecord(x.dtype)
+    recorded = record(module, lambda x: [module(x, None, own), *own.arrays.values()], x)
+    return None if recorded is None else (recorded, own.plain_options)
+
+
+def description_of(fusion: Fusion, layout: KVLayout) -> Hashable:
+    """All that it computes with, apart from the weights of the module."""
+    qkv, rope = fusion.qkv, fusion.qkv.rope
+    epsilons = None if qkv.norms is None else [norm.eps for norm in qkv.norms]
+    rotation = None if rope is None else replace(rope, freqs=None)
+    freqs = None if rope is None or rope.freqs is None else rope.freqs.tolist()
+    names = fusion.arguments, fusion.joint, fusion.output
+    options = fusion.scale, fusion.sinks is None, fusion.softcap
+    return repr((names, options, layout, qkv.num_query_heads, qkv.gated, epsilons, rotation, freqs))
 
 
 def unfuse_for_images(model: Module, rows: FeatureRows) -> None:
@@ -299,15 +351,16 @@ def own_rope_of(module: Any) -> Any:
 
 
 def difference_of(own: dict[str, mx.array], fused: dict[str, mx.array], dtype: mx.Dtype) -> str | None:
-    """What differs by more than rounding, in a sentence; None if nothing does."""
+    """What differs by more than rounding, in a sentence; None if nothing does. The host compares it."""
     allowed = TF32_TOLERANCE if dtype == mx.float32 and precision.rounds_float32() else TOLERANCE[dtype]
     for name, expected in own.items():
-        got = fused[name]
-        if got.shape != expected.shape:
+        if fused[name].shape != expected.shape:
             return f"its {name} have another shape than fused"
-        expected, got = expected.astype(mx.float32), got.astype(mx.float32)
-        rows = tuple(range(1, expected.ndim))
-        difference: Any = (mx.abs(got - expected).max(axis=rows) / mx.abs(expected).max(axis=rows)).max().item()
+    numbers = on_host([*own.values(), *(fused[name] for name in own)])
+    for name, one, other in zip(own, numbers[: len(own)], numbers[len(own) :], strict=True):
+        rows = tuple(range(1, one.ndim))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            difference = (np.abs(other - one).max(axis=rows) / np.abs(one).max(axis=rows)).max()
         if not difference <= allowed:  # not a number if all is zero
             logger.debug("fused, a row's %s differ by %.1e of their largest element", name, difference)
             return f"its {name} differ from those of the fused layer"
@@ -316,5 +369,5 @@ def difference_of(own: dict[str, mx.array], fused: dict[str, mx.array], dtype: m
 
 def random(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     """Rows of SIZES."""
-    sizes = mx.array(SIZES).reshape(-1, *[1] * (len(shape) - 1))
-    return (sizes * mx.random.normal(shape, key=mx.random.key(0))).astype(dtype)
+    sizes = np.array(SIZES, np.float32).reshape(-1, *[1] * (len(shape) - 1))
+    return mx.array(sizes * np.random.default_rng(0).standard_normal(shape, np.float32)).astype(dtype)

@@ -11,7 +11,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlxpaged.cpu import streams
+from mlxpaged.cpu import split_linear, streams
 from mlxpaged.cpu.split_linear import (
     LinearByInput,
     SplitFeedForward,
@@ -182,6 +182,24 @@ def test_if_a_network_is_no_sum_its_layers_are_split(network: Callable[[], Netwo
     got = whole(x)
     assert mx.array_equal(mx.isnan(got), mx.isnan(expected))
     assert close(mx.nan_to_num(got), mx.nan_to_num(expected))
+
+
+@pytest.mark.usefixtures("many_streams")
+def test_of_networks_that_compute_alike_one_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its equals are split like it, or left alone like it."""
+    tried: list[nn.Module] = []
+    own = split_linear.add_up
+    monkeypatch.setattr(split_linear, "add_up", lambda *args: tried.append(args[0]) or own(*args))
+    networks = [
+        Network(activation=activation, hidden=hidden)
+        for activation, hidden in [(nn.silu, 96)] * 3 + [(normed, 96)] * 3 + [(nn.silu, 64)] * 2
+    ]
+    x = mx.random.normal((4, 32))
+    expected = [network(x) for network in networks]
+    split_linear_layers(Model(*networks))
+    assert len(tried) == 3
+    assert [isinstance(network, SplitFeedForward) for network in networks] == [True] * 3 + [False] * 3 + [True] * 2
+    assert all(close(network(x), wanted) for network, wanted in zip(networks, expected, strict=True))
 
 
 class TakesMore(Network):

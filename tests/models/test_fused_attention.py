@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.models import cohere2, llama, qwen3, qwen3_next
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import cohere2, gpt_oss, llama, qwen3, qwen3_next
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 
@@ -267,6 +267,147 @@ def test_another_module_stays_as_it_is_and_the_log_says_why(name: str, caplog: p
     assert first == "0 of 2 attention layers are fused"
     assert second.startswith("2 attention layers are not fused: ")
     assert re.search(reason, second)
+
+
+def other_weights(make: Callable[[], Any]) -> Any:
+    """A module of this kind, with random weights and norms of its own."""
+    module = make()
+    for name, array in tree_flatten(module.parameters()):  # type: ignore[misc, union-attr, str-unpack]
+        if array.dtype != mx.uint32:
+            noise = mx.random.uniform(0.8, 1.2, array.shape, key=mx.random.key(len(name)))
+            module.update(tree_unflatten([(name, (array * noise).astype(array.dtype))]))
+    return prepared(module)
+
+
+def tried(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if message.endswith("were tried")]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_of_modules_that_compute_alike_one_is_tried(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The others get their own weights, norms and rotary embedding."""
+    caplog.set_level(logging.DEBUG)
+    modules = [FUSED[name](), *(other_weights(FUSED[name]) for _ in range(3))]
+    dtype = dtype_of(modules[0])
+    expected = [run(module, dtype) for module in modules]
+    assert not mx.allclose(expected[0], expected[1])
+    fuse_attention([(module, dtype) for module in modules])
+    assert tried(caplog) == ["1 of 4 attention layers were tried"]
+    tolerance = {mx.float32: 1e-5, mx.float16: 1e-2, mx.bfloat16: 5e-2}[dtype]
+    for module, wanted in zip(modules, expected, strict=True):
+        assert isinstance(module, FusedAttention)
+        assert mx.allclose(run(module, dtype), wanted, rtol=tolerance, atol=tolerance)
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "another base": lambda: changed(rope=nn.RoPE(SIZE, base=5e5)),
+    "another scale": lambda: changed(rope=nn.RoPE(SIZE, scale=0.5)),
+    "no rope": lambda: changed(rope=Unchanged()),
+    "norms that add 1": lambda: changed(q_norm=OneMore(SIZE), k_norm=OneMore(SIZE)),
+    "another epsilon": lambda: changed(q_norm=nn.RMSNorm(SIZE, 0.1)),
+    "quantized": lambda: quantized(4, 4),
+    "another scale of scores": lambda: with_attribute("scale", 0.3),
+}
+
+
+def with_attribute(name: str, value: Any) -> Any:
+    module = attention()
+    setattr(module, name, value)
+    return module
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_module_that_computes_something_else_is_tried_too(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    modules = [attention(), OTHERS[name](), attention()]
+    expected = [run(module, mx.float32) for module in modules]
+    fuse_attention([(module, mx.float32) for module in modules])
+    assert tried(caplog) == ["2 of 3 attention layers were tried"]
+    for module, wanted in zip(modules, expected, strict=True):
+        assert isinstance(module, FusedAttention)
+        assert mx.allclose(run(module, mx.float32), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_ropes_that_rotate_by_other_frequencies_are_tried_each(caplog: pytest.LogCaptureFixture) -> None:
+    """The numbers are constants, no parameters."""
+    caplog.set_level(logging.DEBUG)
+    fuse_attention([(changed(rope=YarnRoPE(SIZE, scaling_factor=each)), mx.float32) for each in (4.0, 4.0, 8.0)])
+    assert tried(caplog) == ["2 of 3 attention layers were tried"]
+
+
+class Alike(nn.RoPE):
+    """It rotates by `own`, and says that its base is another one."""
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        return mx.fast.rope(x, self.dims, traditional=False, base=1e4, scale=1.0, offset=offset)  # type: ignore[no-any-return]
+
+
+def test_what_the_kernel_would_get_is_compared_too(caplog: pytest.LogCaptureFixture) -> None:
+    """A module that computes the same, and says something else of it, is tried."""
+    caplog.set_level(logging.DEBUG)
+    said = [changed(rope=Alike(SIZE, base=base)) for base in (1e4, 1e4, 2e4)]
+    fuse_attention([(module, mx.float32) for module in said])
+    assert tried(caplog) == ["2 of 3 attention layers were tried"]
+    assert [isinstance(module, FusedAttention) for module in said] == [True, True, False]
+
+
+class Indexed(qwen3.Attention):
+    """Each layer has an index, as Gemma 3's have. From the third one on, heads are scaled."""
+
+    index = 0
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        out: mx.array = super().__call__(x, mask, cache)
+        return out if self.index < 3 else out * mx.sigmoid(x)
+
+
+def test_an_index_makes_a_difference_only_where_it_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    modules = [of(Indexed) for _ in range(5)]
+    for index, module in enumerate(modules):
+        module.index = index
+    fuse_attention([(module, mx.float32) for module in modules])
+    assert tried(caplog) == ["2 of 5 attention layers were tried"]
+    assert [isinstance(module, FusedAttention) for module in modules] == [True] * 3 + [False] * 2
+
+
+@pytest.mark.parametrize("name", ["scaled from a position on", "gated"])
+def test_if_a_trial_fails_its_equals_stay_as_they_are(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    make, reason = SEPARATE[name]
+    modules = [make() for _ in range(3)]
+    before = [dict(tree_flatten(module.parameters())).keys() for module in modules]  # type: ignore[arg-type]
+    fuse_attention([(module, mx.float32) for module in modules])
+    assert tried(caplog) == ["1 of 3 attention layers were tried"]
+    assert caplog.messages[-1] == f"3 attention layers are not fused: {reason} from those of the fused layer"
+    assert [dict(tree_flatten(module.parameters())).keys() for module in modules] == before  # type: ignore[arg-type]
+
+
+def test_each_layer_keeps_its_own_sinks() -> None:
+    args: Any = SimpleNamespace(
+        **SIZES, sliding_window=8, attention_bias=True, rope_scaling=None, num_local_experts=4, num_experts_per_tok=2
+    )
+    modules = []
+    for seed in (1, 2):
+        module: Any = gpt_oss.AttentionBlock(args)
+        module.sinks = mx.random.normal(module.sinks.shape, key=mx.random.key(seed))
+        modules.append(prepared(module))
+    fuse_attention([(module, mx.float32) for module in modules])
+    for module in modules:
+        assert module.fusion.sinks is not None
+        assert mx.array_equal(module.fusion.sinks, module.sinks)
+    assert not mx.array_equal(modules[0].sinks, modules[1].sinks)
+
+
+def test_memory_grows_by_the_projections_of_one_layer_at_most() -> None:
+    args = qwen3.ModelArgs(model_type="qwen3", **(SIZES | {"hidden_size": 2048, "head_dim": 256}))
+    modules = [prepared(qwen3.Attention(args)) for _ in range(8)]
+    before, one = mx.get_active_memory(), nbytes(modules[0])
+    mx.reset_peak_memory()
+    fuse_attention([(module, mx.float32) for module in modules])
+    assert all(isinstance(module, FusedAttention) for module in modules)
+    assert mx.get_peak_memory() - before < one
+    assert mx.get_active_memory() - before < one / 10
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from mlxpaged.cpu.joined_linear import JoinedLinear, Joint
 from mlxpaged.engine.builder import load_core
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.models import expert_rows, replacements
+from mlxpaged.models import expert_rows, joins, replacements
 from mlxpaged.models.joins import join, join_gate_and_up, name_rows
 from mlxpaged.models.loader import load_model
 from tests.models.architectures import make_architecture
@@ -190,6 +190,65 @@ def test_other_numbers_are_undone_and_logged(monkeypatch: pytest.MonkeyPatch, ca
     assert "2 modules, the first is networks.0" in message
 
 
+class Copying(FeedForward):
+    """What MLX records does not show that the projections get two objects, each with the same array."""
+
+    copies = False
+
+    def __call__(self, x: mx.array) -> mx.array:
+        gate = self.gate_proj(x.reshape(x.shape) if self.copies else x)
+        return self.down_proj(swiglu(gate, self.up_proj(x)))  # type: ignore[no-any-return]
+
+
+def tried(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if message.endswith("were tried")]
+
+
+@pytest.mark.parametrize("name", ["float32", "4-bit", "experts", "mxfp4 experts, biased"])
+def test_of_networks_that_compute_alike_one_is_tried(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    model = Model(KINDS[name])
+    model.networks = [*model.networks, *(KINDS[name]() for _ in range(4)), KINDS["biased"]()]
+    inputs = [rows_for(network, 5) for network in model.networks]
+    expected = [network(*each) for network, each in zip(model.networks, inputs, strict=True)]
+    assert join_gate_and_up(model) == (7, [])
+    assert tried(caplog) == ["2 of 7 networks were tried"]
+    for network, each, wanted in zip(model.networks, inputs, expected, strict=True):
+        assert close(network(*each), wanted)
+
+
+def test_of_layers_of_experts_that_are_alike_one_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluated: list[object] = []
+    own = joins.are_rounding
+    monkeypatch.setattr(joins, "are_rounding", lambda *args: evaluated.append(args) or own(*args))
+    model = Model(experts)
+    assert name_rows(model) == (6, [])
+    assert len(evaluated) == 2, "gate and up are alike, and down"
+
+
+def test_if_a_trial_fails_its_equals_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their projections are not even joined."""
+    caplog.set_level(logging.DEBUG)
+    model, made = Model(TwoInputs), []
+    model.networks = [TwoInputs() for _ in range(5)] + [FeedForward()]
+    own = joins.make_joint
+    monkeypatch.setattr(joins, "make_joint", lambda layers: made.append(layers) or own(layers))
+    assert join_gate_and_up(model) == (1, [f"networks.{i}" for i in reversed(range(5))])
+    assert tried(caplog) == ["2 of 6 networks were tried"]
+    assert len(made) == 2
+    assert not any(isinstance(each, JoinedLinear) for network in model.networks[:5] for each in network.modules())
+
+
+def test_a_network_that_is_equal_but_for_its_objects_is_left_as_it_was() -> None:
+    model = Model(Copying)
+    model.networks[0].copies = True  # the last one is tried first
+    expected = model.networks[0](mx.ones((2, 1, INPUTS)))
+    assert join_gate_and_up(model) == (1, ["networks.0"])
+    assert mx.array_equal(model.networks[0](mx.ones((2, 1, INPUTS))), expected)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -228,22 +287,22 @@ def test_answers_are_the_same_with_joins_and_without(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, joined = str(make_architecture(tmp_path / "m", kind)), []
-    monkeypatch.setattr(replacements, "join", lambda model, *more: joined.append(model) or join(model, *more))
+    monkeypatch.setattr(replacements, "join", lambda *args: joined.append(args[0]) or join(*args))
     answers = []
-    for joins in (False, True):
-        config = EngineConfig(path, kv_cache_bytes=2**22, joins=joins)
+    for wanted in (False, True):
+        config = EngineConfig(path, kv_cache_bytes=2**22, joins=wanted)
         core = load_core(config, time.monotonic, lambda *_: None)
         assert isinstance(core, EngineCore)
-        assert len(joined) == joins
+        assert len(joined) == wanted
         answers.append(run_requests(core, [list(range(3, 40)), [5, 6, 7]], max_tokens=12))
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("wanted", [False, True])
 @pytest.mark.parametrize("kind", every(2, ["qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"]))
-def test_a_loaded_model_is_joined_unless_that_is_turned_off(tmp_path: Path, kind: str, joins: bool) -> None:
+def test_a_loaded_model_is_joined_unless_that_is_turned_off(tmp_path: Path, kind: str, wanted: bool) -> None:
     """Loading checks the logits of batches beside mlx-lm's."""
-    served = load_model(str(make_architecture(tmp_path / "m", kind)), joins=joins)
+    served = load_model(str(make_architecture(tmp_path / "m", kind)), joins=wanted)
     names = {type(module).__name__ for module in served.model.modules()}
-    assert any(name.startswith("JoinedRMSNorm") for name in names) == joins
-    assert any(hasattr(module, "joint_gate_up_proj") for module in served.model.modules()) == joins
+    assert any(name.startswith("JoinedRMSNorm") for name in names) == wanted
+    assert any(hasattr(module, "joint_gate_up_proj") for module in served.model.modules()) == wanted
