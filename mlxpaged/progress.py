@@ -15,10 +15,16 @@ class Stage(Enum):
     TOKENIZER = "reading the tokenizer"
     CHECKING_LAYERS = "checking layers"  # those that are joined or fused
     CHECKING_MODEL = "checking the model"  # in steps of the probe
+    CHECKING_ADAPTERS = "checking adapters"
+    CHECKING_IMAGES = "checking images"
+    CHECKING_KV_CACHE = "checking the KV cache"  # if it is quantized, in steps of the probe
+    CHECKING_DRAFTS = "checking drafts"  # of a model with recurrent states
     MEASURING = "measuring memory"
     TIMING_STEPS = "timing steps"
     COMPILING = "compiling kernels"  # and checking them, in cases
     TIMING = "timing kernels"  # in shape classes
+    WARMING_UP = "warming up"  # decode steps that are replayed
+    HASHING = "hashing the weights"  # for prefixes on a disk
 
 
 @dataclass(frozen=True)

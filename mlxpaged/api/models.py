@@ -71,6 +71,8 @@ def describe(model: Model) -> dict[str, Any]:
     }
     if (error := model.failure) is not None:
         found["error"] = error
+    if model.state is ModelState.LOADING and model.engine is not None and model.engine.progress is not None:
+        found["progress"] = str(model.engine.progress)
     return found if info is None else found | details(info)
 
 

@@ -14,8 +14,8 @@ from mlxpaged.cli.connection import add_server_flags, running
 from mlxpaged.cli.table import print_table
 
 ABSENT = "-"
-SHOWN = ("id", "state", "kind", "source", "memory_bytes", "running", "waiting", "last_used")
-"""Fields of GET /v1/models."""
+SHOWN = ("id", "state", "progress", "kind", "source", "memory_bytes", "running", "waiting", "last_used")
+"""Fields of GET /v1/models. progress: None if it is not being loaded."""
 
 
 def add_parser(commands: Any) -> None:
@@ -48,14 +48,14 @@ def run(args: argparse.Namespace) -> int:
 def loaded_models(client: Client) -> list[dict[str, Any]]:
     """Returns the models that are loaded or are being loaded. What is not known is None."""
     entries = client.get("/v1/models")["data"]
-    return [{name: entry[name] for name in SHOWN} for entry in entries if entry["state"] in ("loaded", "loading")]
+    return [{name: entry.get(name) for name in SHOWN} for entry in entries if entry["state"] in ("loaded", "loading")]
 
 
 def row(model: dict[str, Any]) -> tuple[str, ...]:
     memory, used = model["memory_bytes"], model["last_used"]
     return (
         model["id"],
-        model["state"],
+        model["progress"] or model["state"],
         model["kind"],
         model["source"] or ABSENT,
         ABSENT if memory is None else megabytes(memory),

@@ -98,8 +98,9 @@ def build_engine(
     if served.vision is not None and (reason := cannot_see(served.vision, config)):
         logger.warning("this model is served without its eyes: %s", reason)
         served = replace(served, vision=None, no_vision_because=reason)
-    drafts, pads = can_draft(config, served), False
+    turns, drafts, pads = Turns(report), can_draft(config, served), False
     if drafts and keeps_states(served.layers):
+        turns.begin(Stage.CHECKING_DRAFTS)
         pads = takes_back(config, served, True, ranks)
         drafts = pads or takes_back(config, served, False, ranks)
         if not drafts:
@@ -158,12 +159,14 @@ def build_engine(
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     sampler = Sampler(served.vocab_size, compiled=on_gpu, one_by_one=config.batch_invariant)
     if on_gpu:
+        turns.begin(Stage.WARMING_UP)
         runner.warm_up()
         sampler.warm_up()
     runner.lead()
     digest, no_tier_because = "", cannot_store(config, served, num_checkpoints)
     if not no_tier_because:
-        digest = Turns(report).during(lambda: fingerprint(served.path))
+        turns.begin(Stage.HASHING)
+        digest = turns.during(lambda: fingerprint(served.path))
     store, no_tier_because = (None, no_tier_because) if no_tier_because else open_tier(config, served, ranks)
     if store is not None:
         seed: tuple[object, ...] = digest, kv_type, backend, config.block_size, groups.windows, config.joins

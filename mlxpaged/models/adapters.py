@@ -25,6 +25,7 @@ from mlxpaged.models.probe_steps import ROUNDING_TOKENS
 from mlxpaged.models.reference import Reference, forward, measure_rounding
 from mlxpaged.models.sources.weight_headers import read_shapes
 from mlxpaged.models.turns import Turns
+from mlxpaged.progress import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ def load_adapters(
     Raises AdapterError."""
     loaded = []
     for name, path in wanted:
-        turns.take()
+        turns.begin(Stage.CHECKING_ADAPTERS)
         try:
             loaded.append(load_adapter(model, name, path, base, storage))
         except Exception as error:  # mlx and mlx-lm raise any type for a missing field or a damaged file

@@ -146,7 +146,7 @@ def probe(
     planned = steps(len(reference.tokens), shares_blocks=not per_sequence)
     kinds: dict[str, list[float]] = defaultdict(list)
     turns = turns or Turns()
-    turns.begin(Stage.CHECKING_MODEL, len(planned))
+    turns.begin(Stage.CHECKING_MODEL if adapter is None else Stage.CHECKING_ADAPTERS, len(planned))
     for step in planned:
         for kind, values in differences_of(step, run(step), reference):
             kinds[kind] += values

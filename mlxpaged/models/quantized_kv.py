@@ -17,6 +17,7 @@ from mlxpaged.models.probe_steps import steps
 from mlxpaged.models.reference import Reference, differences
 from mlxpaged.models.sharding import least
 from mlxpaged.models.turns import Turns
+from mlxpaged.progress import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -113,13 +114,14 @@ def effect_on_logits(
     """Runs the probe's steps on caches of these layers."""
     run = PagedRun(model, layers, reference)
     found: tuple[list[float], list[float]] = ([], [])
-    for step in steps(len(reference.tokens)):
-        if turns is not None:
-            turns.take()
+    turns, planned = turns or Turns(), steps(len(reference.tokens))
+    turns.begin(Stage.CHECKING_KV_CACHE, len(planned))
+    for step in planned:
         logits = run(step)
         for values, distance in zip(found, (differences, divergences), strict=True):
             for _, of_kind in differences_of(step, logits, reference, distance):
                 values += of_kind
+        turns.step()
     return Effect(*map(median, found))
 
 

@@ -26,6 +26,7 @@ from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import LayerSpec, kv_layers, mutual
 from mlxpaged.models.reference import differences
 from mlxpaged.models.turns import Turns
+from mlxpaged.progress import Stage
 from mlxpaged.step import Row
 from mlxpaged.vision.embedding import FeatureRows, embedding_of
 from mlxpaged.vision.image import ImageFormat, PromptImage
@@ -51,6 +52,7 @@ def check_vision(model: Module, specs: Sequence[LayerSpec], vision: Vision, turn
     """Raises UnsupportedModelError with the reason for which the model cannot be served with images. turns: of other
     models."""
     turns = turns or Turns()
+    turns.begin(Stage.CHECKING_IMAGES)
     if vision.mutual != "none" and (reason := cannot_be_whole(specs, places_of(vision.format))):
         raise UnsupportedModelError(reason)
     if vision.small is not None:  # the rows of an image of the usual size are counted, and not computed

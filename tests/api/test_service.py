@@ -102,6 +102,7 @@ def test_http_is_up_while_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> No
             assert health.json()["progress"] == get(server, "/v1/status").json()["progress"] == "loading 3.2 of 8.1 GB"
             [model] = get(server, "/v1/models").json()["data"]
             assert (model["id"], model["state"], model["memory_bytes"]) == ("demo", "loading", None)
+            assert model["progress"] == "loading 3.2 of 8.1 GB"
             assert get(server, "/metrics").status_code == 200
             with raw(server) as client:
                 for path, body in (("/v1/chat/completions", ask("x")), ("/v1/completions", run_on("x", 1))):

@@ -119,6 +119,7 @@ def test_ps_shows_several_models_and_leaves_out_those_that_are_not_loaded(monkey
     facts = {"kind": "text", "source": "mlx-vlm", "memory_bytes": None, "running": 0, "waiting": 0, "last_used": None}
     entries = [
         {"id": "a", "state": "loaded", **facts, "memory_bytes": 5_200_000_000, "running": 3, "waiting": 1, "more": 1},
+        {"id": "e", "state": "loading", **facts, "progress": "checking layers 3 of 32"},
         {"id": "b", "state": "loading", **facts, "kind": "embedding", "source": None, "last_used": time.time() - 125},
         {"id": "c", "state": "available", "kind": "text"},
         {"id": "d", "state": "failed", **facts, "error": "it is broken"},
@@ -127,6 +128,7 @@ def test_ps_shows_several_models_and_leaves_out_those_that_are_not_loaded(monkey
     models = ps.loaded_models(Client("http://x"))
     assert [ps.row(model) for model in models] == [
         ("a", "loaded", "text", "mlx-vlm", "5.2 GB", "3", "1", "-"),
+        ("e", "checking layers 3 of 32", "text", "mlx-vlm", "-", "0", "0", "-"),
         ("b", "loading", "embedding", "-", "-", "0", "0", "2 min ago"),
     ]
 
