@@ -123,16 +123,21 @@ def layers_by_name(model: Module, names: Sequence[str]) -> Iterator[tuple[str, A
 
 
 def make_joint(layers: Sequence[Any]) -> Any:
-    """A layer with the outputs of all of them; None if they are of different kinds, or joined already."""
-    if not all(type(layer) in KINDS and layer.keys() <= AXES.keys() for layer in layers):
-        return None
-    if any(kind_of(layer) != kind_of(layers[0]) for layer in layers):
+    """A layer with the outputs of all of them; None if they cannot be joined."""
+    if not are_of_one_kind(layers):
         return None
     joint = copy.copy(layers[0])
     for name in list(joint.keys()):
         joint[name] = mx.concatenate([layer[name] for layer in layers], axis=AXES[name])
     mx.eval(joint.parameters())
     return joint
+
+
+def are_of_one_kind(layers: Sequence[Any]) -> bool:
+    """Whether they can be joined: they are alike, and neither joined nor split already."""
+    if not all(type(layer) in KINDS and layer.keys() <= AXES.keys() for layer in layers):
+        return False
+    return all(kind_of(layer) == kind_of(layers[0]) for layer in layers)
 
 
 def kind_of(layer: Module) -> Any:

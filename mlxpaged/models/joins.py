@@ -19,7 +19,7 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlxpaged.cpu.joined_linear import Join, layers_by_name, make_joint
+from mlxpaged.cpu.joined_linear import Join, are_of_one_kind, layers_by_name, make_joint
 from mlxpaged.models.expert_rows import ExpertsOfRows
 from mlxpaged.models.joined_norms import join_norms
 from mlxpaged.models.probe_steps import SHORT_PROMPT
@@ -69,14 +69,14 @@ def join_gate_and_up(model: Module, turns: Turns | None = None) -> tuple[int, li
 
 def join_network(network: Any, layers: Sequence[Any], trials: Trials[bool]) -> bool | None:
     """Whether the network is joined now; None if its projections cannot be."""
-    joint = make_joint(layers)
-    if joint is None:  # layers of other kinds, such as split ones
+    if not are_of_one_kind(layers):
         return None
     zeros = [zeros_for(layers[0], rows) for rows in ROWS]
     recorded = record_all(network, zeros)
     known = trials.known(recorded)
     if known is False:
         return False
+    joint = make_joint(layers)
     inputs = zeros if known else [inputs_of(layers[0], rows) for rows in ROWS]
     expected = None if known else outputs_of(network, inputs)
     made = Join(network, GATE_AND_UP, GATE_AND_UP_JOINT, joint)

@@ -190,6 +190,17 @@ def test_other_numbers_are_undone_and_logged(monkeypatch: pytest.MonkeyPatch, ca
     assert "2 modules, the first is networks.0" in message
 
 
+class InParts(nn.Module):
+    """As a layer that is split among CPU streams: it has no arrays of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [nn.Linear(INPUTS, HIDDEN // 2, bias=False) for _ in range(2)]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.concatenate([part(x) for part in self.parts], axis=-1)
+
+
 class Copying(FeedForward):
     """What MLX records does not show that the projections get two objects, each with the same array."""
 
@@ -256,8 +267,9 @@ def test_a_network_that_is_equal_but_for_its_objects_is_left_as_it_was() -> None
         {"up_proj": nn.Linear(INPUTS, HIDDEN, bias=False).to_quantized(32, 4)},
         {"up_proj": type("Own", (nn.Linear,), {})(INPUTS, HIDDEN, bias=False)},
         {"up_proj": nn.Identity()},
+        {name: InParts() for name in ("gate_proj", "up_proj")},
     ],
-    ids=["one biased", "one quantized", "own class", "none"],
+    ids=["one biased", "one quantized", "own class", "none", "in parts"],
 )
 def test_unlike_layers_are_not_joined(change: dict[str, nn.Module]) -> None:
     model = Model(FeedForward)
