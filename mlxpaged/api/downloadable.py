@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from huggingface_hub import constants, try_to_load_from_cache
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -14,6 +13,8 @@ from mlxpaged.api.errors import ApiError
 from mlxpaged.api.server import server_of
 from mlxpaged.models.architectures import known_source
 from mlxpaged.models.device_memory import free_device_memory, loaded_memory
+from mlxpaged.models.json_files import CONFIG
+from mlxpaged.models.sources.downloads import snapshots
 from mlxpaged.models.sources.short_names import short_names
 
 
@@ -38,9 +39,7 @@ def entries() -> list[dict[str, Any]]:
             "source": (source := known_source({"model_type": row.model_type})) and source.value,
             "size_bytes": row.bytes,
             "fits": row.bytes <= memory,
-            "downloaded": isinstance(
-                try_to_load_from_cache(row.repository, "config.json", constants.HF_HUB_CACHE), str
-            ),
+            "downloaded": any((path / CONFIG).exists() for path in snapshots(row.repository)),
         }
         for name, row in short_names().items()
     ]

@@ -59,17 +59,19 @@ def described(download: Download) -> dict[str, Any]:
     from mlxpaged.models.json_files import model_config
     from mlxpaged.models.kinds import kind_of
     from mlxpaged.models.loader import context_length
-    from mlxpaged.models.sources.downloads import missing_files, quantization
+    from mlxpaged.models.sources.completeness import missing_files
+    from mlxpaged.models.sources.downloads import quantization
     from mlxpaged.models.sources.local import local_path
-    from mlxpaged.models.sources.preflight import check_directory, local_file_sizes
+    from mlxpaged.models.sources.preflight import PICKLES, check_directory, local_file_sizes
 
     config: dict[str, Any] = {}
     path = download.path
     try:
-        if missing := missing_files(path):
-            raise UnsupportedModelError(
-                f"{missing[0]} is missing: `mlxpaged pull {download.name}` resumes the download"
-            )
+        # Pickles are not downloaded here. If others have, it is said below that they are not read.
+        missing = missing_files(path) if path.is_dir() and not any(path.glob(PICKLES)) else []
+        if missing:
+            resumes = "" if ":" in download.name else f": `mlxpaged pull {download.name}` resumes the download"
+            raise UnsupportedModelError(f"{missing[0]} is missing{resumes}")
         path = local_path(str(path)) or path
         config = model_config(path, missing_is_empty=True)
         check_directory(path, local_file_sizes(path), free_device_memory())

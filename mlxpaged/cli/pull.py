@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     with heavy_imports():
         from mlxpaged.models.architectures import Source
         from mlxpaged.models.sources import hub
-        from mlxpaged.models.sources.preflight import NOTHING, is_gguf, local_file_sizes, weight_files
+        from mlxpaged.models.sources.preflight import is_gguf, local_file_sizes, weight_files
     try:
         if split_name(name)[0].count("/") != 1:
             raise ModelNotFoundError(f"there is no model named {args.name!r}")
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
             else:
                 print("\n".join(description(name, directory, sizes)), flush=True)
         with ended_by_signal():
-            path = hub.download(name, NOTHING)
+            path = hub.download_weights(name, () if found is None else tuple(weight_files(sizes)))
         if found is not None and is_gguf(sizes):
             print("\n".join(description(name, path, local_file_sizes(path))), flush=True)
     except ModelNotFoundError as error:
@@ -92,7 +92,10 @@ def run(args: argparse.Namespace) -> int:
     except UnsupportedModelError as error:
         print(f"mlxpaged: {error}", file=sys.stderr)
         return 1
-    print(f"downloaded to {path}\nserve it: mlxpaged serve {short_name(name) or name}")
+    if found is None:
+        print(f"the hub does not list the files of {name} now; what is on this machine is whole", flush=True)
+    where = "it is in" if found is None else "downloaded to"
+    print(f"{where} {path}\nserve it: mlxpaged serve {short_name(name) or name}")
     return 0
 
 

@@ -50,7 +50,7 @@ from mlxpaged.models.quantized_kv import choose_quantization
 from mlxpaged.models.replacements import replace_parts
 from mlxpaged.models.reranker import Reranker, make_reranker
 from mlxpaged.models.sharding import least, shard
-from mlxpaged.models.sources.hub import download_weights
+from mlxpaged.models.sources.hub import download_draft_head
 from mlxpaged.models.sources.model_files import ModelFiles
 from mlxpaged.models.sources.preflight import NOTHING, Reserved
 from mlxpaged.models.sources.resolve import MODELS, resolve
@@ -293,7 +293,7 @@ def resolve_mtp(name: str) -> ModelFiles:
         if name.startswith((".", "/", "~")) or name.count("/") != 1:
             raise UnsupportedModelError("there is no such file or directory")
         try:
-            path = download_weights(name)
+            path = download_draft_head(name)
         except ModelNotFoundError as error:
             raise UnsupportedModelError(str(error)) from None
     if path.is_dir():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mlxpaged.models.architectures import Source, source_at
@@ -12,11 +13,12 @@ from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.json_files import CONFIG
 from mlxpaged.models.kinds import Kind, kind_of
-from mlxpaged.models.sources.downloads import missing_files, repositories, snapshot_of
+from mlxpaged.models.sources.completeness import has_safetensors, missing_files
+from mlxpaged.models.sources.downloads import repositories, whole_snapshot
 from mlxpaged.models.sources.gguf.choice import begins_model, choose, gguf_sizes, split_name
 from mlxpaged.models.sources.gguf.file import split_paths
 from mlxpaged.models.sources.other_apps import OLLAMA, app_models, app_path
-from mlxpaged.models.sources.preflight import GGUF, has_safetensors, local_file_sizes, weight_files
+from mlxpaged.models.sources.preflight import GGUF, local_file_sizes, weight_files
 from mlxpaged.models.sources.short_names import LATEST, full_name
 
 MAX_SEARCHED = 5_000
@@ -60,7 +62,7 @@ class Catalog:
             return found
         name = full_name(name)
         repository, wanted = split_name(name)
-        snapshot = snapshot_of(repository, wanted) if repository.count("/") == 1 else None
+        snapshot = whole_snapshot(repository, partial(missing_files, wanted=wanted))
         return None if snapshot is None else described(name if wanted else repository, snapshot, wanted)
 
     def find_directory(self, name: str) -> Found | None:
@@ -132,17 +134,16 @@ def is_directory(entry: os.DirEntry[str]) -> bool:
 
 
 def described(name: str, path: Path, wanted: str = "") -> Found | None:
-    """None if the directory has no config.json and all weights, and no GGUF file, or cannot be read. wanted: as
-    `choose` has it."""
+    """None if the model in the directory is not whole, or cannot be read. wanted: as `choose` has it."""
     try:
         if path.is_file():
             return Found(name, path, gguf_bytes(path)) if path.suffix.lower() == GGUF else None
-        if has_safetensors(path):
-            is_whole = (path / CONFIG).is_file() and not missing_files(path)
-            sizes = weight_files(local_file_sizes(path)) if is_whole else {}
-            return Found(name, path, sum(size or 0 for size in sizes.values())) if sizes else None
-        found = gguf_sizes(path) if path.is_dir() else {}
-        file = path / choose(found, wanted, free_device_memory())[0]
+        if not path.is_dir() or missing_files(path, wanted):
+            return None
+        if has_safetensors(path) and not wanted:
+            sizes = weight_files(local_file_sizes(path))
+            return Found(name, path, sum(size or 0 for size in sizes.values()))
+        file = path / choose(gguf_sizes(path), wanted, free_device_memory())[0]
         return Found(name, file, gguf_bytes(file))
     except (OSError, UnsupportedModelError):  # for example if the name is too long, or it is another user's
         return None

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from mlxpaged.models.errors import HubError, UnsupportedModelError
-from mlxpaged.models.sources.downloads import downloads, missing_part
+from mlxpaged.models.errors import HubError
+from mlxpaged.models.sources.completeness import missing_files
+from mlxpaged.models.sources.downloads import downloads
 from mlxpaged.models.sources.hub import download_weights
 from mlxpaged.models.sources.resolve import resolve
 from mlxpaged.registry.catalog import Catalog
@@ -110,7 +111,7 @@ def test_a_gguf_file_is_served_although_the_repository_has_safetensors(
     go_offline()
     assert (resolve(f"{NAME}:Q8_0").directory / "model.gguf").resolve() == (snapshot(cache) / GGUF).resolve()
     assert resolve(NAME).directory == resolve(f"{NAME}:Q8_0").directory
-    with pytest.raises(UnsupportedModelError, match=r"it has no GGUF file Q4_K_M, but m-Q8_0\.gguf"):
+    with pytest.raises(HubError, match=r"\*Q4_K_M\*\.gguf is missing beside m-Q8_0\.gguf: `mlxpaged pull"):
         resolve(f"{NAME}:Q4_K_M")
     assert listed() == [NAME]
 
@@ -144,7 +145,7 @@ def test_a_missing_shard_says_how_to_resume(
     else:
         shard.unlink()
     go_offline()
-    reason = rf"{SHARDS[1]} is missing; `mlxpaged pull someone/model` resumes the download"
+    reason = rf"{SHARDS[1]} is missing: `mlxpaged pull someone/model` resumes the download"
     with pytest.raises(HubError, match=reason):
         download_weights(NAME)
     assert listed() == []
@@ -193,7 +194,7 @@ def test_what_is_not_downloaded_is_not_found(cache: Path, go_offline: Callable[[
 def test_of_a_model_in_parts_all_must_be_there(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         (tmp_path / f"m-Q8_0-0000{number}-of-00003.gguf").write_bytes(b"GGUF")
-    assert missing_part(tmp_path) is None
+    assert missing_files(tmp_path) == []
     (tmp_path / "m-Q8_0-00002-of-00003.gguf").unlink()
-    assert missing_part(tmp_path) == "a part of m-Q8_0-00001-of-00003.gguf"
-    assert missing_part(tmp_path, "Q4_K_M") == "a GGUF file Q4_K_M"
+    assert missing_files(tmp_path) == ["m-Q8_0-00002-of-00003.gguf"]
+    assert missing_files(tmp_path, "Q4_K_M") == ["*Q4_K_M*.gguf"]

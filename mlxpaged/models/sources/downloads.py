@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,67 +11,45 @@ from huggingface_hub import CachedRepoInfo, constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.json_files import CONFIG, read_object
-from mlxpaged.models.sources.gguf.choice import PART, choose, gguf_sizes
-
-WEIGHTS = "model*.safetensors"
-"""The files that mlx-lm loads. Some repositories hold the same weights under other names too."""
-
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+from mlxpaged.models.sources.completeness import missing_files
 
 
 @dataclass(frozen=True)
 class Download:
-    """A repository, or a model of another app. path: as `snapshot_of` has it, or a GGUF file. bytes: of all
-    its revisions on the disk."""
+    """A repository, or a model of another app. path: the files of the revision that is served, or if none is whole, of
+    its main branch; or a GGUF file. bytes: of all its revisions on the disk."""
 
     name: str
     path: Path
     bytes: int
 
 
-def missing_files(directory: Path) -> list[str]:
-    """Files of weights that the index names and that are not here: the download was interrupted. An index that does not
-    name the file with all weights was left by others; transformers takes that file before an index, too."""
-    try:
-        wanted = read_object(directory / INDEX, missing_is_empty=True).get("weight_map")
-    except UnsupportedModelError:
-        return [INDEX]
-    names = set(map(str, wanted.values())) if isinstance(wanted, dict) else set()
-    names |= {path.name for path in directory.glob(WEIGHTS) if path.is_symlink() and not path.exists()}
-    if WHOLE not in names and (directory / WHOLE).exists():
+def snapshots(repository: str) -> list[Path]:
+    """The directories of a repository's revisions in the cache: first that of its main branch, then the newest ones. A
+    revision may be there in part only."""
+    if repository.count("/") != 1:
         return []
-    return sorted(name for name in names if not os.path.exists(directory / name))  # it takes any name
-
-
-def missing_part(directory: Path, wanted: str = "") -> str | None:
-    """What a directory lacks of a model that can be loaded; None if nothing. wanted: the GGUF file or quantization that
-    is loaded, empty for any."""
+    folder = Path(constants.HF_HUB_CACHE, f"models--{repository.replace('/', '--')}")
     try:
-        if not wanted and any(directory.glob(WEIGHTS)):
-            missing = missing_files(directory)
-            return missing[0] if missing else None if (directory / CONFIG).is_file() else CONFIG
-        files = choose(gguf_sizes(directory), wanted, 0)
-    except (OSError, UnsupportedModelError):
-        return f"a GGUF file {wanted}" if wanted else "its weights"
-    part = PART.search(files[0])
-    return None if part is None or len(files) == int(part[2]) else f"a part of {files[0]}"
-
-
-def snapshot_of(repository: str, wanted: str = "") -> Path | None:
-    """The folder of a downloaded repository; None if it is not downloaded. It is that of the revision that `main` was
-    at last if that is whole, else the newest one that is, and the first of these if none is. The hub's library asks for
-    all files that its patterns match: it refuses a GGUF file if the repository has safetensors too. wanted: as
-    `missing_part` has it."""
-    folder = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+        found = {path.name: path.stat().st_mtime for path in (folder / "snapshots").iterdir() if path.is_dir()}
+    except (OSError, ValueError):  # there is none, it is another user's, or no repository can have this name
+        return []
     try:
-        found = sorted((folder / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-    except OSError:
-        return None
-    with contextlib.suppress(OSError):
-        main = (folder / "refs" / "main").read_text().strip()
-        found.sort(key=lambda path: path.name != main)
-    return next((path for path in found if missing_part(path, wanted) is None), found[0] if found else None)
+        main = (folder / "refs" / constants.DEFAULT_REVISION).read_text().strip()
+    except (OSError, ValueError):
+        main = ""
+    names = sorted(found, key=lambda name: (name == main, found[name], name), reverse=True)
+    return [folder / "snapshots" / name for name in names]
+
+
+def whole_snapshot(repository: str, missing: Callable[[Path], list[str]] = missing_files) -> Path | None:
+    """The first of a repository's snapshots that is a whole model: what is served without the hub. missing: says which
+    files a directory lacks."""
+    for path in snapshots(repository):
+        with contextlib.suppress(OSError, UnsupportedModelError):
+            if not missing(path):
+                return path
+    return None
 
 
 def downloads() -> list[Download]:
@@ -79,7 +57,7 @@ def downloads() -> list[Download]:
     found = [
         Download(repo.repo_id, path, repo.size_on_disk)
         for repo in repositories()
-        if (path := snapshot_of(repo.repo_id)) is not None
+        if (path := whole_snapshot(repo.repo_id) or next(iter(snapshots(repo.repo_id)), None)) is not None
     ]
     return sorted(found, key=lambda each: each.name.lower())
 

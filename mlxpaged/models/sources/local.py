@@ -7,11 +7,12 @@ from pathlib import Path
 
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.sources.completeness import has_safetensors
 from mlxpaged.models.sources.gguf.choice import choose, gguf_sizes, split_name
 from mlxpaged.models.sources.gguf.directory import gguf_directory
 from mlxpaged.models.sources.gguf.file import MAGIC
 from mlxpaged.models.sources.other_apps import app_path
-from mlxpaged.models.sources.preflight import FileSizes, Reserved, check_directory, has_safetensors
+from mlxpaged.models.sources.preflight import FileSizes, Reserved, check_directory
 from mlxpaged.models.sources.short_names import near_names
 
 

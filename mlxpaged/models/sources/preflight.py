@@ -18,24 +18,12 @@ from mlxpaged.models.errors import AssistantError, InsufficientMemoryError, Unsu
 from mlxpaged.models.files import check_files
 from mlxpaged.models.json_files import CONFIG, model_config, read_object
 from mlxpaged.models.kinds import is_encoder
-from mlxpaged.models.sources.downloads import WEIGHTS
+from mlxpaged.models.sources.completeness import TOKENIZER_FILES, WEIGHTS
 from mlxpaged.models.sources.gguf.choice import memory_of
 
 GGUF = ".gguf"
 """The suffix of llama.cpp's files, which are loaded if there are no WEIGHTS."""
 PICKLES = "pytorch_model*.bin"
-
-TOKENIZER_FILES = [
-    "tokenizer.json",
-    "tokenizer.model",
-    "tiktoken.model",
-    "*.tiktoken",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-]
-"""A tokenizer without any of these is only Python code."""
 
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 """Types of models that draft with the keys and values of another one."""
@@ -83,11 +71,6 @@ def hub_file_sizes(repository: str) -> FileSizes | None:
 def weight_files(sizes: FileSizes) -> FileSizes:
     found = {name: size for name, size in sizes.items() if fnmatch(name, WEIGHTS) and "/" not in name}
     return found or {name: size for name, size in sizes.items() if name.lower().endswith(GGUF)}
-
-
-def has_safetensors(directory: Path) -> bool:
-    """Whether a directory of the user has weights in MLX's format, and so its GGUF files are others."""
-    return any(directory.glob(WEIGHTS))
 
 
 def weight_paths(directory: Path) -> list[Path]:

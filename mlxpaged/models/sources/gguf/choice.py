@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mlxpaged.models.errors import UnsupportedModelError
@@ -18,7 +18,7 @@ GROWTH = 1.12
 ROOM = 0.7
 """Share of the free memory for the weights; the rest is for the KV cache."""
 
-PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+PART = re.compile(r"-(\d{5})-of-(\d{5})(\.gguf)$", re.IGNORECASE)
 OTHERS = re.compile(r"(^|[-._/])mmproj|imatrix|(^|/)\._", re.IGNORECASE)
 """Towers for images, statistics of a quantization, and what macOS writes beside each file on some external disks."""
 TERNARY, CODE_BOOKS = (re.compile(rf"(^|[-._/]){kinds}_", re.IGNORECASE) for kinds in ("TQ[12]", "IQ[123]"))
@@ -63,10 +63,9 @@ def is_gguf_model(name: str) -> bool:
     return name.lower().endswith(".gguf") and OTHERS.search(name) is None
 
 
-def choose(sizes: Mapping[str, int | None], wanted: str, free_bytes: int) -> list[str]:
-    """The files of the model to load, in order. wanted: the quantization or the file that the user has named; the
-    largest that fits if it is empty, of those that can be loaded. Raises UnsupportedModelError, with what there is, if
-    there is no such file."""
+def models_of(sizes: Mapping[str, int | None], wanted: str) -> dict[str, list[str]]:
+    """The files of each model in order, by its name without the number of a part; the whole models, if there is one.
+    wanted: as `choose` has it. Raises UnsupportedModelError if there is no such file."""
     models: dict[str, list[str]] = {}
     for name in sorted(sizes):
         if is_gguf_model(name):
@@ -79,7 +78,29 @@ def choose(sizes: Mapping[str, int | None], wanted: str, free_bytes: int) -> lis
         if not found:
             raise UnsupportedModelError(f"it has no GGUF file {wanted}, but {', '.join(models)}")
         models = found
-    else:
+    return {name: files for name, files in models.items() if not missing_parts(files)} or models
+
+
+def missing_parts(files: Sequence[str], pattern: re.Pattern[str] = PART) -> list[str]:
+    """The name of the first part that is not among a model's files, in order; empty if all are there, or it has no
+    parts. pattern: of the end of a part's name, with its number, the number of parts, and the suffix."""
+    parts = [part for name in files if (part := pattern.search(name))]
+    for number, part in enumerate(parts, start=1):
+        if int(part[1]) != number:
+            return [part_name(part, number)]
+    return [part_name(parts[-1], len(parts) + 1)] if parts and len(parts) < int(parts[-1][2]) else []
+
+
+def part_name(part: re.Match[str], number: int) -> str:
+    return f"{part.string[: part.start()]}-{number:05}-of-{part[2]}{part[3]}"
+
+
+def choose(sizes: Mapping[str, int | None], wanted: str, free_bytes: int) -> list[str]:
+    """The files of the model to load, in order. wanted: the quantization or the file that the user has named; the
+    largest that fits if it is empty, of those that can be loaded. Raises UnsupportedModelError, with what there is, if
+    there is no such file."""
+    models = models_of(sizes, wanted)
+    if not wanted:
         models = {name: files for name, files in models.items() if can_be_loaded(name)} or models
     by_size = sorted(models.values(), key=lambda files: sum(sizes[name] or 0 for name in files))
     fitting = [files for files in by_size if memory_of({name: sizes[name] for name in files}) <= ROOM * free_bytes]
