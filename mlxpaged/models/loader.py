@@ -50,6 +50,7 @@ from mlxpaged.models.quantized_kv import choose_quantization
 from mlxpaged.models.replacements import replace_parts
 from mlxpaged.models.reranker import Reranker, make_reranker
 from mlxpaged.models.sharding import least, shard
+from mlxpaged.models.sources.completeness import lack_of
 from mlxpaged.models.sources.hub import download_draft_head
 from mlxpaged.models.sources.model_files import ModelFiles
 from mlxpaged.models.sources.preflight import NOTHING, Reserved
@@ -211,7 +212,7 @@ def load_model(
         # Qwen3-Embedding is published without a head, and with other names of weights than a text model's.
         only_embeds = kind_of(name, path) is Kind.EMBEDDING
         kind = EncoderError if only_embeds else UnsupportedModelError
-        raise kind(f"{name} cannot be loaded: {in_one_line(error)}") from error
+        raise kind(f"{name} cannot be loaded: {lack_of(path)}{in_one_line(error)}") from error
     model.eval()
     try:
         longest = context_length(config)
@@ -363,7 +364,7 @@ def load_embedding_model(
         except UnsupportedModelError:
             raise
         except Exception as error:  # as in `load_model`
-            raise UnsupportedModelError(f"it cannot be loaded: {in_one_line(error)}") from error
+            raise UnsupportedModelError(f"it cannot be loaded: {lack_of(path)}{in_one_line(error)}") from error
         model.eval()
         optimize_for_cpu(model)
         if isinstance(model, Encoder):

@@ -252,7 +252,7 @@ def test_a_quantization_is_found_although_safetensors_are_here_too(
     assert found.path == snapshot(cache) / "m-Q8_0.gguf"
 
 
-# -- draft heads ------------------------------------------------------------------------------------------------------
+# -- draft heads, and directories --------------------------------------------------------------------------------------
 
 
 def test_a_draft_head_needs_weights_only(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,3 +266,24 @@ def test_a_draft_head_needs_weights_only(tmp_path: Path, cache: Path, monkeypatc
     assert resolve_mtp(NAME).directory == directory == snapshot(cache)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve_mtp(NAME).directory == directory
+
+
+def test_a_directory_without_a_shard_says_which_one(model: Path) -> None:
+    """It is asked only if the load fails: an index may name files of before a conversion."""
+    names = {"model.embed_tokens.weight": SHARDS[0], "model.norm.weight": SHARDS[1]}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    shutil.copy(model / "model.safetensors", model / SHARDS[0])
+    (model / "model.safetensors").unlink()
+    assert load_model(str(model)).num_parameters > 0
+    truncated(model / SHARDS[0])
+    with pytest.raises(Exception, match=rf"model cannot be loaded: {SHARDS[1]} is missing"):
+        load_model(str(model))
+
+
+def truncated(path: Path) -> None:
+    """Leave half of the tensors in a file."""
+    import mlx.core as mx
+
+    tensors: Any = mx.load(str(path))
+    path.unlink()
+    mx.save_safetensors(str(path), {name: tensors[name] for name in sorted(tensors)[::2]})

@@ -5,6 +5,7 @@ Every command and the API ask here, so that they agree. Nothing here imports mlx
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from fnmatch import fnmatch
@@ -53,6 +54,14 @@ def missing_files(directory: Path, wanted: str = "") -> list[str]:
         *([] if has_tokenizer or is_tokenizer_code(directory) else TOKENIZER_FILES[:1]),
         *missing_of_modules(directory),
     ]
+
+
+def lack_of(directory: Path) -> str:
+    """The beginning of a message about a load that failed; empty if the model is whole, or its files cannot be read."""
+    with contextlib.suppress(OSError, UnsupportedModelError):
+        for name in missing_files(directory)[:1]:
+            return f"{name} is missing: "
+    return ""
 
 
 def missing_gguf(directory: Path, wanted: str) -> list[str]:
