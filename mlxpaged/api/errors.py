@@ -26,7 +26,7 @@ from mlxpaged.api.refusals import Refusal
 from mlxpaged.api.request_id import HEADER
 from mlxpaged.engine import errors as engine_errors
 from mlxpaged.models.panics import TokenizerPanicError
-from mlxpaged.models.tokenizer import ChatTemplateError, TextTooLongError
+from mlxpaged.models.tokenizer import ChatTemplateError, InfillError, TextTooLongError
 from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.registry.errors import NoRoomError
 from mlxpaged.vision.reading import PillowMissingError
@@ -201,6 +201,7 @@ ENGINE_ERRORS: dict[type[Exception], tuple[int, str, str, dict[str, str] | None]
     engine_errors.RequestCancelledError: (CLIENT_CLOSED_REQUEST, "request_cancelled", "request_cancelled", None),
     engine_errors.ConstraintFailedError: (400, "invalid_request_error", "constraint_failed", NO_RETRY),
     TextTooLongError: (400, "invalid_request_error", "text_too_long", NO_RETRY),
+    InfillError: (400, "invalid_request_error", "cannot_infill", NO_RETRY),
     PillowMissingError: (501, "server_error", "pillow_missing", NO_RETRY),
     TokenizerPanicError: (500, "server_error", "tokenizer_failed", NO_RETRY),
     engine_errors.OutOfMemoryError: (503, "server_error", OUT_OF_MEMORY, RETRY),

@@ -65,6 +65,10 @@ class TextTooLongError(ValueError):
     """The text would take too much memory while it is encoded."""
 
 
+class InfillError(ValueError):
+    """A text asks for infilling in a way that the tokenizer cannot encode."""
+
+
 class ChatTemplateError(ValueError):
     """The model has no chat template, or its template refuses these messages."""
 
@@ -102,10 +106,11 @@ class Tokenizer:
             raise UnsupportedModelError("its tokenizer has no tokens for text, because its vocabulary is missing")
         self.any_token = known[-1]
         self._decoder = copy.deepcopy(wrapped._tokenizer)
-        # Some kinds, as Code Llama's, change the text before the file's rules do.
+        # Some kinds change the text before the file's rules do; Code Llama's only a text with this token.
+        self._fill_token: str | None = getattr(self._decoder, "fill_token", None)
         kind = type(self._decoder)
         own = any(getattr(kind, name, None) is not getattr(PreTrainedTokenizerFast, name) for name in ENCODE)
-        self._encodes_by_file = isinstance(self._fast, FastTokenizer) and not own
+        self._encodes_by_file = isinstance(self._fast, FastTokenizer) and (not own or self._fill_token is not None)
         self.token_text = functools.cache(self._token_text)
         self.text_alone = functools.cache(self._text_alone)
         # Its own is one of them, too. mlx-lm before 0.32 takes it only if there are no others.
@@ -177,14 +182,24 @@ class Tokenizer:
     @guarded
     def encode(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False) -> list[int]:
         """Tokens of a text. add_special_tokens: with the special tokens that the model expects around a prompt.
-        split_special_tokens: control tokens in the text are text. Raises ControlTokenError if they cannot be, and
-        TextTooLongError."""
+        split_special_tokens: control tokens in the text are text. Raises ControlTokenError if they cannot be,
+        TextTooLongError and InfillError."""
         self._check_length(text)
         if split_special_tokens:
             return encoded(self._control.renamed_tokenizer(self._fast), text, add_special_tokens)
+        if self._fill_token is not None and self._fill_token in text:
+            return self._infilled(text, add_special_tokens)
         if self._encodes_by_file:
             return encoded(self._fast, text, add_special_tokens)
         return list(self._encoder.encode(text, add_special_tokens=add_special_tokens))
+
+    def _infilled(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Tokens of a text whose middle is to be filled in. transformers changes the tokenizer meanwhile, and leaves
+        rules of its own in it: so it gets a copy. Raises InfillError."""
+        try:
+            return list(copy.deepcopy(self._decoder).encode(text, add_special_tokens=add_special_tokens))
+        except ValueError as error:  # there are several places, or no tokens to mark one
+            raise InfillError(f"a text with {self._fill_token} cannot be filled in: {error}") from error
 
     @guarded
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:

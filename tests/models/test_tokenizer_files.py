@@ -19,7 +19,7 @@ from mlxpaged.models.embedding import Pooling
 from mlxpaged.models.encoder_model import EncoderModel, pool
 from mlxpaged.models.loader import load_embedding_model
 from mlxpaged.models.sources.gguf.directory import gguf_directory
-from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.models.tokenizer import InfillError, Tokenizer
 from mlxpaged.models.tokenizer_files import TELLING, tokenizer_in
 from tests.models.encoders import VOCABULARY, make_encoder
 from tests.models.gguf_models import as_gguf
@@ -287,6 +287,20 @@ def test_code_llama_fills_the_middle_by_the_rules_of_its_file(tmp_path: Path) ->
     filled = found.encode("a<FILL_ME>b")
     assert [i for i in filled if i in map(id_of, marks)] == [id_of(each) for each in marks[:3]]
     assert found.encode("a 12") == plain
+
+
+def test_infilling_leaves_the_rules_of_the_file(tmp_path: Path) -> None:
+    """transformers puts Llama 2's rules into the tokenizer after each text that it fills in."""
+    marks = ["\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", "\u2581<EOT>", "<FILL_ME>"]
+    settings = {**PLAIN, "tokenizer_class": "CodeLlamaTokenizer"}
+    (made := of_bytes(DIGITS)).add_special_tokens(marks)
+    found = found_in(directory_of(tmp_path, made, settings))
+    before, filled = found.encode(TEXT), found.encode("hello<FILL_ME>")
+    assert len(before) > 1
+    assert found.encode("12<FILL_ME>12") == found.encode("12<FILL_ME>12") != filled
+    assert found.encode(TEXT) == before
+    with pytest.raises(InfillError, match="a text with <FILL_ME> cannot be filled in: too many values"):
+        found.encode("1<FILL_ME>2<FILL_ME>1")
 
 
 @pytest.mark.parametrize(
