@@ -51,7 +51,10 @@ def check_tekken_file(file: Path) -> None:
             raise UnsupportedModelError(f"its {TEKKEN} has {count:,} entries; the limit is {MAX_ENTRIES:,}")
         found = from_json(data, cache_strings="none")
         longest = max((len(base64.b64decode(token["token_bytes"])) for token in found["vocab"]), default=0)
-        num_special = int(found["config"].get("default_num_special_tokens") or 0)
+        stated = int(found["config"].get("default_num_special_tokens") or 0)
+        num_special = max(stated, len(found.get("special_tokens") or ()))
+        if not isinstance(found["config"]["pattern"], str):
+            raise TypeError("its pattern is no text")
     except OSError as error:
         raise UnsupportedModelError(f"its {TEKKEN} cannot be read: {error}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -60,12 +60,12 @@ RULES = ("normalizers", "pretokenizers", "decoders", "processors")
 """Under one of these names, a sequence has its rules."""
 
 
-def check_added_tokens(directory: Path) -> None:
-    """Raises UnsupportedModelError if a file adds too many tokens."""
+def check_added_tokens(directory: Path, tokenizer: Any = None) -> None:
+    """Raises UnsupportedModelError if a file adds too many tokens. tokenizer: what the tokenizer.json holds."""
     for name, fields in ADDED_TOKENS.items():
         check_file(directory / name)
         try:
-            found = from_json((directory / name).read_bytes(), cache_strings="none")
+            found = tokenizer if name == NAME else from_json((directory / name).read_bytes(), cache_strings="none")
         except (OSError, ValueError):  # there is none, or what reads it says what is wrong with it
             continue
         if not isinstance(found, dict):
@@ -84,6 +84,7 @@ def check_tokenizer_file(directory: Path) -> float:
     try:
         data = path.read_bytes()
     except FileNotFoundError:  # the model has another kind of tokenizer
+        check_added_tokens(directory)
         return 1.0
     except OSError as error:
         raise UnsupportedModelError(f"its {NAME} cannot be read: {error}") from error
@@ -95,7 +96,7 @@ def check_tokenizer_file(directory: Path) -> float:
         raise UnsupportedModelError(f"its {NAME} is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise UnsupportedModelError(f"its {NAME} is not an object")
-    check_added_tokens(directory)
+    check_added_tokens(directory, found)
     for names in (("normalizer", "pre_tokenizer"), ("decoder",)):
         growth = 1.0
         for name in names:

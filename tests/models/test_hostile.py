@@ -364,6 +364,27 @@ def test_rules_of_known_tokenizers_are_loaded(model: Path, name: str) -> None:
 def test_a_directory_without_a_tokenizer_file_is_checked_elsewhere(model: Path) -> None:
     without("tokenizer.json")(model)
     assert check_tokenizer_file(model) == 1
+    change("tokenizer_config.json", additional_special_tokens=["a"] * 40_001)(model)
+    with pytest.raises(UnsupportedModelError, match=r"its tokenizer_config\.json adds 40,001 tokens"):
+        check_tokenizer_file(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"special_tokens": [{"rank": i, "token_str": str(i)} for i in range(40_001)]}, "adds 40,001 tokens"),
+        ({"config": {"pattern": 1}}, "its pattern is no text"),
+        ({"config": {}}, "'pattern'"),
+    ],
+)
+def test_a_tekken_file_that_adds_too_much_or_splits_no_text_is_refused(
+    changes: dict[str, Any], reason: str, model: Path
+) -> None:
+    without("tokenizer.json")(model)
+    content = {"config": {"pattern": "a"}, "vocab": [{"rank": 0, "token_bytes": "YQ=="}], "special_tokens": []}
+    write("tekken.json", json.dumps(content | changes))(model)
+    with pytest.raises(UnsupportedModelError, match=rf"its tekken\.json .*{reason}"):
+        tokenizer_in(model, None, ())
 
 
 def test_a_text_that_replacements_make_long_is_not_encoded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
