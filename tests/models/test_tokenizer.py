@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -112,6 +113,22 @@ def test_a_character_that_never_becomes_complete_comes_at_the_end() -> None:
     first = TOKENIZER.encode("🙂")[0]
     a = TOKENIZER.encode("a")
     assert pieces([*a, first]) == ["a", "", "\ufffd"]
+
+
+def test_threads_encode_decode_and_find_tags_at_once() -> None:
+    """By one tokenizer, which would raise an error if one of them set an option meanwhile."""
+    texts = [EMOJI * 300, "What is 17 + 25? " * 2000, "a\n\n  b" * 3000]
+    expected = [TOKENIZER.encode(text) for text in texts]
+    short = TOKENIZER.encode("What is 17 + 25?")
+
+    def decode(_: int) -> bool:
+        TOKENIZER.detokenizer(think_tags=True, tool_tags=True)
+        return TOKENIZER.decode(short) == "What is 17 + 25?" and TOKENIZER.reader.truncation_side == "right"
+
+    with ThreadPoolExecutor(4) as threads:
+        encoding = [threads.submit(TOKENIZER.encode, text) for text in texts * 3]
+        assert all(map(decode, range(500)))
+        assert [each.result() for each in encoding] == expected * 3
 
 
 def test_special_tokens_leave_no_text() -> None:
