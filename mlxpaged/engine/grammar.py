@@ -98,7 +98,8 @@ class Grammars:
         """Make a matcher for one answer. Raises GrammarError. The constraint was compiled before, if another one asked
         for it: if it has been forgotten since then, it is compiled again without a child process."""
         matcher = self._find(constraint) or self.compile_on_thread(constraint, is_checked=True).result()
-        return GrammarMatcher(matcher.deep_copy(), self._wrapped.eos_token_ids, ignore_eos)
+        takes_back = False if names_tokens(constraint) else None
+        return GrammarMatcher(matcher.deep_copy(), self._wrapped.eos_token_ids, ignore_eos, takes_back)
 
     def compile(self, constraint: Constraint | StructuredOutput) -> LLMatcher:
         """Make a matcher at the start of the grammar, to be copied. Raises GrammarError with the reason, or OSError if
@@ -310,15 +311,24 @@ def preferring(mask: Mask, avoided: Collection[int]) -> Mask:
     return rest if rest.any() else mask
 
 
+def names_tokens(constraint: Constraint | StructuredOutput) -> bool:
+    """Whether a grammar of the request has tokens by their ids. llguidance 1.9.1 takes back ordinary ones that it has
+    made a mask for, and then refuses them."""
+    parts = constraint.parts if isinstance(constraint, StructuredOutput) else (constraint,)
+    return any(part.kind == "grammar" and "<[" in part.text for part in parts)
+
+
 class GrammarMatcher:
     """The state of one answer in its grammar. ends: the tokens that end an answer. avoided: tokens that are allowed
-    only if nothing else is."""
+    only if nothing else is. takes_back: whether it can forget tokens; None: that is tried when it is needed."""
 
-    def __init__(self, matcher: LLMatcher, ends: Collection[int], avoids_ends: bool) -> None:
+    def __init__(
+        self, matcher: LLMatcher, ends: Collection[int], avoids_ends: bool, takes_back: bool | None = None
+    ) -> None:
         self.matcher = matcher
         self._ends = ends
         self.avoided = ends if avoids_ends else ()
-        self._takes_back: bool | None = None  # whether it can forget tokens; None: it was not needed so far
+        self._takes_back = takes_back
 
     def forced(self) -> list[int]:
         """The next tokens if there is no choice."""

@@ -13,7 +13,7 @@ import pytest
 
 from mlxpaged.engine.constraint import Constraint, GrammarError
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.grammar import KEPT
+from mlxpaged.engine.grammar import KEPT, Grammars
 from mlxpaged.engine.json_schema import enforceable
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.request import Request
@@ -134,6 +134,24 @@ def test_what_cannot_be_compiled_is_refused_by_the_engine_too(served: ServedMode
     with pytest.raises(GrammarError, match="unclosed"):
         add(core, "constrained", [1], Constraint("regex", "[a"))
     assert not core.has_work()
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_an_answer_of_a_grammar_with_ordinary_tokens_goes_on_after_its_drafts(served: ServedModel, most: int) -> None:
+    """llguidance takes such tokens back and then refuses them."""
+    tokens = served.tokenizer.reader.encode("What is 17 + 25?", add_special_tokens=False)
+    grammars = Grammars(served.tokenizer, served.vocab_size)
+    grammar = "start: " + " ".join(f"<[{token}]>" for token in tokens)
+    matcher, at, ended = grammars.start(Constraint("grammar", grammar), ignore_eos=False), 0, False
+    while at < len(tokens):
+        drafts = matcher.forced()[:most]
+        drafts = drafts[: matcher.count_allowed(drafts)]
+        if drafts:
+            grammars.masks_along(matcher, drafts, [()] * (len(drafts) + 1))
+        for token in tokens[at : at + len(drafts) + 1]:
+            ended = matcher.advance(token)
+        at += len(drafts) + 1
+    assert ended
 
 
 def test_a_mask_has_a_bit_for_every_token_and_no_more(served: ServedModel) -> None:
