@@ -34,8 +34,8 @@ class StartDisplay:
 
     def show(self, progress: Progress | None) -> None:
         is_time = self._clock() - self._logged_at >= LOG_SECONDS
-        if is_time or (progress is not None and progress.total):
-            self._begin()
+        if is_time or (progress is not None and (progress.total or progress.stage is not Stage.LOADING)):
+            self._begin()  # the model is found
         if progress is None or progress == self._shown:
             return
         if self._line.is_terminal:

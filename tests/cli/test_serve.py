@@ -75,9 +75,7 @@ def in_order(text: str, *parts: str) -> bool:
 def test_the_banner_describes_the_server_and_its_curl_line_works(tmp_path: Path) -> None:
     with serving(tmp_path, "--max-num-seqs", "7", env={"MLXPAGED_MAX_QUEUE": "0"}, fork=False) as command:
         banner = command.stdout
-        assert re.search(r"start_display: (loading|reading|checking|measuring|timing) ", command.stderr), (
-            "how far the start is"
-        )
+        assert "start_display: listening on http" in command.stderr  # how far it is depends on when it is asked
         assert re.search(r"model +demo: \d+ layers", banner)
         assert re.search(r"\d+ blocks of 32 tokens", banner)
         assert "up to 7 sequences" in banner

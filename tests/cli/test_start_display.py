@@ -95,6 +95,14 @@ def test_a_download_is_logged_after_ten_seconds_and_a_start_without_progress_at_
     assert caplog.messages[2:] == ["the other is listening"]
 
 
+def test_a_stage_without_parts_is_logged_too(caplog: pytest.LogCaptureFixture) -> None:
+    """It may be the first that is seen: a small model is read before."""
+    caplog.set_level(logging.INFO)
+    display = StartDisplay(io.StringIO(), "listening", lambda: 0.0)
+    display.show(Progress(Stage.TIMING_STEPS, 0, 0))
+    assert caplog.messages == ["listening", "timing steps"]
+
+
 def test_a_line_is_cut_to_the_width_of_the_terminal_and_has_no_control_characters() -> None:
     screen, terminal = os.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 20, 0, 0))
