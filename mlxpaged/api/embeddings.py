@@ -63,7 +63,7 @@ async def embed(
         raise bad_parameter("prompt_name", f"must be {known} for {model.name!r}", code="unknown_prompt")
 
     async def tokenize() -> None:
-        tokens.extend(await tokens_of(server, model, inputs, truncate, prompt_name))
+        tokens.extend(await tokens_of(request, model, inputs, truncate, prompt_name))
         await server.prepare(request, lambda: check_tokens(model, tokens))
 
     def made(request_id: str) -> EmbeddingRequest:
@@ -130,7 +130,7 @@ def check_dimensions(model: EmbeddingFacts, asked: int | None) -> int:
 
 
 async def tokens_of(
-    server: Server,
+    request: Request,
     model: EmbeddingFacts,
     inputs: list[str] | list[list[int]],
     truncate: bool,
@@ -147,8 +147,8 @@ async def tokens_of(
         for index, each in enumerate(part, len(found)):
             if isinstance(each, str):
                 check_length(model, index, model.tokenizer.least_tokens(len(each)), "at least ")
-        size = sum(map(len, part))
-        found += await server.tokenize(model.tokenizer, size, partial(encode, model, part, truncate, prompt_name))
+        size, work = sum(map(len, part)), partial(encode, model, part, truncate, prompt_name)
+        found += await server_of(request).tokenize(request, model.tokenizer, size, work)
     return found
 
 

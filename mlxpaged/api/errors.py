@@ -20,10 +20,10 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxpaged.api.access.redaction import redacted
-from mlxpaged.api.compile_turns import CompilerBusyError
 from mlxpaged.api.error_format import format_of
 from mlxpaged.api.refusals import Refusal
 from mlxpaged.api.request_id import HEADER
+from mlxpaged.api.turns import TurnRefusedError
 from mlxpaged.engine import errors as engine_errors
 from mlxpaged.models.panics import TokenizerPanicError
 from mlxpaged.models.tokenizer import ChatTemplateError, InfillError, TextTooLongError
@@ -195,7 +195,7 @@ def _is_union_branch(part: int | str) -> bool:
 
 ENGINE_ERRORS: dict[type[Exception], tuple[int, str, str, dict[str, str] | None]] = {
     engine_errors.QueueFullError: (503, "server_error", "queue_full", RETRY),
-    CompilerBusyError: (503, "server_error", "engine_busy", RETRY),
+    TurnRefusedError: (503, "server_error", "engine_busy", RETRY),
     engine_errors.EngineBusyError: (503, "server_error", "engine_busy", RETRY),
     engine_errors.DeadlineExceededError: (408, "timeout_error", "deadline_exceeded", NO_RETRY),
     engine_errors.RequestCancelledError: (CLIENT_CLOSED_REQUEST, "request_cancelled", "request_cancelled", None),

@@ -174,7 +174,7 @@ async def judge(
     prompts = []
     for index, pair in enumerate(pairs):  # one at a time: the tokenizer's thread serves other requests in between
         prompt = await server.tokenize(
-            info.tokenizer, sum(map(len, pair)), partial(reranker.prompt, *pair, body.instruction)
+            request, info.tokenizer, sum(map(len, pair)), partial(reranker.prompt, *pair, body.instruction)
         )
         try:
             info.max_new_tokens(len(prompt), 1)
@@ -215,7 +215,7 @@ async def judge_by_encoder(
     async def tokenize() -> None:
         for index, pair in enumerate(pairs):
             encode = partial(model.tokenizer.encode_pair, *pair)
-            inputs.append(await server.tokenize(model.tokenizer, sum(map(len, pair)), encode))
+            inputs.append(await server.tokenize(request, model.tokenizer, sum(map(len, pair)), encode))
             check_pair(model, f"{param}.{index}", len(inputs[-1][0]))
         check_total(sum(len(tokens) for tokens, _ in inputs), param)
 

@@ -15,7 +15,6 @@ from starlette.requests import Request
 
 from mlxpaged.api.access.caller import allows, caller_of, is_local
 from mlxpaged.api.access.key_ring import KeyRing
-from mlxpaged.api.compile_turns import CompilerBusyError, CompileTurns, Turn
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.downloads import Downloads
 from mlxpaged.api.errors import ApiError, bad_parameter, load_failed, model_not_found, no_room
@@ -25,6 +24,7 @@ from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequest, OpenRequests
 from mlxpaged.api.refusals import MAX_REFUSALS, Refusal
 from mlxpaged.api.tokenizer_lanes import TokenizerLanes
+from mlxpaged.api.turns import Rules, Turn, TurnRefusedError, Turns
 from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.constraint import Constraint, GrammarError, StructuredOutput
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
@@ -56,6 +56,9 @@ interpreter lock is held: two threads that parse one after the other would leave
 LONGEST_REST = 5.0
 COMPILE_SECONDS = 10.0
 """Time limit for a grammar. Almost all take less than a second, or the compiler gives up."""
+GRAMMARS = Rules("grammars", at_once=2, places=16, free_seconds=1.0, rests=True)
+"""Two, so that a slow one does not block the next one. Heavy clients take a half of one core at most. The text of a
+grammar does not tell how long it takes."""
 
 
 class Server:
@@ -76,7 +79,7 @@ class Server:
         self.downloads = Downloads()
         self._clock = clock
         self._started = clock()
-        self._tokenizer_lanes = TokenizerLanes()
+        self.tokenizer_lanes = TokenizerLanes()
         # Two, so that a large body does not block the next one. More would only wait for the interpreter lock.
         self._body_threads = ThreadPoolExecutor(2, thread_name_prefix="mlxpaged-body")
         self._huge_body_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-body-huge")
@@ -85,7 +88,7 @@ class Server:
         self.image_hosts = ImageHosts(http.image_hosts)
         # Two, so that a large image does not block the next one. Each takes up to 0.5 GB while it is decoded.
         self._image_threads = ThreadPoolExecutor(2, thread_name_prefix="mlxpaged-image")
-        self._compile_turns = CompileTurns()
+        self.grammar_turns = Turns(GRAMMARS)
 
     def _observe(self, model: str, request: EngineRequest, output: RequestOutput) -> None:
         self.metrics.observe(model, request, output)
@@ -224,26 +227,29 @@ class Server:
     async def decode_image(self, function: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._image_threads, function)
 
-    async def tokenize(self, tokenizer: Tokenizer, size: int, function: Callable[[], Result]) -> Result:
-        """Run a function that uses a tokenizer, on a thread. size: characters or tokens that it works on."""
-        return await self._tokenizer_lanes.run(tokenizer, size, function)
+    async def tokenize(
+        self, request: Request, tokenizer: Tokenizer, size: int, function: Callable[[], Result]
+    ) -> Result:
+        """Run a function that uses a tokenizer, on a thread. size: characters or tokens that it works on. Raises
+        TurnRefusedError."""
+        return await self.tokenizer_lanes.run(program_of(request), tokenizer, size, function)
 
     async def compile(
         self, request: Request, info: EngineInfo, constraint: Constraint | StructuredOutput | None
     ) -> None:
-        """Compile the grammar, unless it is known. Raises ApiError if it is not supported, CompilerBusyError if others
+        """Compile the grammar, unless it is known. Raises ApiError if it is not supported, TurnRefusedError if others
         take too long."""
         if constraint is None or info.grammars.is_compiled(constraint):
             return
         require_memory(GRAMMAR_BYTES, "the grammar")
         try:
-            turn = await self._compile_turns.enter(program_of(request), COMPILE_SECONDS)
-        except CompilerBusyError as error:
-            raise CompilerBusyError(f"{constraint.param}: {error}") from None
+            turn = await self.grammar_turns.enter(program_of(request), timeout=COMPILE_SECONDS)
+        except TurnRefusedError as error:
+            raise TurnRefusedError(f"{constraint.param}: {error}") from None
         try:
             thread = info.grammars.compile_on_thread(constraint)
         except BaseException:  # there is no memory for a thread
-            self._compile_turns.leave(turn)
+            self.grammar_turns.leave(turn)
             raise
         compiled = asyncio.wrap_future(thread)
         compiled.add_done_callback(partial(self._end_compiling, turn))
@@ -256,14 +262,14 @@ class Server:
         except OSError as error:  # of the process that checks grammars
             if is_out_of_memory(error):
                 raise
-            raise CompilerBusyError(f"{constraint.param}: the grammar compiler cannot be started: {error}") from None
+            raise TurnRefusedError(f"{constraint.param}: the grammar compiler cannot be started: {error}") from None
         except GrammarError as error:
             param = error.param or constraint.param
             reason = "the grammar compiler refuses the constraint"  # its own message can have text of the constraint
             raise bad_parameter(param, str(error), "unsupported_constraint", reason) from None
 
     def _end_compiling(self, turn: Turn, compiled: asyncio.Future[Any]) -> None:
-        self._compile_turns.leave(turn)
+        self.grammar_turns.leave(turn)
         if not compiled.cancelled():
             compiled.exception()  # marks it as retrieved: after a timeout nothing else reads it
 
@@ -281,7 +287,7 @@ class Server:
         for threads in (self._body_threads, self._huge_body_thread, self._image_threads):
             threads.shutdown(wait=False, cancel_futures=True)
         self.image_hosts.close()
-        self._tokenizer_lanes.close()
+        self.tokenizer_lanes.close()
         if self.registry is not None:
             had_model = bool(self.registry.loaded)
             if await self.registry.stop(timeout=10.0 if had_model else 1.0) and had_model:

@@ -114,7 +114,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
             raise bad_parameter("split_special_tokens", str(error)) from None
 
     size = chat.num_chars if body.prompt is None else len(body.prompt)
-    tokens = await server.tokenize(info.tokenizer, size, work)
+    tokens = await server.tokenize(request, info.tokenizer, size, work)
 
     def answer() -> str:
         strings = [info.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
@@ -149,7 +149,8 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     if largest >= info.vocab_size:
         raise bad_parameter("tokens", f"token id {largest} is not in the vocabulary of {info.vocab_size} tokens")
     size = len(body.tokens)
-    prompt = await server.tokenize(info.tokenizer, size, lambda: info.tokenizer.text_with_specials(body.tokens))
+    decode = partial(info.tokenizer.text_with_specials, body.tokens)
+    prompt = await server.tokenize(request, info.tokenizer, size, decode)
     answer = DetokenizeResponse(prompt=prompt)
     return Response(await server.prepare(request, answer.model_dump_json), media_type="application/json")
 

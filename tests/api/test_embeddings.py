@@ -414,7 +414,8 @@ def test_the_time_in_the_tokenizers_queue_counts(server: RunningServer) -> None:
     assert info is not None
     assert info.embedding_model is not None
     tokenizer = info.embedding_model.tokenizer
-    server.run(server.app.state.server.tokenize(tokenizer, 1, lambda: go_on.wait(DEADLINE)))
+    lanes = server.app.state.server.tokenizer_lanes
+    server.run(lanes.run("another", tokenizer, 1, lambda: go_on.wait(DEADLINE)))
     pending = Background.post(server, PATH, {"input": "x", "timeout": 0.2})
     wait_until(lambda: not vectors(server).is_idle)
     finish_round(server)

@@ -42,7 +42,7 @@ class Job:
 
 def play(scenario: Scenario) -> None:
     async def run() -> None:
-        lanes = TokenizerLanes()
+        lanes = TokenizerLanes(lambda: 0.0)
         try:
             await asyncio.wait_for(scenario(lanes), DEADLINE)
         finally:
@@ -67,9 +67,9 @@ def test_a_short_text_waits_neither_for_a_long_one_nor_for_another_model() -> No
 
     async def scenario(lanes: TokenizerLanes) -> None:
         tasks = [
-            asyncio.ensure_future(lanes.run(models[0], LONG_TEXT, jobs["long"])),
-            asyncio.ensure_future(lanes.run(models[0], 10, jobs["short"])),
-            asyncio.ensure_future(lanes.run(models[1], 10, jobs["other"])),
+            asyncio.ensure_future(lanes.run("a", models[0], LONG_TEXT, jobs["long"])),
+            asyncio.ensure_future(lanes.run("a", models[0], 10, jobs["short"])),
+            asyncio.ensure_future(lanes.run("a", models[1], 10, jobs["other"])),
         ]
         for job in jobs.values():  # all run at the same time
             await begun(job)
@@ -87,12 +87,13 @@ def test_texts_without_end_of_many_models_hold_no_other_one_up() -> None:
 
     async def scenario(lanes: TokenizerLanes) -> None:
         tasks = [
-            asyncio.ensure_future(lanes.run(models[i // 2], (1, LONG_TEXT)[i % 2], job)) for i, job in enumerate(jobs)
+            asyncio.ensure_future(lanes.run("a", models[i // 2], (1, LONG_TEXT)[i % 2], job))
+            for i, job in enumerate(jobs)
         ]
         for job in jobs:
             await begun(job)
         other: Any = Model()
-        assert await lanes.run(other, 1, lambda: "other") == "other"
+        assert await lanes.run("a", other, 1, lambda: "other") == "other"
         for job in jobs:
             job.go_on.set()
         await asyncio.gather(*tasks)
@@ -103,7 +104,7 @@ def test_texts_without_end_of_many_models_hold_no_other_one_up() -> None:
 def test_the_threads_of_a_tokenizer_end_with_it() -> None:
     async def scenario(lanes: TokenizerLanes) -> None:
         model: Any = Model()
-        [thread] = await asyncio.gather(lanes.run(model, 1, threading.current_thread))
+        [thread] = await asyncio.gather(lanes.run("a", model, 1, threading.current_thread))
         assert thread.is_alive()
         del model
         await asyncio.to_thread(thread.join, DEADLINE)
@@ -122,7 +123,7 @@ def test_the_shortest_of_those_that_wait_is_next(is_thread_safe: bool) -> None:
 
     async def scenario(lanes: TokenizerLanes) -> None:
         jobs = {name: Job(name, order) for name in sizes}
-        tasks = [asyncio.ensure_future(lanes.run(model, size, jobs[name])) for name, size in sizes.items()]
+        tasks = [asyncio.ensure_future(lanes.run("a", model, size, jobs[name])) for name, size in sizes.items()]
         await begun(jobs["first"])
         await round_of_the_loop()
         for job in jobs.values():
@@ -140,7 +141,7 @@ def test_a_caller_that_leaves_does_not_let_the_next_one_in() -> None:
 
     async def scenario(lanes: TokenizerLanes) -> None:
         jobs = {name: Job(name, order) for name in ("left", "never", "last")}
-        left, never, last = (asyncio.ensure_future(lanes.run(model, 1, job)) for job in jobs.values())
+        left, never, last = (asyncio.ensure_future(lanes.run("a", model, 1, job)) for job in jobs.values())
         await begun(jobs["left"])
         for task in (left, never):
             task.cancel()
@@ -180,7 +181,7 @@ def test_an_error_is_its_callers_and_the_next_one_runs() -> None:
 
     async def scenario(lanes: TokenizerLanes) -> None:
         results = await asyncio.gather(
-            lanes.run(model, 1, fail), lanes.run(model, 1, lambda: 2), return_exceptions=True
+            lanes.run("a", model, 1, fail), lanes.run("a", model, 1, lambda: 2), return_exceptions=True
         )
         assert [type(result) for result in results] == [ValueError, int]
 

@@ -20,7 +20,6 @@ from mlxpaged.api.batches.lines import LinePlace, check_lines, read_line
 from mlxpaged.api.batches.records import BatchRecord, LineError, LineErrors, OutputLine, RequestCounts, Status
 from mlxpaged.api.batches.store import ERRORS, OUTPUT, Store
 from mlxpaged.api.body import validate
-from mlxpaged.api.compile_turns import CompilerBusyError
 from mlxpaged.api.errors import NO_ROOM, NOT_STORED, OUT_OF_MEMORY, RETRY, ApiError, bad_parameter, from_engine
 from mlxpaged.api.openai import chat, completions
 from mlxpaged.api.openai.responses import routes as responses
@@ -28,6 +27,7 @@ from mlxpaged.api.openai.responses.schema import ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
 from mlxpaged.api.reading import Reading
 from mlxpaged.api.request_id import new_id
+from mlxpaged.api.turns import TurnRefusedError
 from mlxpaged.engine.errors import EngineState, EngineUnavailableError, QueueFullError
 from mlxpaged.registry.registry import Registry
 
@@ -352,7 +352,7 @@ class BatchRunner:
                 try:
                     response = await respond(request, body)
                     status, content = response.status_code, json.loads(bytes(response.body))
-                except (QueueFullError, CompilerBusyError):  # another request took the room, or the compiler
+                except (QueueFullError, TurnRefusedError):  # another request took the room, or the turn
                     await asyncio.sleep(POLL_SECONDS)
                     continue
                 except Exception as error:

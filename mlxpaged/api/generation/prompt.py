@@ -105,7 +105,8 @@ async def tokens_of_prediction(http: Request, text: str, info: EngineInfo) -> tu
     if not text or "ngram" not in info.drafters:
         return ()
     check.check_text_length("prediction", len(text), info)
-    return tuple(await server_of(http).tokenize(info.tokenizer, len(text), lambda: info.tokenizer.encode(text)))
+    encode = partial(info.tokenizer.encode, text)
+    return tuple(await server_of(http).tokenize(http, info.tokenizer, len(text), encode))
 
 
 async def enforced(
@@ -152,7 +153,7 @@ async def of_texts(http: Request, request: GenerationRequest, info: EngineInfo) 
         texts = [each if isinstance(each, str) else info.tokenizer.decode(each) for each in prompts]
         return Prompts(param, tokens, params, texts)
 
-    return await server_of(http).tokenize(info.tokenizer, sum(map(len, prompts)), encode)
+    return await server_of(http).tokenize(http, info.tokenizer, sum(map(len, prompts)), encode)
 
 
 async def count_tokens(http: Request, translate: Callable[[], GenerationRequest]) -> int:
@@ -187,7 +188,7 @@ async def leave_room(http: Request, tools: Sequence[Tool], info: EngineInfo) -> 
     )
     if tokenizer.least_tokens(len(text)) > most:
         return False
-    return len(await server.tokenize(tokenizer, len(text), lambda: tokenizer.encode(text))) <= most
+    return len(await server.tokenize(http, tokenizer, len(text), lambda: tokenizer.encode(text))) <= most
 
 
 async def render(http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo, shown: Images) -> Prompt:
@@ -195,7 +196,7 @@ async def render(http: Request, request: GenerationRequest, chat: Chat, info: En
     server = server_of(http)
     rendered = await server.prepare(http, lambda: rendering(request, chat, info, shown))
     try:
-        return await server.tokenize(info.tokenizer, chat.num_chars, rendered)
+        return await server.tokenize(http, info.tokenizer, chat.num_chars, rendered)
     except ChatTemplateError as error:
         raise request.refusal("messages", str(error), reason=NOT_RENDERED) from None
 
