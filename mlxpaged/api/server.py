@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +44,9 @@ Result = TypeVar("Result")
 LARGE_BODY_BYTES = 64 * 1024
 """Larger bodies are parsed on a thread. A smaller one takes at worst 15 ms, if every few bytes are an object; an
 ordinary one takes less than the switch to a thread and back."""
+BODIES = Rules("large request bodies", at_once=2, places=256, seconds=6e-8)
+"""Two, so that a large body does not block the next one. More would only wait for the interpreter lock. The size of a
+turn is the body's in bytes."""
 MEMORY_PER_BYTE = 128
 """Bytes that a byte of a body takes: the tokenizer keeps about 100 for each of an ordinary text, and up to 430 if each
 is a token; parsed JSON 25 (`[],`)."""
@@ -53,7 +55,7 @@ GRAMMAR_BYTES = 64 * 2**20
 HUGE_BODY_BYTES = 1024 * 1024
 """Larger ones are parsed one at a time, with a rest after each. 12 MB of nested objects take 0.7 seconds, in which the
 interpreter lock is held: two threads that parse one after the other would leave the running streams no time."""
-LONGEST_REST = 5.0
+HUGE_BODIES = Rules("huge request bodies", at_once=1, places=32, seconds=6e-8, free_seconds=0.0, rests=True)
 COMPILE_SECONDS = 10.0
 """Time limit for a grammar. Almost all take less than a second, or the compiler gives up."""
 GRAMMARS = Rules("grammars", at_once=2, places=16, free_seconds=1.0, rests=True)
@@ -80,10 +82,9 @@ class Server:
         self._clock = clock
         self._started = clock()
         self.tokenizer_lanes = TokenizerLanes()
-        # Two, so that a large body does not block the next one. More would only wait for the interpreter lock.
-        self._body_threads = ThreadPoolExecutor(2, thread_name_prefix="mlxpaged-body")
-        self._huge_body_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-body-huge")
-        self._rests_until = 0.0
+        self.body_turns, self.huge_body_turns = Turns(BODIES), Turns(HUGE_BODIES)
+        self._body_threads = ThreadPoolExecutor(BODIES.at_once, thread_name_prefix="mlxpaged-body")
+        self._huge_body_thread = ThreadPoolExecutor(HUGE_BODIES.at_once, thread_name_prefix="mlxpaged-body-huge")
         self.images = ImageReader()
         self.image_hosts = ImageHosts(http.image_hosts)
         # Two, so that a large image does not block the next one. Each takes up to 0.5 GB while it is decoded.
@@ -201,28 +202,20 @@ class Server:
         self.ignored_fields.note(client_of(request), [field])
 
     async def prepare(self, request: Request, function: Callable[[], Result]) -> Result:
-        """Run a function whose time grows with the body (`request.state.body_size`): on a thread if that is large."""
-        require_memory(MEMORY_PER_BYTE * request.state.body_size, "the request")
-        if request.state.body_size <= LARGE_BODY_BYTES:
+        """Run a function whose time grows with the body (`request.state.body_size`): on a thread if that is large.
+        Raises TurnRefusedError."""
+        size = request.state.body_size
+        require_memory(MEMORY_PER_BYTE * size, "the request")
+        if size <= LARGE_BODY_BYTES:
             return function()
-        loop = asyncio.get_running_loop()
-        if request.state.body_size <= HUGE_BODY_BYTES:
-            return await loop.run_in_executor(self._body_threads, function)
-        return await loop.run_in_executor(self._huge_body_thread, self._run_after_rest, function)
+        if size <= HUGE_BODY_BYTES:
+            return await self.body_turns.run(program_of(request), size, self._body_threads, function)
+        return await self.huge_body_turns.run(program_of(request), size, self._huge_body_thread, function)
 
-    def _run_after_rest(self, function: Callable[[], Result]) -> Result:
-        """Leave the interpreter lock to the other threads for as long as the function before has taken."""
-        time.sleep(max(0.0, self._rests_until - time.monotonic()))
-        begun = time.monotonic()
-        try:
-            return function()
-        finally:
-            now = time.monotonic()
-            self._rests_until = now + min(now - begun, LONGEST_REST)
-
-    async def check_image(self, function: Callable[[], Result]) -> Result:
-        """Run a function that reads an image's header. It does not wait for those that are decoded."""
-        return await asyncio.get_running_loop().run_in_executor(self._body_threads, function)
+    async def check_image(self, request: Request, size: int, function: Callable[[], Result]) -> Result:
+        """Run a function that reads an image's header. It does not wait for those that are decoded. size: bytes of the
+        image. Raises TurnRefusedError."""
+        return await self.body_turns.run(program_of(request), size, self._body_threads, function)
 
     async def decode_image(self, function: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._image_threads, function)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.api import tokenizer_lanes
+from mlxpaged.api import body, tokenizer_lanes
+from mlxpaged.api.server import HUGE_BODY_BYTES
 from mlxpaged.api.tokenizer_lanes import TokenizerLanes
 from mlxpaged.api.turns import Turns
 from tests.api.helpers import DEADLINE, Background, raw, run_on
@@ -75,8 +76,8 @@ def test_a_flood_of_texts(demo_server: RunningServer, monkeypatch: pytest.Monkey
 
     def ask(client: str) -> Background:
         chat = {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": client}]}
-        body = {"/tokenize": {"prompt": client}, "/detokenize": {"tokens": [tokens[client]]}}.get(path, chat)
-        return Background.post(demo_server, path, body, User_Agent=client)
+        asked = {"/tokenize": {"prompt": client}, "/detokenize": {"tokens": [tokens[client]]}}.get(path, chat)
+        return Background.post(demo_server, path, asked, User_Agent=client)
 
     check_turns(lambda: server.tokenizer_lanes.lanes[info.tokenizer].short, held, ask)
     demo_server.wait_idle()
@@ -90,8 +91,8 @@ def test_a_flood_of_grammars(demo_server: RunningServer, monkeypatch: pytest.Mon
     numbers = iter(range(100))
 
     def ask(client: str) -> Background:
-        body = run_on("x", 1, guided_regex=f"{client}-{next(numbers)}")
-        return Background.post(demo_server, COMPLETIONS, body, User_Agent=client)
+        asked = run_on("x", 1, guided_regex=f"{client}-{next(numbers)}")
+        return Background.post(demo_server, COMPLETIONS, asked, User_Agent=client)
 
     check_turns(lambda: server.grammar_turns, held, ask)
     demo_server.wait_idle()
@@ -110,15 +111,15 @@ def test_a_client_whose_places_are_taken_gets_a_503_in_the_form_of_each_api(
     monkeypatch.setattr(info.tokenizer, "apply_chat_template", held)
     limit = {"/v1/responses": "max_output_tokens"}.get(path, "max_tokens")
     messages = "input" if path == "/v1/responses" else "messages"
-    body: dict[str, Any] = {"model": "demo", messages: [{"role": "user", "content": "x"}]}
-    body |= {"options": {"num_predict": 1}, "stream": False} if path == OLLAMA else {limit: 1}
-    pending = [Background.post(demo_server, path, body, User_Agent="flood")]
+    asked: dict[str, Any] = {"model": "demo", messages: [{"role": "user", "content": "x"}]}
+    asked |= {"options": {"num_predict": 1}, "stream": False} if path == OLLAMA else {limit: 1}
+    pending = [Background.post(demo_server, path, asked, User_Agent="flood")]
     wait_until(lambda: held.begun)
-    pending += [Background.post(demo_server, path, body, User_Agent=name) for name in ("flood", "other")]
+    pending += [Background.post(demo_server, path, asked, User_Agent=name) for name in ("flood", "other")]
     turns = server.tokenizer_lanes.lanes[info.tokenizer].short
     wait_until(lambda: len(turns.waiting) == 2)
     with raw(demo_server) as client:
-        refused = client.post(path, json=body, headers={"User-Agent": "flood"})
+        refused = client.post(path, json=asked, headers={"User-Agent": "flood"})
     assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
     error = refused.json()["error"]
     message = error if path == OLLAMA else error["message"]
@@ -130,3 +131,17 @@ def test_a_client_whose_places_are_taken_gets_a_503_in_the_form_of_each_api(
     held.allow(3)
     assert [each.result().status_code for each in pending] == [200] * 3
     demo_server.wait_idle()
+
+
+@pytest.mark.parametrize("size", [100_000, 1_500_000])
+def test_a_flood_of_large_bodies(demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    server = demo_server.app.state.server
+    name = "body_turns" if size < HUGE_BODY_BYTES else "huge_body_turns"
+    monkeypatch.setattr(server, name, Turns(getattr(server, name).rules))
+    held = Held(body.parse, lambda data, *_: "other" if b"other" in data[:100] else "flood")
+    monkeypatch.setattr(body, "parse", held)
+
+    def ask(client: str) -> Background:
+        return Background.post(demo_server, "/tokenize", {"prompt": client + "x" * size}, User_Agent=client)
+
+    check_turns(lambda: getattr(server, name), held, ask)

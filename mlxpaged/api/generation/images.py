@@ -209,7 +209,8 @@ async def check_all(
         http.state.body_size = max(0, http.state.body_size - len(image.data))  # what is left is text
         try:
             data = await fetched(http, image)
-            checked = await server_of(http).check_image(partial(check, image, form, data))
+            size = len(image.data if data is None else data)
+            checked = await server_of(http).check_image(http, size, partial(check, image, form, data))
         except ImageError as error:
             leave_out(each, error, left)
             continue
