@@ -22,12 +22,15 @@ from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
 
 from mlxpaged import __version__
+from mlxpaged.api.turns import Rules, Turns
 from mlxpaged.vision.headers import ImageError
 from mlxpaged.vision.reading import MAX_BYTES
 
 SECONDS = 10.0
 """The longest that an image may take."""
-AT_ONCE = 8
+FETCHES = Rules("images of other hosts", at_once=8, places=128, free_seconds=SECONDS, heavy_at_once=4)
+"""Heavy clients hold a half of the threads at most: a host that does not answer takes SECONDS of each. How long an
+image takes is not known before."""
 PORTS = {"http": 80, "https": 443}
 READ_BYTES = 2**16
 Addresses = Sequence[tuple[Any, ...]]
@@ -45,11 +48,12 @@ class ImageHosts:
     ) -> None:
         self._allowed = {split_host(each) for each in allowed}
         self._resolve = resolve
-        self._seconds = seconds
-        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="mlxpaged-fetch")
+        self.seconds = seconds
+        self.turns = Turns(FETCHES)
+        self._threads = ThreadPoolExecutor(FETCHES.at_once, thread_name_prefix="mlxpaged-fetch")
 
-    async def fetch(self, url: str) -> bytes:
-        """Raises ImageError."""
+    async def fetch(self, client: str, url: str) -> bytes:
+        """client: that takes turns with others. Raises ImageError or TurnRefusedError."""
         try:
             parts = urlsplit(url)
             name, port = (parts.hostname or "").lower(), parts.port or PORTS[parts.scheme]
@@ -57,13 +61,12 @@ class ImageHosts:
             raise ImageError("has a URL that is neither http nor https") from None
         if not {(name, port), (name, None if port == PORTS[parts.scheme] else port)} & self._allowed:
             raise ImageError("is on a host that this server does not fetch images from (--allow-image-hosts)")
-        fetch = Fetch(parts, name, port, self._resolve, time.monotonic() + self._seconds)
+        turn = await self.turns.enter(client)
+        fetch = Fetch(parts, name, port, self._resolve, time.monotonic() + self.seconds)
         try:
-            return await asyncio.wait_for(
-                asyncio.get_running_loop().run_in_executor(self._threads, fetch.run), self._seconds
-            )
+            return await asyncio.wait_for(self.turns.on_thread(turn, self._threads, fetch.run), self.seconds)
         except (asyncio.TimeoutError, TimeoutError):  # of the wait, or of the socket
-            raise ImageError(f"did not come from its host within {self._seconds:g} s") from None
+            raise ImageError(f"did not come from its host within {self.seconds:g} s") from None
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise ImageError(f"could not be fetched: {type(error).__name__}") from None
         finally:
@@ -87,7 +90,7 @@ class Fetch:
     def __init__(
         self, parts: SplitResult, name: str, port: int, resolve: Callable[..., Addresses], deadline: float
     ) -> None:
-        self._parts, self._name, self._port, self._resolve = parts, name, port, resolve
+        self.parts, self._name, self._port, self._resolve = parts, name, port, resolve
         self._deadline = deadline
         self._socket: socket.socket | None = None
 
@@ -98,7 +101,7 @@ class Fetch:
             self._socket = plain
             plain.settimeout(self._left())
             plain.connect(address)
-            if self._parts.scheme == "http":
+            if self.parts.scheme == "http":
                 return self._ask(http.client.HTTPConnection(self._name, self._port), plain)
             context = ssl.create_default_context()
             with context.wrap_socket(plain, server_hostname=self._name) as encrypted:
@@ -108,7 +111,7 @@ class Fetch:
     def _ask(self, connection: http.client.HTTPConnection, connected: socket.socket) -> bytes:
         """connection: of the URL's scheme, whose port its header Host leaves out."""
         connection.sock = connected
-        path = (self._parts.path or "/") + (f"?{self._parts.query}" if self._parts.query else "")
+        path = (self.parts.path or "/") + (f"?{self.parts.query}" if self.parts.query else "")
         path = quote(path, safe=string.punctuation)  # as a browser does: people copy what it shows
         connection.request("GET", path, headers={"User-Agent": f"mlxpaged/{__version__}", "Accept": "image/*"})
         with connection.getresponse() as response:

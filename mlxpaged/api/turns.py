@@ -130,8 +130,8 @@ class Turns:
         """Wait for a turn, and run a function on a thread. Raises TurnRefusedError, see `ask`."""
         return await self.on_thread(await self.enter(client, size), threads, function)
 
-    async def on_thread(self, turn: Turn, threads: Executor, function: Callable[[], Result]) -> Result:
-        """Run a function on a thread, in a turn that has begun. The turn ends with the function. A caller that is
+    def on_thread(self, turn: Turn, threads: Executor, function: Callable[[], Result]) -> asyncio.Future[Result]:
+        """Start a function on a thread, in a turn that has begun. The turn ends with the function. A caller that is
         cancelled ends neither."""
         loop = asyncio.get_running_loop()
         try:
@@ -140,7 +140,7 @@ class Turns:
             self.leave(turn)
             raise
         running.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(self.leave, turn))
-        return await asyncio.wrap_future(running)
+        return asyncio.wrap_future(running)
 
     def leave(self, turn: Turn) -> None:
         """The turn is over, or is not wanted any more."""

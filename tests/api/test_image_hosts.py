@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.api.image_hosts import ImageHosts, split_host
+from mlxpaged.api.image_hosts import FETCHES, SECONDS, ImageHosts, split_host
+from mlxpaged.api.turns import Turns
 from mlxpaged.vision.headers import ImageError
 from mlxpaged.vision.reading import MAX_BYTES
+from tests.api.helpers import FakeClock
 
 PIXELS = b"\x89PNG\r\n\x1a\n" + bytes(100_000)
 
@@ -68,7 +70,7 @@ def server() -> Iterator[Any]:
 
 def fetched(hosts: ImageHosts, url: str) -> bytes:
     try:
-        return asyncio.run(hosts.fetch(url))
+        return asyncio.run(hosts.fetch("a client", url))
     finally:
         hosts.close()
 
@@ -194,3 +196,34 @@ def test_names_of_hosts() -> None:
     for text in ("", "http://a", "a/b", "u@a", "*.a", "a:b", "*"):
         with pytest.raises(ValueError, match=r"not a host|Port"):
             split_host(text)
+
+
+def test_a_client_whose_hosts_are_slow_holds_a_half_of_the_threads() -> None:
+    clock = FakeClock()
+    turns = Turns(FETCHES, clock)
+    first = [turns.ask("slow") for _ in range(FETCHES.at_once)]
+    clock.advance(SECONDS)
+    for turn in first:
+        turns.leave(turn)
+    assert [turns.ask("slow").has_begun for _ in range(6)] == [True] * 4 + [False] * 2
+    assert [turns.ask("other").has_begun for _ in range(6)] == [True] * 4 + [False] * 2
+
+
+def test_the_time_of_an_image_begins_with_its_turn(server: Any) -> None:
+    here = f"127.0.0.1:{server.server_port}"
+    hosts = ImageHosts([here])
+
+    async def script() -> bytes:
+        turns = [hosts.turns.ask("another") for _ in range(FETCHES.at_once)]
+        waiting = asyncio.ensure_future(hosts.fetch("a client", f"http://{here}/ok"))
+        while not hosts.turns.waiting:
+            await asyncio.sleep(0)
+        hosts.seconds = 300.0
+        hosts.turns.leave(turns[0])
+        return await waiting
+
+    hosts.seconds = 0.0
+    try:
+        assert asyncio.run(script()) == PIXELS
+    finally:
+        hosts.close()

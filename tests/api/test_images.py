@@ -21,6 +21,7 @@ from PIL import Image
 
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.generation.images import MAX_IMAGES, Images, ShownImage
+from mlxpaged.api.image_hosts import Fetch, ImageHosts
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.request import Request
 from mlxpaged.models.tokenizer import Tokenizer
@@ -31,6 +32,7 @@ from mlxpaged.vision.gemma_format import Gemma3Format
 from mlxpaged.vision.image import Pixels
 from mlxpaged.vision.reading import CheckedImage, ClientImage, Detail, check, decode
 from tests.api.helpers import DEADLINE, Background, raw, stream_events
+from tests.api.test_queues import Held, check_turns
 from tests.scripted import follow, make_scripted_model
 from tests.support import RunningServer, running_server, wait_until
 from tests.vision.files import HOSTILE, Grid, encoded, halves, text_of, url_of
@@ -725,3 +727,21 @@ def test_what_no_model_takes_is_left_out_beside_images(server: RunningServer, su
     assert response.headers["x-mlxpaged-ignored"] == "messages.content.input_audio"
     check_images(server, submitted[0], RED)
     assert "\n[an audio was left out: this model takes text and images only]<" in prompt_of(server, submitted[0])
+
+
+def test_a_flood_of_urls_of_a_client_delays_no_other_client(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, submitted: list[Request]
+) -> None:
+    """Though its hosts do not answer."""
+    state = server.app.state.server
+    monkeypatch.setattr(state, "http", dataclasses.replace(state.http, image_hosts=("127.0.0.1",)))
+    monkeypatch.setattr(state, "image_hosts", ImageHosts(["127.0.0.1"]))
+    held = Held(lambda fetch: RED, lambda fetch: fetch.parts.path.removeprefix("/"))
+    monkeypatch.setattr(Fetch, "run", lambda fetch: held(fetch))
+
+    def ask(client: str) -> Background:
+        image = {"type": "image_url", "image_url": f"http://127.0.0.1/{client}"}
+        body = {"model": "seeing", "max_tokens": 1, "messages": [user(image)]}
+        return Background.post(server, CHAT, body, User_Agent=client)
+
+    check_turns(lambda: state.image_hosts.turns, held, ask)

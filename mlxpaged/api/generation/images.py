@@ -15,7 +15,7 @@ from mlxpaged.api.generation.check import ContextLengthError
 from mlxpaged.api.generation.request import Chat
 from mlxpaged.api.media import END, NAMES, START, Shown
 from mlxpaged.api.models import models_for
-from mlxpaged.api.server import server_of
+from mlxpaged.api.server import program_of, server_of
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.models.tokenizer import ChatTemplateError
 from mlxpaged.process_memory import require_memory
@@ -228,7 +228,7 @@ async def fetched(http: Request, image: ClientImage) -> bytes | None:
     server = server_of(http)
     if not (image.is_url and server.http.image_hosts and HTTP_URL.match(image.data)):
         return None
-    return await server.image_hosts.fetch(image.data)
+    return await server.image_hosts.fetch(program_of(http), image.data)
 
 
 async def decode_all(
