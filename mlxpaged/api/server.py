@@ -316,10 +316,11 @@ class Load:
 
 
 def program_of(request: Request) -> str:
-    """Who takes turns with others: a key, or on a server without keys, a program on a machine."""
-    if caller_of(request) is not None or request.client is None:
-        return client_of(request)
-    return f"{request.client.host} {client_of(request)}"
+    """Who takes turns with others: a key, or on a server without keys, a program on a machine. The batches of a key are
+    another one."""
+    if request.client is None:
+        return f"{client_of(request)} in batches"
+    return client_of(request) if caller_of(request) is not None else f"{request.client.host} {client_of(request)}"
 
 
 def server_of(request: Request) -> Server:

@@ -83,11 +83,19 @@ class Turn:
 
 
 class Turns:
-    """Belongs to the event loop. clock: seconds. waiting: turns by client, in their order."""
+    """Belongs to the event loop. clock: seconds. waiting: turns by client, in their order. has_room: whether a turn of
+    this size may begin, in addition to the rules. If that changes without a turn, `begin` has to be called. Turns of
+    other clients overtake one that has no room."""
 
-    def __init__(self, rules: Rules, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        clock: Callable[[], float] = time.monotonic,
+        has_room: Callable[[int], bool] = lambda size: True,
+    ) -> None:
         self.rules = rules
         self.clock = clock
+        self._has_room = has_room
         self._numbers = itertools.count()
         self.waiting: dict[str, list[Turn]] = {}
         self._running: list[Turn] = []
@@ -95,6 +103,11 @@ class Turns:
         self._most_clients = 64  # in `_used`, before those are looked for that may be forgotten
         self._rests_until = -math.inf
         self._end_of_rest: asyncio.TimerHandle | None = None
+
+    @property
+    def size(self) -> int:
+        """The sizes of the turns that have begun, together."""
+        return sum(turn.size for turn in self._running)
 
     def ask(self, client: str, size: int = 0) -> Turn:
         """Ask for a turn, which may begin at once. It waits, and then lasts, until `leave`. Raises TurnRefusedError if
@@ -182,14 +195,20 @@ class Turns:
         """The turn that may begin now."""
         if not self.waiting or len(self._running) >= self.rules.at_once:
             return None
-        now, found, lowest = self.clock(), None, (math.inf, 0)
+        now, places = self.clock(), list[tuple[float, int, Turn, bool]]()
         for client, (first, *_) in self.waiting.items():
             used = self.use(client, now)
             order, number = first.order
-            place = min(MAX_USE, used) + order, number
-            if place < lowest and (used < self.rules.free_seconds or self._heavy_may_begin(first, now)):
-                found, lowest = first, place
-        return found
+            places.append((min(MAX_USE, used) + order, number, first, used >= self.rules.free_seconds))
+        for _, _, turn, is_heavy in sorted(places):
+            if is_heavy and not self._heavy_may_begin(turn, now):
+                continue
+            if self._has_room(turn.size):
+                return turn
+            # Small ones could take its room for ever. It holds them back in every second span of OVERTAKEN.
+            if (now - turn.asked) // OVERTAKEN % 2:
+                return None
+        return None
 
     def _heavy_may_begin(self, turn: Turn, now: float) -> bool:
         """A turn that has waited for long waits for no rest: others that become heavy could prolong it for ever."""

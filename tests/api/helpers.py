@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from mlxpaged.api.access.key_file import KeyEntry, KeyFile, make_key, write
+from mlxpaged.api.batches.lines import FileCheck
 from mlxpaged.engine.engine_thread import EngineThread
 from mlxpaged.scheduler.sequence import SequenceStatus
 from tests.support import RunningServer, demo_vocab_size, wait_until
@@ -393,3 +394,11 @@ def raw_post(server: RunningServer, path: str, body: dict[str, Any], missing: in
     head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
     connection.sendall(head.encode() + b"\r\n\r\n" + payload[: len(payload) - missing])
     return connection
+
+
+def checked_file(path: Path, endpoint: str) -> FileCheck:
+    """What the server makes of the input file of a batch."""
+    check = FileCheck(path, endpoint)
+    while not check.is_done:
+        check.check_part()
+    return check

@@ -10,6 +10,9 @@ import os
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,9 @@ from openai.types import Batch
 from mlxpaged.api.access import key_file, key_ring
 from mlxpaged.api.app import create_app
 from mlxpaged.api.batches import lines as batch_lines
+from mlxpaged.api.batches import runner
 from mlxpaged.api.batches.records import BatchRecord, FileRecord, OutputLine
+from mlxpaged.api.batches.runner import BatchRunner
 from mlxpaged.api.batches.store import DataDirInUseError, Store
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.generation import prompt
@@ -33,6 +38,7 @@ from tests.api.helpers import (
     StepGate,
     answer_text,
     ask,
+    checked_file,
     post,
     queued_commands,
     raw,
@@ -40,6 +46,7 @@ from tests.api.helpers import (
     write_keys,
 )
 from tests.api.test_plain_tools import TOO_MANY
+from tests.api.test_queues import Held
 from tests.support import RunningServer, running_server, short_id, wait_until
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -207,6 +214,7 @@ def test_a_file_that_is_no_batch_runs_nothing(client: OpenAI, lines: Any, code: 
     ("limit", "value", "found"),
     [
         ("MAX_REQUESTS", 2, [("too_many_requests", 3)]),
+        ("MAX_LINES", 2, [("too_many_requests", 3)]),
         ("MAX_LINE_BYTES", 9, [("line_too_long", line) for line in (1, 2, 3, 4)]),
         ("MAX_ERRORS", 1, [("duplicate_custom_id", 4)]),
     ],
@@ -217,8 +225,34 @@ def test_a_file_over_a_limit_is_refused_with_its_lines(
     monkeypatch.setattr(batch_lines, limit, value)
     path = tmp_path / "requests.jsonl"
     path.write_text("\n".join(json.dumps(LINE | {"custom_id": name}) for name in "abca"))
-    errors = batch_lines.check_lines(path, COMPLETIONS)[1]
+    errors = checked_file(path, COMPLETIONS).errors
     assert [(error.code, error.line) for error in errors] == found
+
+
+def test_blank_lines_count(tmp_path: Path) -> None:
+    """150 MB of line feeds took 24 seconds. A file may have one after each request."""
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n" * batch_lines.MAX_LINES)
+    assert [error.code for error in checked_file(path, COMPLETIONS).errors] == ["empty_file"]
+    path.write_text("\n" * (batch_lines.MAX_LINES + 1) + "no request")
+    [error] = checked_file(path, COMPLETIONS).errors
+    assert (error.code, error.line) == ("too_many_requests", batch_lines.MAX_LINES + 1)
+
+
+@pytest.mark.parametrize("part", [1, 200, 2**20])
+def test_a_file_is_checked_in_parts_with_the_same_result(tmp_path: Path, part: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(batch_lines, "PART_BYTES", part)
+    lines = [json.dumps(LINE | {"custom_id": name}) for name in ("a", "é", "b", "a")] + ["", "{}", "[]"]
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(lines))
+    check = checked_file(path, COMPLETIONS)
+    assert [(error.code, error.line) for error in check.errors] == [
+        ("duplicate_custom_id", 4),
+        ("invalid_request", 6),
+        ("invalid_request", 7),
+    ]
+    assert [place.custom_id for place in check.places] == ["a", "é", "b"]
+    assert [batch_lines.read_line(path, place).custom_id for place in check.places] == ["a", "é", "b"]
 
 
 def test_files_are_kept_listed_and_deleted(client: OpenAI) -> None:
@@ -738,3 +772,117 @@ def test_no_character_of_an_answer_ends_a_line_of_the_output_for_pythons_splitli
     store.close()
     written = (tmp_path / "files" / "file-batch-output").read_text()
     assert [OutputLine.model_validate_json(line) for line in written.splitlines()] == lines
+
+
+@pytest.fixture(scope="module")
+def two_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoKeys]:
+    path = tmp_path_factory.mktemp("keys") / "keys.json"
+    keys = write_keys(path, anna={}, bert={})
+    http = HttpConfig(api_keys=path)
+    with running_server(CONFIG, http=http, data_dir=tmp_path_factory.mktemp("data")) as server:
+        clients = [OpenAI(base_url=f"{server.url}/v1", api_key=key, timeout=DEADLINE) for key in keys.values()]
+        yield TwoKeys(server, *clients)
+        for client in clients:
+            client.close()
+
+
+@dataclass
+class TwoKeys:
+    server: RunningServer
+    anna: OpenAI
+    bert: OpenAI
+
+    @property
+    def runner(self) -> BatchRunner:
+        runner: BatchRunner = self.server.app.state.batch_runner
+        return runner
+
+
+def answered_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ids of batches, in the order in which their lines are saved."""
+    order, append = [], Store.append
+
+    def recorded(store: Store, batch_id: str, kind: str, lines: Sequence[OutputLine]) -> None:
+        append(store, batch_id, kind, lines)
+        order.extend([batch_id] * len(lines))
+
+    monkeypatch.setattr(Store, "append", recorded)
+    return order
+
+
+def test_a_long_batch_of_a_key_holds_up_no_batch_of_another(two_keys: TwoKeys, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = answered_by(monkeypatch)
+    with StepGate(two_keys.server) as gate:
+        long = submit(two_keys.anna, jsonl([run_on(f"Once {i}", 2) for i in range(40)]))
+        wait_until(lambda: two_keys.server.engine.num_unfinished == 2)
+        short = submit(two_keys.bert, jsonl([run_on(f"{i}", 2) for i in range(3)]))
+        wait_until(lambda: "bert" in two_keys.runner.line_turns.waiting)
+        gate.open()
+        done = [ended(two_keys.bert, short), ended(two_keys.anna, long)]
+    assert [batch.status for batch in done] == ["completed"] * 2
+    assert len(order) == 43
+    first = order[: len(order) - order[::-1].index(short.id)]  # up to the last line of the short batch
+    assert first.count(long.id) < 20
+
+
+def test_a_batch_makes_room_for_that_of_another_key_and_goes_on_after_it(
+    two_keys: TwoKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if as many batches of other keys ran as may run at a time."""
+    order = answered_by(monkeypatch)
+    monkeypatch.setattr(runner, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(two_keys.runner.batch_turns, "rules", replace(runner.BATCHES, at_once=1))
+    with StepGate(two_keys.server) as gate:
+        long = submit(two_keys.anna, jsonl([run_on(f"Once {i}", 2) for i in range(20)]))
+        wait_until(lambda: two_keys.server.engine.num_unfinished == 2)
+        short = submit(two_keys.bert, jsonl([run_on(f"{i}", 2) for i in range(3)]))
+        wait_until(lambda: "bert" in two_keys.runner.batch_turns.waiting)
+        gate.open()
+        done = [ended(two_keys.bert, short), ended(two_keys.anna, long)]
+    assert [batch.status for batch in done] == ["completed"] * 2
+    assert order.index(short.id) < 20
+    assert (order.count(long.id), order.count(short.id)) == (20, 3)
+    assert len(lines_of(two_keys.anna, done[1].output_file_id)) == 20
+
+
+def test_a_long_file_of_a_key_holds_up_no_change_of_another(two_keys: TwoKeys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_lines, "PART_BYTES", 1)  # each line is a part
+    check_part = batch_lines.FileCheck.check_part
+    held = Held(check_part, lambda check: "part")
+    monkeypatch.setattr(batch_lines.FileCheck, "check_part", lambda check: held(check))
+    file = two_keys.bert.files.create(file=("b.jsonl", jsonl([run_on("x", 1)])), purpose="batch")
+    long = submit(two_keys.anna, jsonl([run_on("x", 1) for _ in range(40)]))
+    wait_until(lambda: held.begun)
+    create = partial(two_keys.bert.batches.create, input_file_id=file.id, endpoint=COMPLETIONS)
+    with ThreadPoolExecutor(1) as thread:
+        creating = thread.submit(create, completion_window="24h")
+        wait_until(lambda: "bert" in two_keys.runner.disk_turns.waiting)
+        held.allow(1)
+        other = creating.result(DEADLINE)
+        assert len(held.begun) <= 2
+        held.allow(100)
+    assert ended(two_keys.bert, other).status == "completed"
+    assert ended(two_keys.anna, long).status == "completed"
+
+
+def test_a_key_whose_changes_wait_gets_a_503(two_keys: TwoKeys, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(Store.add_batch, lambda *_: "batch")
+    monkeypatch.setattr(Store, "add_batch", lambda store, batch: held(store, batch))
+    monkeypatch.setattr(two_keys.runner.disk_turns, "rules", replace(runner.DISK, places=1))
+    file = two_keys.bert.files.create(file=("b.jsonl", jsonl([run_on("x", 1)])), purpose="batch")
+    bert = two_keys.bert.with_options(max_retries=0)
+    create = partial(bert.batches.create, input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
+    with ThreadPoolExecutor(2) as threads:
+        creating = [threads.submit(create)]
+        wait_until(lambda: held.begun)
+        creating.append(threads.submit(create))
+        wait_until(lambda: "bert" in two_keys.runner.disk_turns.waiting)
+        with pytest.raises(openai.InternalServerError, match="of this client wait already") as refused:
+            create()
+        assert (refused.value.status_code, refused.value.code) == (503, "engine_busy")
+        assert refused.value.response.headers["Retry-After"] == "1"
+        held.allow(2)
+        created = [each.result(DEADLINE).id for each in creating]
+    assert [batch.id for batch in bert.batches.list()][:2] == created[::-1]
+    for batch_id in created:
+        assert ended(bert, bert.batches.retrieve(batch_id)).status == "completed"

@@ -99,7 +99,7 @@ def test_a_task_of_batches_that_ends_is_started_again_and_health_says_so(
     def fail(*_: Any) -> None:
         raise PanicException("of something else")
 
-    monkeypatch.setattr("mlxpaged.api.batches.runner.check_lines", fail)
+    monkeypatch.setattr("mlxpaged.api.batches.runner.FileCheck.check_part", fail)
     monkeypatch.setattr("mlxpaged.api.batches.runner.DISK_SECONDS", 0.0)
     before = runner_of(server).num_restarts
     line = json.dumps({"custom_id": "a", "method": "POST", "url": CHAT, "body": ask("x", max_tokens=2)})

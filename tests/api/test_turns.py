@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mlxpaged.api.server import GRAMMARS
 from mlxpaged.api.tokenizer_lanes import TEXTS
 from mlxpaged.api.turns import FORGOTTEN, HALF_LIFE, MAX_USE, OVERTAKEN, Rules, Turn, TurnRefusedError, Turns
-from tests.api.helpers import DEADLINE
+from tests.api.helpers import DEADLINE, FakeClock
 
 FREE, PLACES = GRAMMARS.free_seconds, GRAMMARS.places
 
@@ -413,3 +413,30 @@ def test_a_client_waits_for_no_flood_of_a_client_that_has_used_more() -> None:
         assert scene.order[-1] == "b"
 
     play(script, TEXTS)
+
+
+def test_a_turn_without_room_is_overtaken_and_holds_others_back_at_times() -> None:
+    clock = FakeClock()
+    turns = Turns(replace(TEXTS, at_once=9), clock, lambda size: turns.size + size <= 4)
+    small, large = turns.ask("a", 1), turns.ask("b", 4)
+    for begins in (True, False, True, False):
+        other = turns.ask("c", 1)
+        assert (other.has_begun, large.has_begun) == (begins, False)
+        turns.leave(other)
+        clock.advance(OVERTAKEN)
+    clock.advance(OVERTAKEN)
+    waits = turns.ask("c", 1)
+    turns.leave(small)
+    assert (large.has_begun, waits.has_begun) == (True, False)
+    turns.leave(large)
+    assert waits.has_begun
+
+
+def test_a_turn_begins_when_there_is_room_again() -> None:
+    room = 0
+    turns = Turns(TEXTS, has_room=lambda size: size <= room)
+    turn = turns.ask("a", 1)
+    assert not turn.has_begun
+    room = 1
+    turns.begin()
+    assert turn.has_begun

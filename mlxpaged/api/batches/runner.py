@@ -1,4 +1,4 @@
-"""The batch runner: runs the requests of batches, one batch after the other, while the engine has spare capacity."""
+"""The batch runner: runs the requests of batches while the engine has spare capacity. Keys take turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxpaged.api.batches.lines import LinePlace, check_lines, read_line
+from mlxpaged.api.batches.lines import FileCheck, LinePlace, read_line
 from mlxpaged.api.batches.records import BatchRecord, LineError, LineErrors, OutputLine, RequestCounts, Status
 from mlxpaged.api.batches.store import ERRORS, OUTPUT, Store
 from mlxpaged.api.body import validate
@@ -27,7 +27,7 @@ from mlxpaged.api.openai.responses.schema import ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
 from mlxpaged.api.reading import Reading
 from mlxpaged.api.request_id import new_id
-from mlxpaged.api.turns import TurnRefusedError
+from mlxpaged.api.turns import Rules, Turn, TurnRefusedError, Turns
 from mlxpaged.engine.errors import EngineState, EngineUnavailableError, QueueFullError
 from mlxpaged.registry.registry import Registry
 
@@ -57,6 +57,20 @@ ends."""
 DISK_SECONDS = 2.0
 """What could not be saved is tried again after this time."""
 
+BATCHES = Rules("batches", at_once=8, places=1)
+"""The runner asks for one turn of a key at a time. The places of the lines of 50,000 requests take 20 MB."""
+
+PAUSE_SECONDS = 60.0
+"""A batch whose lines have run for so long makes room for that of another key that waits. Its next turn checks the file
+again."""
+
+LINES = Rules("lines", at_once=10**6, places=1)
+"""The size of a turn is the number of its sequences, for which the engine must have room. A batch asks for one turn at
+a time."""
+
+DISK = Rules("changes of files and batches", at_once=1, places=16)
+"""There is one thread. A client is a key, or a batch, which makes one change at a time."""
+
 MAX_GROUP = 100
 """Most refused requests whose lines are saved together."""
 
@@ -75,8 +89,10 @@ class BatchRunner:
         self._registry = registry
         self._store = store
         self._wake = asyncio.Event()  # set when there is a new batch
-        self._in_flight = 0  # sequences
-        self._current: BatchRecord | None = None
+        self._unsaved = set[str]()  # ids of new batches
+        self._current = set[str]()  # ids of batches that have their turn
+        self.batch_turns, self.line_turns = Turns(BATCHES), Turns(LINES, has_room=self._has_room)
+        self.disk_turns = Turns(DISK)
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-batches")
         self.num_restarts = 0
         """How often the task that runs batches ended with an error and was started again."""
@@ -93,36 +109,37 @@ class BatchRunner:
             return
         logger.critical("the task that runs batches ended, and is started again", exc_info=error)
         self.num_restarts += 1
-        if self._current is not None:
-            self._current.status = "failed"  # it would fail again; a restart of the server runs it again
         self._restart = asyncio.get_running_loop().call_later(DISK_SECONDS, self._start)
 
     async def add(self, batch: BatchRecord) -> None:
         """Save a new batch, and run it. Its file cannot be deleted from now on. It is saved before anything else is
-        done for it: one thread does both, in order. Raises OSError if it cannot be saved, and nothing of it stays."""
+        done for it. Raises OSError or TurnRefusedError if it cannot be saved, and nothing of it stays."""
         self._store.batches[batch.id] = batch
+        self._unsaved.add(batch.id)
         try:
-            await self._on_disk(partial(self._store.add_batch, batch))
+            await self._on_disk(client_of(batch), partial(self._store.add_batch, batch))
         except BaseException:
-            batch.status = "failed"  # if the runner has begun with it
             del self._store.batches[batch.id]
             raise
+        finally:
+            self._unsaved.remove(batch.id)
         self._wake.set()
 
     async def cancel(self, batch: BatchRecord) -> None:
         """End the batch's running requests at once; finished lines stay readable. No effect while it is finalized.
 
-        Raises OSError if that cannot be saved. Then the batch goes on, or is cancelled when it can be saved.
+        Raises OSError or TurnRefusedError if that cannot be saved. Then the batch goes on, or is cancelled when it can
+        be saved.
         """
 
         def save() -> None:
             if batch.status in ("validating", "in_progress"):
                 self._store.save_batch(batch, status="cancelling", cancelling_at=now())
-                if batch is not self._current:
+                if batch.id not in self._current:
                     self._recover(batch)
                     self._publish(batch)
 
-        await self._on_disk(save)
+        await self._on_disk(client_of(batch), save)
 
     async def stop(self) -> None:
         if self._restart is not None:
@@ -131,16 +148,16 @@ class BatchRunner:
         await asyncio.gather(self._task, return_exceptions=True)
         await asyncio.to_thread(self._disk_thread.shutdown)
 
-    async def _on_disk(self, function: Callable[[], Result]) -> Result:
-        """Run a function that may block on the disk. One thread runs them all, in order."""
-        return await asyncio.get_running_loop().run_in_executor(self._disk_thread, function)
+    async def _on_disk(self, client: str, function: Callable[[], Result]) -> Result:
+        """Run a function that may block on the disk. One thread runs them all, and clients take turns."""
+        return await self.disk_turns.run(client, 0, self._disk_thread, function)
 
     async def _written(self, batch: BatchRecord, function: Callable[[], Result]) -> Result:
         """Run a function that writes. While the disk refuses that, the batch waits, and its `errors` say why."""
         waits = False
         while True:
             try:
-                result = await self._on_disk(function)
+                result = await self._on_disk(batch.id, function)
             except OSError as error:
                 reason = error.strerror or str(error)  # its text would name our paths
                 if not waits:
@@ -156,7 +173,7 @@ class BatchRunner:
                 return result
 
     async def _advance(self, batch: BatchRecord, old: Status, new: Status) -> None:
-        """Save a new status, unless the batch was cancelled. All changes are made in order, on the disk's thread."""
+        """Save a new status, unless the batch was cancelled. All changes are made on the disk's thread."""
 
         def save() -> None:
             if batch.status == old:
@@ -165,28 +182,53 @@ class BatchRunner:
         await self._written(batch, save)
 
     async def _run(self) -> None:
+        """Run the batches of each key one after the other, and those of different keys side by side."""
         with contextlib.suppress(EngineUnavailableError):
             await self._registry.wait_loaded()
-            while True:
-                batch = next((each for each in list(self._store.batches.values()) if each.unfinished), None)
-                self._current = batch
-                if batch is None:
-                    await self._wake.wait()
+            tasks: dict[str, asyncio.Task[None]] = {}  # by client
+            try:
+                while True:
+                    for batch in list(self._store.batches.values()):
+                        if batch.unfinished and batch.id not in self._unsaved and client_of(batch) not in tasks:
+                            tasks[client_of(batch)] = asyncio.ensure_future(self._run_in_turn(batch))
                     self._wake.clear()
-                    continue
-                try:
-                    await self._run_batch(batch)
-                except EngineUnavailableError:
-                    raise
-                except Exception as error:  # an input file that cannot be read, a bug: the next batch still runs
-                    logger.exception("%s failed", batch.id)
-                    reason = error.strerror if isinstance(error, OSError) else None  # its text would name our paths
-                    message = reason or f"{type(error).__name__}: {error}"
+                    woken = asyncio.ensure_future(self._wake.wait())
                     try:
-                        await self._fail(batch, LineError(code="batch_failed", message=message))
-                    except Exception:
-                        logger.exception("%s: the failure was not saved; a restart runs the batch again", batch.id)
-                        batch.status = "failed"
+                        await asyncio.wait([woken, *tasks.values()], return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        woken.cancel()
+                    for client in [client for client, task in tasks.items() if task.done()]:
+                        tasks.pop(client).result()
+            finally:
+                for task in tasks.values():
+                    task.cancel()
+                await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _run_in_turn(self, batch: BatchRecord) -> None:
+        """Run a batch until it ends or makes room for others. Raises EngineUnavailableError. Other errors end it:
+        an input file that cannot be read, a bug."""
+        turn = await self.batch_turns.enter(client_of(batch))
+        self._current.add(batch.id)
+        try:
+            await self._run_batch(batch)
+        except EngineUnavailableError:
+            raise
+        except Exception as error:
+            logger.exception("%s failed", batch.id)
+            reason = error.strerror if isinstance(error, OSError) else None  # its text would name our paths
+            message = reason or f"{type(error).__name__}: {error}"
+            try:
+                await self._fail(batch, LineError(code="batch_failed", message=message))
+            except Exception:
+                logger.exception("%s: the failure was not saved; a restart runs the batch again", batch.id)
+                batch.status = "failed"
+        except BaseException as error:
+            if not isinstance(error, asyncio.CancelledError):
+                batch.status = "failed"  # it would fail again; a restart of the server runs it again
+            raise
+        finally:
+            self._current.remove(batch.id)
+            self.batch_turns.leave(turn)
 
     async def _fail(self, batch: BatchRecord, *errors: LineError) -> None:
         """End the batch. The finished lines stay readable."""
@@ -199,7 +241,8 @@ class BatchRunner:
         await self._written(batch, partial(self._store.save_batch, batch, **ends))
 
     async def _run_batch(self, batch: BatchRecord) -> None:
-        """Run the batch from its current state to its end. Raises EngineUnavailableError."""
+        """Run the batch from its current state to its end, or until it makes room for others. Raises
+        EngineUnavailableError."""
         finished = await self._written(batch, lambda: self._recover(batch))
         if not batch.unfinished:  # it was cancelled in the meantime
             return
@@ -208,16 +251,21 @@ class BatchRunner:
             message = "a part of the input file is lost"
             await self._fail(batch, LineError(code="input_file_damaged", message=message, param="input_file_id"))
             return
-        path = self._store.content(file.id)
-        places, errors = await self._on_disk(lambda: check_lines(path, batch.endpoint))
-        if errors:
-            await self._fail(batch, *errors)
+        check = FileCheck(self._store.content(file.id), batch.endpoint)
+        while not check.is_done and batch.status != "cancelling":
+            await self._on_disk(batch.id, check.check_part)
+        if check.errors:
+            await self._fail(batch, *check.errors)
             return
-        batch.request_counts.total = len(places)
+        places = check.places
+        if check.is_done:  # it was not cancelled in the meantime
+            batch.request_counts.total = len(places)
         await self._advance(batch, "validating", "in_progress")
         left = [place for place in places if place.custom_id not in finished]
         logger.info("%s: %d of %d requests are left to run", batch.id, len(left), len(places))
-        await self._run_lines(batch, left)
+        if not await self._run_lines(batch, left):
+            logger.info("%s makes room for the batches of other keys", batch.id)
+            return
         await self._advance(batch, "in_progress", "finalizing")
         await self._written(batch, lambda: self._publish(batch))
 
@@ -228,12 +276,15 @@ class BatchRunner:
         batch.request_counts = RequestCounts(total=total, completed=len(succeeded), failed=len(failed))
         return succeeded | failed
 
-    async def _run_lines(self, batch: BatchRecord, places: list[LinePlace]) -> None:
-        """Run requests until all are done, or the batch is cancelled or expires."""
+    async def _run_lines(self, batch: BatchRecord, places: list[LinePlace]) -> bool:
+        """Run requests until all are done, or the batch is cancelled or expires. Returns False if some are left because
+        the batch makes room for others."""
         left = dict.fromkeys(places)  # requests without an output line
         waiting = places[::-1]
         tasks: dict[asyncio.Task[OutputLine], LinePlace] = {}
         request: tuple[LinePlace, LineBody] | None = None
+        turn: Turn | None = None  # of the request
+        asked, until = False, time.monotonic() + PAUSE_SECONDS
         refused: list[tuple[LinePlace, OutputLine]] = []
 
         async def append(finished: Sequence[tuple[LinePlace, OutputLine]]) -> None:
@@ -250,7 +301,11 @@ class BatchRunner:
 
         try:
             while left and not self._is_over(batch):
-                if request is None and waiting:
+                # One line at least has had its chance, so that batches that take turns come to their ends.
+                makes_room = asked and bool(self.batch_turns.waiting) and time.monotonic() >= until
+                if makes_room and not tasks:
+                    break
+                if request is None and waiting and not makes_room:
                     place = waiting.pop()
                     try:
                         request = place, await self._parse(batch, place)
@@ -262,10 +317,15 @@ class BatchRunner:
                     await append(refused)
                     refused = []
                     continue
-                if request is not None and self._has_room(num_sequences(request[1])):
-                    self._in_flight += num_sequences(request[1])
-                    tasks[asyncio.ensure_future(self._answer(batch, *request))] = request[0]
-                    request = None
+                if request is not None and turn is None and not makes_room:
+                    turn = self.line_turns.ask(client_of(batch), num_sequences(request[1]))
+                    asked = True
+                self.line_turns.begin()
+                if request is not None and turn is not None and turn.has_begun:
+                    task = asyncio.ensure_future(self._answer(batch, *request))
+                    task.add_done_callback(partial(self._end_line, turn))
+                    tasks[task] = request[0]
+                    request = turn = None
                     await asyncio.sleep(0)  # it is submitted before the next request asks whether there is room
                     continue
                 if not tasks:
@@ -277,6 +337,8 @@ class BatchRunner:
                     del tasks[task]
                     task.result()  # raises EngineUnavailableError
         finally:
+            if turn is not None:
+                self.line_turns.leave(turn)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -285,6 +347,10 @@ class BatchRunner:
         if batch.expired_at is not None:
             message = "the completion window closed before this request was answered"
             await append([(place, failure_line(place, "batch_expired", message)) for place in left])
+        return not left or self._is_over(batch)
+
+    def _end_line(self, turn: Turn, task: asyncio.Task[OutputLine]) -> None:
+        self.line_turns.leave(turn)
 
     def _is_over(self, batch: BatchRecord) -> bool:
         """Whether the batch was cancelled or has expired. Raises EngineUnavailableError."""
@@ -305,16 +371,17 @@ class BatchRunner:
     def _has_room(self, count: int) -> bool:
         """Whether `count` sequences may start: batches use at most half of the slots, unless nothing else runs."""
         limit, unfinished = self._registry.base.max_num_seqs, self._registry.num_unfinished
-        alone = unfinished == self._in_flight == 0
-        return alone or (self._in_flight + count <= limit // 2 and unfinished + count <= limit)
+        in_flight = self.line_turns.size
+        alone = unfinished == in_flight == 0
+        return alone or (in_flight + count <= limit // 2 and unfinished + count <= limit)
 
     async def _parse(self, batch: BatchRecord, place: LinePlace) -> LineBody:
         """Returns the request of a line, with a batch's priority and timeouts. Raises ApiError."""
         path, (model, _) = self._store.content(batch.input_file_id), BATCH_ENDPOINTS[batch.endpoint]
         server = self._app.state.server
         reading = Reading(model, server.http.strict)
-        body = await self._on_disk(lambda: validate(read_line(path, place).body, model, reading))
-        server.ignored_fields.note(batch.owner or CLIENT, reading.ignored)
+        body = await self._on_disk(batch.id, lambda: validate(read_line(path, place).body, model, reading))
+        server.ignored_fields.note(client_of(batch), reading.ignored)
         if body.stream:
             raise bad_parameter("stream", "must be false in a batch")
         if body.service_tier == "priority":
@@ -335,41 +402,38 @@ class BatchRunner:
 
     async def _answer(self, batch: BatchRecord, place: LinePlace, body: LineBody) -> OutputLine:
         """Run one request. Raises EngineUnavailableError if it has to run again after a restart."""
-        try:
-            keys = self._app.state.server.keys
-            caller = keys.named(batch.owner) if keys is not None and batch.owner is not None else None
-            if keys is not None and batch.owner is not None and caller is None:  # it would run without limits
-                message = f"the API key {batch.owner!r} was removed before this request was run"
-                return failure_line(place, "api_key_removed", message)
-            headers = [(b"user-agent", CLIENT.encode())]
-            scope = {"type": "http", "method": "POST", "path": batch.endpoint, "headers": headers, "query_string": b""}
-            state: dict[str, Any] = {"request_id": new_id("req"), "caller": caller, "body_size": place.size}
-            state["ignored"] = []
-            request = Request(scope | {"app": self._app, "state": state})
-            _, respond = BATCH_ENDPOINTS[batch.endpoint]
-            while True:
-                request.state.body_size = place.size  # responding adds what a stored conversation has
-                try:
-                    response = await respond(request, body)
-                    status, content = response.status_code, json.loads(bytes(response.body))
-                except (QueueFullError, TurnRefusedError):  # another request took the room, or the turn
-                    await asyncio.sleep(POLL_SECONDS)
-                    continue
-                except Exception as error:
-                    if isinstance(error, EngineUnavailableError):
-                        self._require_server()  # it may be the line's model alone
-                        is_default = self._registry.served(body.model) is self._registry.default
-                        if error.state in PASSING_STATES or (is_default and self._registry.state is EngineState.DEAD):
-                            await asyncio.sleep(POLL_SECONDS)
-                            continue
-                    answer = from_engine(error)
-                    if answer.code in (NO_ROOM, OUT_OF_MEMORY) and answer.headers == RETRY:
-                        await asyncio.sleep(NO_ROOM_SECONDS)
+        keys = self._app.state.server.keys
+        caller = keys.named(batch.owner) if keys is not None and batch.owner is not None else None
+        if keys is not None and batch.owner is not None and caller is None:  # it would run without limits
+            message = f"the API key {batch.owner!r} was removed before this request was run"
+            return failure_line(place, "api_key_removed", message)
+        headers = [(b"user-agent", CLIENT.encode())]
+        scope = {"type": "http", "method": "POST", "path": batch.endpoint, "headers": headers, "query_string": b""}
+        state: dict[str, Any] = {"request_id": new_id("req"), "caller": caller, "body_size": place.size}
+        state["ignored"] = []
+        request = Request(scope | {"app": self._app, "state": state})
+        _, respond = BATCH_ENDPOINTS[batch.endpoint]
+        while True:
+            request.state.body_size = place.size  # responding adds what a stored conversation has
+            try:
+                response = await respond(request, body)
+                status, content = response.status_code, json.loads(bytes(response.body))
+            except (QueueFullError, TurnRefusedError):  # another request took the room, or the turn
+                await asyncio.sleep(POLL_SECONDS)
+                continue
+            except Exception as error:
+                if isinstance(error, EngineUnavailableError):
+                    self._require_server()  # it may be the line's model alone
+                    is_default = self._registry.served(body.model) is self._registry.default
+                    if error.state in PASSING_STATES or (is_default and self._registry.state is EngineState.DEAD):
+                        await asyncio.sleep(POLL_SECONDS)
                         continue
-                    status, content = answer.status, answer.body()
-                return response_line(place, request.state.request_id, status, content)
-        finally:
-            self._in_flight -= num_sequences(body)
+                answer = from_engine(error)
+                if answer.code in (NO_ROOM, OUT_OF_MEMORY) and answer.headers == RETRY:
+                    await asyncio.sleep(NO_ROOM_SECONDS)
+                    continue
+                status, content = answer.status, answer.body()
+            return response_line(place, request.state.request_id, status, content)
 
     def _publish(self, batch: BatchRecord) -> None:
         """Publish the finished lines, and end the batch. The next start of the server can repeat this."""
@@ -395,6 +459,11 @@ def response_line(place: LinePlace, request_id: str, status: int, content: dict[
 def failure_line(place: LinePlace, code: str, message: str) -> OutputLine:
     error = {"code": code, "message": message}
     return OutputLine(id=new_id("batch_req"), custom_id=place.custom_id, error=error)
+
+
+def client_of(batch: BatchRecord) -> str:
+    """Who takes turns with others: the batch's key."""
+    return batch.owner or CLIENT
 
 
 def num_sequences(body: LineBody) -> int:
