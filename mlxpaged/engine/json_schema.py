@@ -34,8 +34,9 @@ each remainder, 100,000 a second, and stops only in some cases: a million were n
 MAX_BRANCHES = 64
 """Most branches of a `oneOf` that are compared with each other."""
 
-MAX_COMPARED = 500_000
-"""Most values, and pairs of branches, that are compared for all `oneOf` of a schema. Each takes 0.1 to 0.7 us."""
+MAX_COMPARED = 250_000
+"""Most values, properties and pairs of branches that are compared for all `oneOf` of a schema: 0.3 seconds. References
+lead to the same branches again, and what was compared once is known."""
 
 NEAR = 1e-9
 MAX_EXCLUSIVE = 10**6
@@ -141,6 +142,8 @@ class _Branches:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._constants: dict[int, dict[str, set[str]]] = {}  # by the id of a branch
+        self._types: dict[int, set[str]] = {}  # by the id of a branch
+        self._pairs: dict[tuple[int, int], bool] = {}  # whether two exclude each other, by the ids of their constants
         self._num_compared = 0
 
     def exclude_each_other(self, branches: Any) -> bool:
@@ -148,7 +151,7 @@ class _Branches:
         if not isinstance(branches, list) or len(branches) > MAX_BRANCHES:
             return False
         resolved = [self._resolved(branch) for branch in branches]
-        types = list(map(_types, resolved))
+        types = list(map(self._types_of, resolved))
         shared = {name for name, count in Counter(itertools.chain(*types)).items() if count > 1}
         if shared - {"object"} or any("object" in each and len(each) > 1 for each in types if shared):
             return False
@@ -157,19 +160,24 @@ class _Branches:
 
     def _one_tells_apart(self, objects: list[dict[str, set[str]]]) -> bool:
         """Whether one property has different constants in all of them, as in what Pydantic writes."""
-        for name in objects[0]:
+        for name in min(objects, key=len):
             values = [each.get(name) for each in objects]
-            self._note(sum(len(each or ()) for each in values))
+            self._note(len(values) + sum(len(each or ()) for each in values))
             if all(values) and sum(len(each or ()) for each in values) == len(set().union(*filter(None, values))):
                 return True
         return False
 
     def _tell_apart_in_pairs(self, objects: list[dict[str, set[str]]]) -> bool:
-        for a, b in itertools.combinations(objects, 2):
-            self._note(1 + sum(min(len(a[name]), len(b[name])) for name in a.keys() & b.keys()))
-            if not any(a[name].isdisjoint(b[name]) for name in a.keys() & b.keys()):
-                return False
-        return True
+        return all(self._exclude(a, b) for a, b in itertools.combinations(objects, 2))
+
+    def _exclude(self, a: dict[str, set[str]], b: dict[str, set[str]]) -> bool:
+        self._note(1)
+        found = self._pairs.get((id(a), id(b)))
+        if found is None:
+            shared = a.keys() & b.keys()
+            self._note(min(len(a), len(b)) + sum(min(len(a[name]), len(b[name])) for name in shared))
+            found = self._pairs[id(a), id(b)] = any(a[name].isdisjoint(b[name]) for name in shared)
+        return found
 
     def _note(self, count: int) -> None:
         self._num_compared += count
@@ -184,16 +192,19 @@ class _Branches:
             found = self._constants[id(branch)] = {name: each for name, each in values.items() if each}
         return found
 
+    def _types_of(self, branch: dict[str, Any]) -> set[str]:
+        found = self._types.get(id(branch))
+        if found is None:
+            given = branch.get("type", list(TYPES))
+            found = _strings([given] if isinstance(given, str) else given)
+            found = found if found <= TYPES else TYPES  # unknown ones exclude none, and may be thousands
+            found = self._types[id(branch)] = found | {"integer"} if "number" in found else found
+        return found
+
     def _resolved(self, schema: Any) -> dict[str, Any]:
         """The schema that `schema` refers to, or `schema` itself."""
         reference = _object(schema).get("$ref")
         return _object(target(reference, self._root) if isinstance(reference, str) else schema)
-
-
-def _types(schema: dict[str, Any]) -> set[str]:
-    given = schema.get("type", list(TYPES))
-    types = _strings([given] if isinstance(given, str) else given)
-    return types | {"integer"} if "number" in types else types
 
 
 def _values(schema: dict[str, Any], name: str) -> set[str]:
