@@ -56,6 +56,9 @@ HUGE_BODY_BYTES = 1024 * 1024
 """Larger ones are parsed one at a time, with a rest after each. 12 MB of nested objects take 0.7 seconds, in which the
 interpreter lock is held: two threads that parse one after the other would leave the running streams no time."""
 HUGE_BODIES = Rules("huge request bodies", at_once=1, places=32, seconds=6e-8, free_seconds=0.0, rests=True)
+IMAGES = Rules("images", at_once=2, places=128, seconds=2e-8)
+"""Two, so that a large image does not block the next one. Each takes up to 0.5 GB while it is decoded. The size of a
+turn is the number of the image's pixels."""
 COMPILE_SECONDS = 10.0
 """Time limit for a grammar. Almost all take less than a second, or the compiler gives up."""
 GRAMMARS = Rules("grammars", at_once=2, places=16, free_seconds=1.0, rests=True)
@@ -87,8 +90,8 @@ class Server:
         self._huge_body_thread = ThreadPoolExecutor(HUGE_BODIES.at_once, thread_name_prefix="mlxpaged-body-huge")
         self.images = ImageReader()
         self.image_hosts = ImageHosts(http.image_hosts)
-        # Two, so that a large image does not block the next one. Each takes up to 0.5 GB while it is decoded.
-        self._image_threads = ThreadPoolExecutor(2, thread_name_prefix="mlxpaged-image")
+        self.image_turns = Turns(IMAGES)
+        self._image_threads = ThreadPoolExecutor(IMAGES.at_once, thread_name_prefix="mlxpaged-image")
         self.grammar_turns = Turns(GRAMMARS)
 
     def _observe(self, model: str, request: EngineRequest, output: RequestOutput) -> None:
@@ -217,8 +220,9 @@ class Server:
         image. Raises TurnRefusedError."""
         return await self.body_turns.run(program_of(request), size, self._body_threads, function)
 
-    async def decode_image(self, function: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._image_threads, function)
+    async def decode_image(self, request: Request, size: int, function: Callable[[], Result]) -> Result:
+        """size: pixels. Raises TurnRefusedError."""
+        return await self.image_turns.run(program_of(request), size, self._image_threads, function)
 
     async def tokenize(
         self, request: Request, tokenizer: Tokenizer, size: int, function: Callable[[], Result]

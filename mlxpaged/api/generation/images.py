@@ -246,7 +246,8 @@ async def decode_all(
             continue
         require_memory(BYTES_PER_PIXEL * image.header.width * image.header.height, "the image")
         try:
-            pixels = await server.decode_image(partial(server.images.pixels, image))
+            size = image.header.width * image.header.height
+            pixels = await server.decode_image(http, size, partial(server.images.pixels, image))
         except ImageError as error:
             leave_out(each, error, left)
             continue
