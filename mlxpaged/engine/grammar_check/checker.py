@@ -45,7 +45,7 @@ def lark_of(grammar: str) -> str:
 def _ask(request: Mapping[str, Any]) -> dict[str, Any]:
     line = json.dumps(request).encode() + b"\n"
     try:
-        answer = _program.ask(PROGRAM, line, Limits(SECONDS, MAX_MEMORY), (str(STACK_BYTES),))
+        answer, _ = _program.ask(PROGRAM, line, Limits(SECONDS, MAX_MEMORY), (str(STACK_BYTES),))
     except LimitError as error:
         raise GrammarError(f"cannot be compiled: {error}") from None
     reply: dict[str, Any] = json.loads(answer)

@@ -55,7 +55,7 @@ def _ask(request: Mapping[str, Any]) -> dict[str, Any]:
         raise TemplateLimitError(f"it has more than {MAX_SOURCE:,} characters")
     line = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
     try:
-        answer = _program.ask(PROGRAM, line, Limits(SECONDS, MAX_MEMORY), idle_memory=IDLE_MEMORY)
+        answer, _ = _program.ask(PROGRAM, line, Limits(SECONDS, MAX_MEMORY), idle_memory=IDLE_MEMORY)
     except LimitError as error:
         raise TemplateLimitError(str(error)) from None
     reply: dict[str, Any] = json.loads(answer.decode("utf-8", "surrogatepass"))
