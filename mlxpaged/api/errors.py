@@ -29,7 +29,7 @@ from mlxpaged.models.panics import TokenizerPanicError
 from mlxpaged.models.tokenizer import ChatTemplateError, InfillError, TextTooLongError
 from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.registry.errors import NoRoomError
-from mlxpaged.vision.reading import PillowMissingError
+from mlxpaged.vision.decoding.decoder import DecoderError, PillowMissingError
 
 logger = logging.getLogger(__name__)
 
@@ -196,6 +196,7 @@ def _is_union_branch(part: int | str) -> bool:
 ENGINE_ERRORS: dict[type[Exception], tuple[int, str, str, dict[str, str] | None]] = {
     engine_errors.QueueFullError: (503, "server_error", "queue_full", RETRY),
     TurnRefusedError: (503, "server_error", "engine_busy", RETRY),
+    DecoderError: (503, "server_error", "engine_busy", RETRY),
     engine_errors.EngineBusyError: (503, "server_error", "engine_busy", RETRY),
     engine_errors.DeadlineExceededError: (408, "timeout_error", "deadline_exceeded", NO_RETRY),
     engine_errors.RequestCancelledError: (CLIENT_CLOSED_REQUEST, "request_cancelled", "request_cancelled", None),

@@ -1,4 +1,4 @@
-"""Turns what a client sends as an image into pixels at the size that a tower takes. Pillow decodes it.
+"""Turns what a client sends as an image into pixels at the size that a tower takes. A child process decodes it.
 
 Nothing is fetched and no file is opened: an image is base64, alone or in a `data:` URL. The limits are checked by the
 text's length and the file's header, so that nothing is decoded of an image that is refused.
@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import re
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
-
+from mlxpaged.vision.decoding import decoder
 from mlxpaged.vision.headers import Header, ImageError, read_header
 from mlxpaged.vision.image import ImageFormat, Pixels, Resampling
 
@@ -40,24 +37,7 @@ CACHE_BYTES = 64 * 2**20
 DATA_URL = re.compile(r"data:[\w.+/-]{0,100}(; ?[\w.+-]{1,50}=[^;,]{1,200}){0,5};base64,", re.ASCII | re.IGNORECASE)
 DATA_URL_CHARS = 1500
 """The beginning of a `data:` URL is within these."""
-TURNS = {
-    2: "FLIP_LEFT_RIGHT",
-    3: "ROTATE_180",
-    4: "FLIP_TOP_BOTTOM",
-    5: "TRANSPOSE",
-    6: "ROTATE_270",
-    7: "TRANSVERSE",
-    8: "ROTATE_90",
-}
-"""What turns an image upright, by its orientation in EXIF."""
 FILES = "the server fetches no URL and opens no file; send the image itself, as a data: URL with base64"
-
-
-class PillowMissingError(Exception):
-    """There is no Pillow. The message says how to install it."""
-
-    def __init__(self) -> None:
-        super().__init__("images need Pillow: pip install 'mlxpaged[vision]'")
 
 
 @dataclass(frozen=True)
@@ -79,6 +59,11 @@ class CheckedImage:
     width: int
     height: int
     resampling: Resampling = "BICUBIC"
+
+    @property
+    def memory(self) -> int:
+        """Bytes that decoding it may take."""
+        return decoder.memory_of(self.header)
 
 
 def check(image: ClientImage, form: ImageFormat, data: bytes | None = None) -> CheckedImage:
@@ -146,12 +131,17 @@ class ImageReader:
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def pixels(self, image: CheckedImage) -> Pixels:
-        """Raises ImageError, and PillowMissingError."""
+    def kept(self, image: CheckedImage) -> Pixels | None:
+        """Returns the pixels of an image that is kept."""
         with self._lock:
             if (found := self._kept.get(image.digest)) is not None:
                 self._kept.move_to_end(image.digest)
-                return found
+            return found
+
+    def pixels(self, image: CheckedImage) -> Pixels:
+        """Raises as `decoder.decode`."""
+        if (found := self.kept(image)) is not None:
+            return found
         pixels = decode(image)
         with self._lock:
             if image.digest not in self._kept:
@@ -164,44 +154,5 @@ class ImageReader:
 
 
 def decode(image: CheckedImage) -> Pixels:
-    """Returns the first frame, upright, on white, at the size that the tower takes. Raises as `ImageReader.pixels`
-    does."""
-    pillow, header = load_pillow(), image.header
-    try:
-        with pillow.open(io.BytesIO(header.data), formats=[header.kind]) as opened:
-            if opened.size != (header.width, header.height):
-                raise ImageError(f"is a {header.kind} with two sizes")
-            opened.load()
-            shown = on_white(opened, pillow)
-        if (turn := TURNS.get(header.orientation)) is not None:
-            shown = shown.transpose(pillow.Transpose[turn])
-        if shown.size != (image.width, image.height):
-            shown = shown.resize((image.width, image.height), pillow.Resampling[image.resampling])
-        return np.asarray(shown)
-    except (ImageError, MemoryError):
-        raise
-    except pillow.UnidentifiedImageError:
-        raise ImageError(f"is a broken {header.kind}") from None
-    except Exception as error:  # a decoder raises any type
-        raise ImageError(f"is a broken {header.kind}: {str(error)[:100]!r}") from None
-
-
-def on_white(image: Any, pillow: ModuleType) -> Any:
-    """Returns an image in RGB. White shows through where it is transparent."""
-    if image.mode.startswith("I"):  # grey of 16 bits, of which Pillow would show all above 255 as white
-        return pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    whole = image.convert("RGBA")
-    paper = pillow.new("RGBA", whole.size, "white")
-    paper.alpha_composite(whole)
-    return paper.convert("RGB")
-
-
-def load_pillow() -> ModuleType:
-    """Returns PIL.Image. The package is loaded when the first image comes."""
-    try:
-        from PIL import Image, WebPImagePlugin  # noqa: F401  # the first file of a format that is not loaded loads all
-    except ImportError:
-        raise PillowMissingError from None
-    return Image
+    """Returns the first frame, upright, on white, at the size that the tower takes. Raises as `decoder.decode`."""
+    return decoder.decode(image.header, (image.width, image.height), image.resampling)

@@ -36,7 +36,7 @@ from tests.api.helpers import DEADLINE, Background, raw, stream_events
 from tests.api.test_queues import Held, check_turns
 from tests.scripted import follow, make_scripted_model
 from tests.support import RunningServer, running_server, wait_until
-from tests.vision.files import HOSTILE, Grid, encoded, halves, text_of, url_of
+from tests.vision.files import HOSTILE, Grid, encoded, halves, text_of, url_of, without_pillow
 
 IMAGE, PATCH, ROW = TOKENS = ("<image>", "<patch>", "<row>")
 ACROSS = "!<im"
@@ -601,7 +601,7 @@ def test_images_that_do_not_fit_the_context_are_refused_before_any_is_decoded(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = use_large_images(server, monkeypatch, 8 * 130)
-    monkeypatch.setattr(reading, "load_pillow", None)
+    monkeypatch.setattr(reading, "decode", None)
     error = post(server, CHAT, {"messages": [user(url_part(large))]}).json()["error"]
     assert (error["param"], error["code"]) == ("messages.0.content.0", "context_length_exceeded")
     assert "the images have more than 8192 tokens" in error["message"]
@@ -673,10 +673,7 @@ def test_log_probabilities_of_a_prompt_with_images_are_refused(server: RunningSe
 
 
 def test_a_server_without_pillow_says_so(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> Any:
-        raise reading.PillowMissingError
-
-    monkeypatch.setattr(reading, "load_pillow", missing)
+    without_pillow(monkeypatch)
     response = post(server, CHAT, {"messages": [user(url_part(encoded(halves(24, 24))))]})
     assert response.status_code == 501
     assert response.json()["error"]["message"] == "images need Pillow: pip install 'mlxpaged[vision]'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import io
 import random
 import struct
@@ -10,6 +11,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import pytest
 from PIL import Image
 
 from mlxpaged.vision.image import ImageFormat, Resampling
@@ -106,6 +108,12 @@ def exif_bomb() -> bytes:
 def with_segment(jpeg: bytes, marker: int, data: bytes) -> bytes:
     """A JPEG with a segment after its first two bytes."""
     return jpeg[:2] + bytes([0xFF, marker]) + struct.pack(">H", len(data) + 2) + data + jpeg[2:]
+
+
+def without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the test ends, Pillow is not found."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "PIL" else real(name, *rest))
 
 
 def turned(orientation: int, order: str = "<") -> bytes:

@@ -4,10 +4,8 @@ refused, and nothing else happens."""
 from __future__ import annotations
 
 import base64
-import builtins
 import os
 import struct
-import sys
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,8 @@ import pytest
 from PIL import Image
 
 from mlxpaged.vision import reading
+from mlxpaged.vision.decoding import decoder
+from mlxpaged.vision.decoding.decoder import PillowMissingError
 from mlxpaged.vision.headers import MAX_PIECES, MAX_SCANS, ImageError, read_header
 from mlxpaged.vision.image import Pixels, Resampling
 from mlxpaged.vision.reading import (
@@ -23,7 +23,6 @@ from mlxpaged.vision.reading import (
     ClientImage,
     Detail,
     ImageReader,
-    PillowMissingError,
     check,
     decode,
 )
@@ -45,6 +44,7 @@ from tests.vision.files import (
     turned,
     url_of,
     with_segment,
+    without_pillow,
 )
 
 WHITE, RED, BLUE = (255, 255, 255), (255, 0, 0), (0, 0, 255)
@@ -98,7 +98,7 @@ def test_an_image_is_turned_upright(kind: str, orientation: int, order: str) -> 
     image = Image.new("RGB", (48, 24), "white")
     image.paste("red", (0, 0, 24, 12))
     image.paste("blue", (24, 0, 48, 12))
-    turns: dict[int, Any] = {int(value): name for value, name in enumerate(("", *reading.TURNS.values()), 1)}
+    turns: dict[int, Any] = {int(value): name for value, name in enumerate(("", *decoder.TURNS.values()), 1)}
     upright = image if orientation == 1 else image.transpose(Image.Transpose[turns[orientation]])
     options = {"lossless": True} if kind == "WEBP" else {}
     data = encoded(image, kind, exif=b"Exif\0\0" + turned(orientation, order), **options)
@@ -261,7 +261,7 @@ def test_a_hostile_file_is_refused_with_the_reason(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["30,000 x 30,000 pixels", "41 MP", "too narrow", "no pixels", "SVG", "PostScript"])
 def test_size_and_kind_are_checked_without_a_decoder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "load_pillow", None)
+    monkeypatch.setattr(decoder, "decode", None)
     with pytest.raises(ImageError):
         checked(HOSTILE[name][0])
 
@@ -411,15 +411,7 @@ def test_an_image_that_is_larger_than_the_cache_is_decoded_all_the_same() -> Non
 
 def test_a_server_without_pillow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its images can be counted all the same."""
-    real = builtins.__import__
-
-    def without(name: str, *args: Any) -> Any:
-        if name == "PIL":
-            raise ModuleNotFoundError(name)
-        return real(name, *args)
-
-    monkeypatch.delitem(sys.modules, "PIL")
-    monkeypatch.setattr(builtins, "__import__", without)
+    without_pillow(monkeypatch)
     image = checked(black_png(10, 10))
     with pytest.raises(PillowMissingError, match=r"pip install 'mlxpaged\[vision\]'"):
         decode(image)

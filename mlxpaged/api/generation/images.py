@@ -26,8 +26,6 @@ from mlxpaged.vision.reading import CheckedImage, ClientImage, check
 
 MAX_IMAGES = 100
 """Images of a request. Anthropic's limit."""
-BYTES_PER_PIXEL = 12
-"""Memory that decoding takes: an image with transparency is held three times."""
 HTTP_URL = re.compile("https?:", re.IGNORECASE)
 SENTINEL = re.compile(f"({START}[0-9a-f]{{32}}{END})")
 
@@ -244,7 +242,7 @@ async def decode_all(
     for each in media:
         if (image := checked.get(each.sentinel)) is None:
             continue
-        require_memory(BYTES_PER_PIXEL * image.header.width * image.header.height, "the image")
+        require_memory(image.memory, "the image")
         try:
             size = image.header.width * image.header.height
             pixels = await server.decode_image(http, size, partial(server.images.pixels, image))
