@@ -28,6 +28,8 @@ TABLES = {0xC4, 0xCC, 0xDB, 0xDD}
 """Markers of the segments that a JPEG's pixels need: DHT, DAC, DQT, DRI."""
 CHUNKS = {b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"}
 """Chunks of a PNG that its pixels need (PNG 3.0, 11.2 and 11.3.1)."""
+KEY_SAMPLES = {0: 1, 2: 3}
+"""Samples of the key of a PNG, by its type of colour: grey and RGB. A palette has its own transparency."""
 COLOURS = {0xE0, 0xEE}
 """Markers of the segments that say how a JPEG's colours are stored: JFIF's and Adobe's."""
 
@@ -39,13 +41,16 @@ class ImageError(ValueError):
 @dataclass(frozen=True)
 class Header:
     """kind: Pillow's name of the format. width, height: as the file has them. orientation: by EXIF, from 1 to 8.
-    data: what a decoder needs of the file."""
+    data: what a decoder needs of the file. key: the sample of grey, or the three of RGB, that is transparent in a PNG.
+    depth: bits of a sample of a PNG."""
 
     kind: str
     width: int
     height: int
     orientation: int
     data: bytes
+    key: tuple[int, ...] | None = None
+    depth: int = 8
 
     @property
     def size(self) -> tuple[int, int]:
@@ -73,21 +78,34 @@ def bounded(kind: str) -> Iterator[None]:
 
 def png(data: bytes) -> Header:
     """The chunks are those of PNG 3.0, 11. Only those stay that the pixels need: Pillow refuses a file whose texts or
-    colour profile have more than a megabyte when they are unpacked."""
+    colour profile have more than a megabyte when they are unpacked. A key does not stay: Pillow compares it with pixels
+    of 8 bits, whatever the depth."""
     if data[12:16] != b"IHDR":
         raise ImageError("is a PNG without a header")
-    width, height = struct.unpack_from(">II", data, 16)
-    orientation, place, kept = 1, 8, [data[:8]]
+    width, height, depth, colour = struct.unpack_from(">IIBB", data, 16)
+    orientation, place, kept, key, has_pixels = 1, 8, [data[:8]], None, False
     for _ in bounded("PNG"):
         length, kind = struct.unpack_from(">I4s", data, place)
         if kind == b"eXIf":
             orientation = orientation_of(data[place + 8 : place + 8 + length])
-        if kind in CHUNKS:
+        has_pixels = has_pixels or kind == b"IDAT"
+        if kind == b"tRNS" and colour in KEY_SAMPLES:
+            if not has_pixels:  # its place is before them
+                key = key_of(data[place + 8 : place + 8 + length], KEY_SAMPLES[colour], depth)
+        elif kind in CHUNKS:
             kept.append(data[place : place + 12 + length])
         place += 12 + length
         if kind == b"IEND" or (kind == b"IDAT" and place + 8 > len(data)):  # the decoder says what is missing
             break
-    return Header("PNG", width, height, orientation, b"".join(kept))
+    return Header("PNG", width, height, orientation, b"".join(kept), key, depth)
+
+
+def key_of(chunk: bytes, num_samples: int, depth: int) -> tuple[int, ...] | None:
+    """Returns the samples that are transparent (PNG 3.0, 11.3.1.1), or None if the chunk has another length. Of each,
+    the lowest `depth` bits count."""
+    if len(chunk) != 2 * num_samples:
+        return None
+    return tuple(sample & ((1 << depth) - 1) for sample in struct.unpack(f">{num_samples}H", chunk))
 
 
 def jpeg(data: bytes) -> Header:

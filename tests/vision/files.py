@@ -8,9 +8,11 @@ import io
 import random
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from PIL import Image
 
@@ -80,11 +82,31 @@ def compressed_zeros(size: int) -> bytes:
     return b"\x78\xda" + count * mebibyte + end.compress(bytes(rest)) + end.flush() + struct.pack(">I", checksum)
 
 
-def black_png(width: int, height: int) -> bytes:
-    """A PNG of one bit per pixel, which is tiny however large the image is."""
-    rows = compressed_zeros(((width + 7) // 8 + 1) * height)
-    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+def black_png(width: int, height: int, depth: int = 1, channels: int = 1, key: Sequence[int] = ()) -> bytes:
+    """A PNG of grey or RGB, which is tiny however large the image is. depth: bits of a sample. key: as in `png_of`."""
+    rows = compressed_zeros(((width * channels * depth + 7) // 8 + 1) * height)
+    return packed_png(width, height, depth, channels, key, b"", rows)
+
+
+def packed_png(
+    width: int, height: int, depth: int, channels: int, key: Sequence[int], more: bytes, rows: bytes
+) -> bytes:
+    """rows: compressed, each with the number of its filter."""
+    header = struct.pack(">IIBBBBB", width, height, depth, 2 if channels == 3 else 0, 0, 0, 0)
+    keyed = chunk(b"tRNS", struct.pack(f">{len(key)}H", *key)) if key else b""
+    parts = (chunk(b"IHDR", header), keyed, more, chunk(b"IDAT", rows), chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def png_of(samples: npt.NDArray[np.uint16], depth: int, key: Sequence[int] = (), more: bytes = b"") -> bytes:
+    """A PNG of samples [H, W] of grey or [H, W, 3] of RGB, each of `depth` bits. key: the samples that are transparent.
+    more: chunks before the pixels."""
+    height, width = samples.shape[:2]
+    channels = samples.size // (width * height)
+    bits = np.unpackbits(samples.astype(">u2").reshape(height, -1, 1).view(np.uint8), axis=-1)[..., 16 - depth :]
+    rows = np.packbits(bits.reshape(height, -1), axis=-1)
+    packed = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
+    return packed_png(width, height, depth, channels, key, more, packed)
 
 
 def png_with(extra: bytes) -> bytes:

@@ -116,7 +116,8 @@ def flat(mode: str) -> Image.Image:
 
 HUNGRY: dict[str, Callable[[], bytes]] = {
     "PNG RGBA": lambda: encoded(flat("RGBA"), **TURNED),
-    "PNG of 16 bits": lambda: encoded(grey_of_16_bits(*LARGE), **TURNED),
+    "PNG of 16 bits, a key": lambda: black_png(*LARGE, 16, 3, (0, 0, 1)),
+    "PNG of 16 bits, grey, a key": lambda: encoded(grey_of_16_bits(*LARGE), transparency=7, **TURNED),
     "JPEG, progressive": lambda: encoded(flat("CMYK"), "JPEG", progressive=True, subsampling=0, **TURNED),
     "GIF": lambda: encoded(flat("RGB").convert("P"), "GIF", transparency=1),
     "WEBP, lossless": lambda: encoded(flat("RGBA"), "WEBP", lossless=True, method=0, **TURNED),

@@ -9,6 +9,7 @@ import struct
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from PIL import Image
 
@@ -38,6 +39,7 @@ from tests.vision.files import (
     exif_bomb,
     halves,
     mutated,
+    png_of,
     png_with,
     text_bomb,
     text_of,
@@ -131,6 +133,38 @@ def test_a_colour_of_a_palette_can_be_transparent() -> None:
 def test_grey_of_sixteen_bits_keeps_its_brightness() -> None:
     image = Image.fromarray(np.full((24, 48), 0x8012, dtype=np.uint16))
     assert pixels_of(encoded(image))[0, 0].tolist() == [0x80] * 3
+
+
+def keyed(depth: int, channels: int) -> tuple[npt.NDArray[np.uint16], tuple[int, ...]]:
+    """Samples of 48 x 24 pixels, and a key that some of them have. Others have all but one bit of it."""
+    samples = np.random.default_rng(depth).integers(0, 2**depth, (24, 48, channels), dtype=np.uint16)
+    key = samples[-1, -1].copy()
+    samples[:3] = key
+    flat = samples.reshape(-1, channels)
+    for i in range(channels * depth):
+        flat[i, i // depth] ^= 1 << i % depth
+    return samples, tuple(int(sample) for sample in key)
+
+
+@pytest.mark.rotated("more")
+@pytest.mark.parametrize(("depth", "channels"), [(1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (8, 3), (16, 3)])
+@pytest.mark.parametrize("above", [0, 0xFFFF])
+def test_what_has_the_samples_of_a_key_is_white_and_nothing_else(depth: int, channels: int, above: int) -> None:
+    """Of a key, the bits that the depth has count."""
+    samples, key = keyed(depth, channels)
+    grey_or_rgb = samples if channels == 3 else samples[..., 0]
+    data = png_of(grey_or_rgb, depth, [(sample | above << depth) & 0xFFFF for sample in key])
+    levels = samples >> 8 if depth == 16 else samples * (255 // (2**depth - 1))
+    expected = np.where((samples == key).all(-1, keepdims=True), 255, levels)
+    np.testing.assert_array_equal(pixels_of(data), np.broadcast_to(expected, (24, 48, 3)))
+
+
+@pytest.mark.parametrize("extra", [chunk(b"tRNS", b"\0"), chunk(b"tRNS", bytes(6))], ids=["short", "long"])
+def test_a_key_of_another_length_is_none(extra: bytes) -> None:
+    samples, _ = keyed(8, 1)
+    np.testing.assert_array_equal(
+        pixels_of(png_of(samples[..., 0], 8, more=extra)), pixels_of(png_of(samples[..., 0], 8))
+    )
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])

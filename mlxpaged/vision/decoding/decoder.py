@@ -22,10 +22,10 @@ CHILD_BYTES = 2**26
 """Bytes of a child beside the image. It begins with 20 MB, and converts a band of rows in 20 MB."""
 BYTES_PER_FILE_BYTE = 4
 """The file, what Pillow joins it of, and what a decoder copies."""
-BYTES_PER_PIXEL = {"PNG": 9, "JPEG": 13, "GIF": 7, "WEBP": 18}
-"""Bytes that a child takes at most for a pixel of the file, by Pillow's name of the format. Measured: 8 for a PNG; 12
-for a progressive JPEG of CMYK, which has coefficients of two bytes, and 8 for others of RGB; 6 for a GIF; 16 for a
-WEBP, of which libwebp holds the canvas twice."""
+BYTES_PER_PIXEL = {"PNG": 13, "JPEG": 13, "GIF": 7, "WEBP": 18}
+"""Bytes that a child takes at most for a pixel of the file, by Pillow's name of the format. Measured: 12 for a PNG of
+16 bits with a key, which is decoded twice, and 8 for others; 12 for a progressive JPEG of CMYK, which has coefficients
+of two bytes, and 8 for others of RGB; 6 for a GIF; 16 for a WEBP, of which libwebp holds the canvas twice."""
 MAX_IDLE = 2
 """Children that wait for work. Two images are decoded at a time."""
 IDLE_MEMORY = 2**27
@@ -94,6 +94,8 @@ def request_of(header: Header, size: tuple[int, int], resampling: Resampling) ->
         "num_bytes": len(header.data),
         "kind": header.kind,
         "file_size": (header.width, header.height),
+        "key": header.key,
+        "depth": header.depth,
         "turn": TURNS.get(header.orientation),
         "size": size,
         "resampling": resampling,

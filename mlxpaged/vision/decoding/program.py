@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError, WebPImagePlugin
+from PIL import Image, ImageChops, UnidentifiedImageError, WebPImagePlugin
 
 __all__ = ["WebPImagePlugin"]  # the first file of a format that is not loaded loads all formats
 
@@ -41,20 +41,23 @@ def pixels_of(
     file: bytes,
     kind: str,
     file_size: Sequence[int],
+    key: Sequence[int] | None,
+    depth: int,
     turn: str | None,
     size: Sequence[int],
     resampling: str,
 ) -> bytes:
     """Returns the first frame, upright, on white. kind, resampling: names of Pillow's. file_size: width and height as
-    the header has them, and `size` those of the pixels. turn: what makes the image upright, by its name in Pillow.
-    Raises RefusedError and MemoryError."""
+    the header has them, and `size` those of the pixels. key: the samples of a PNG that are transparent, of `depth`
+    bits. turn: what makes the image upright, by its name in Pillow. Raises RefusedError and MemoryError."""
     try:
         with Image.open(io.BytesIO(file), formats=[kind]) as opened:
             if opened.size != tuple(file_size):
                 raise RefusedError(f"is a {kind} with two sizes")
+            low = low_bytes(file, kind) if key and depth == 16 and opened.mode == "RGB" else None
             opened.load()
-            shown = on_white(opened)
-        del opened
+            shown = on_white(opened, low, samples_of(key or (), depth))
+        del opened, low
         if turn is not None:
             shown = shown.transpose(Image.Transpose[turn])
         if shown.size != tuple(size):
@@ -68,31 +71,67 @@ def pixels_of(
         raise RefusedError(f"is a broken {kind}: {str(error)[:MAX_MESSAGE]!r}") from None
 
 
-def on_white(image: Image.Image) -> Image.Image:
+def on_white(image: Image.Image, low: Image.Image | None, samples: Sequence[int]) -> Image.Image:
     """Returns an image in RGB. White shows through where it is transparent."""
-    if image.mode == "RGB" and not image.has_transparency_data:
+    if image.mode == "RGB" and not samples and not image.has_transparency_data:
         return image
     width, height = image.size
     rows = max(1, BAND_PIXELS // width)
     if rows >= height:
-        return band_on_white(image)
+        return band_on_white(image, low, samples)
     shown = Image.new("RGB", image.size)
     for top in range(0, height, rows):
         box = (0, top, width, min(height, top + rows))
-        shown.paste(band_on_white(image.crop(box)), box)
+        shown.paste(band_on_white(image.crop(box), low and low.crop(box), samples), box)
     return shown
 
 
-def band_on_white(band: Image.Image) -> Image.Image:
+def band_on_white(band: Image.Image, low: Image.Image | None, samples: Sequence[int]) -> Image.Image:
     """The same for an image of few pixels."""
     if band.mode.startswith("I"):  # grey of 16 bits, of which Pillow would show all above 255 as white
-        return Image.frombytes("L", band.size, band.tobytes("raw", "I;16")[1::2]).convert("RGB")
+        data = band.tobytes("raw", "I;16")
+        band, low = (Image.frombytes("L", band.size, data[i::2]) for i in (1, 0))
+    if samples:
+        channels = [*band.convert("RGB" if band.mode == "RGB" else "L").split(), *(low.split() if low else ())]
+        shown = band.convert("RGB")
+        shown.paste((255, 255, 255), None, where(channels, samples))
+        return shown
     if not band.has_transparency_data:
         return band.convert("RGB")
     whole = band.convert("RGBA")
     paper = Image.new("RGBA", whole.size, "white")
     paper.alpha_composite(whole)
     return paper.convert("RGB")
+
+
+def samples_of(key: Sequence[int], depth: int) -> list[int]:
+    """Returns a key as the channels of `band_on_white` have it: those of less than 8 bits are spread over 0 to 255, and
+    those of 16 bits are channels of high bytes before channels of low bytes."""
+    if depth == 16:
+        return [*(sample >> 8 for sample in key), *(sample & 0xFF for sample in key)]
+    return [sample * 255 // (2**depth - 1) for sample in key]
+
+
+def where(channels: Sequence[Image.Image], samples: Sequence[int]) -> Image.Image:
+    """Returns a mask of the pixels that have all of the samples."""
+    masks = [
+        channel.point([255 * (value == sample) for value in range(256)])
+        for channel, sample in zip(channels, samples, strict=True)
+    ]
+    found = masks[0]
+    for mask in masks[1:]:
+        found = ImageChops.darker(found, mask)
+    return found
+
+
+def low_bytes(file: bytes, kind: str) -> Image.Image:
+    """Returns the low bytes of a PNG with RGB of 16 bits, of which Pillow keeps the high ones: it is unpacked as if the
+    order of the bytes were the other one."""
+    with Image.open(io.BytesIO(file), formats=[kind]) as opened:
+        opened.tile = [tile._replace(args="RGB;16L") for tile in opened.tile]
+        opened.load()
+    low: Image.Image = opened
+    return low
 
 
 def answer(file: bytes, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
