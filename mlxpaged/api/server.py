@@ -19,6 +19,7 @@ from mlxpaged.api.downloads import Downloads
 from mlxpaged.api.errors import ApiError, bad_parameter, load_failed, model_not_found, no_room
 from mlxpaged.api.ignored_fields import IgnoredFields, client_of
 from mlxpaged.api.image_hosts import ImageHosts
+from mlxpaged.api.image_threads import ImageThreads
 from mlxpaged.api.metrics import Metrics
 from mlxpaged.api.open_requests import OpenRequest, OpenRequests
 from mlxpaged.api.refusals import MAX_REFUSALS, Refusal
@@ -35,7 +36,6 @@ from mlxpaged.process_memory import is_out_of_memory, require_memory
 from mlxpaged.registry.errors import LoadFailedError, ModelUnknownError, NoRoomError
 from mlxpaged.registry.model import Model
 from mlxpaged.registry.registry import Registry
-from mlxpaged.vision.reading import ImageReader
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +56,6 @@ HUGE_BODY_BYTES = 1024 * 1024
 """Larger ones are parsed one at a time, with a rest after each. 12 MB of nested objects take 0.7 seconds, in which the
 interpreter lock is held: two threads that parse one after the other would leave the running streams no time."""
 HUGE_BODIES = Rules("huge request bodies", at_once=1, places=32, seconds=6e-8, free_seconds=0.0, rests=True)
-IMAGES = Rules("images", at_once=2, places=128, seconds=2e-8)
-"""Two, so that a large image does not block the next one. Each takes up to 0.5 GB while it is decoded. The size of a
-turn is the number of the image's pixels."""
 COMPILE_SECONDS = 10.0
 """Time limit for a grammar. Almost all take less than a second, or the compiler gives up."""
 GRAMMARS = Rules("grammars", at_once=2, places=16, free_seconds=1.0, rests=True)
@@ -88,10 +85,8 @@ class Server:
         self.body_turns, self.huge_body_turns = Turns(BODIES), Turns(HUGE_BODIES)
         self._body_threads = ThreadPoolExecutor(BODIES.at_once, thread_name_prefix="mlxpaged-body")
         self._huge_body_thread = ThreadPoolExecutor(HUGE_BODIES.at_once, thread_name_prefix="mlxpaged-body-huge")
-        self.images = ImageReader()
+        self.images = ImageThreads()
         self.image_hosts = ImageHosts(http.image_hosts)
-        self.image_turns = Turns(IMAGES)
-        self._image_threads = ThreadPoolExecutor(IMAGES.at_once, thread_name_prefix="mlxpaged-image")
         self.grammar_turns = Turns(GRAMMARS)
 
     def _observe(self, model: str, request: EngineRequest, output: RequestOutput) -> None:
@@ -220,10 +215,6 @@ class Server:
         image. Raises TurnRefusedError."""
         return await self.body_turns.run(program_of(request), size, self._body_threads, function)
 
-    async def decode_image(self, request: Request, size: int, function: Callable[[], Result]) -> Result:
-        """size: pixels. Raises TurnRefusedError."""
-        return await self.image_turns.run(program_of(request), size, self._image_threads, function)
-
     async def tokenize(
         self, request: Request, tokenizer: Tokenizer, size: int, function: Callable[[], Result]
     ) -> Result:
@@ -281,8 +272,9 @@ class Server:
         return self._clock() - self._started
 
     async def close(self) -> None:
-        for threads in (self._body_threads, self._huge_body_thread, self._image_threads):
+        for threads in (self._body_threads, self._huge_body_thread):
             threads.shutdown(wait=False, cancel_futures=True)
+        self.images.close()
         self.image_hosts.close()
         self.tokenizer_lanes.close()
         if self.registry is not None:

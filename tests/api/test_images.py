@@ -22,6 +22,7 @@ from PIL import Image
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.generation.images import MAX_IMAGES, Images, ShownImage
 from mlxpaged.api.image_hosts import Fetch, ImageHosts
+from mlxpaged.api.image_threads import IMAGES
 from mlxpaged.api.turns import Turns
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.request import Request
@@ -749,7 +750,7 @@ def test_a_flood_of_images_of_a_client_delays_no_other_client(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, submitted: list[Request]
 ) -> None:
     state = server.app.state.server
-    monkeypatch.setattr(state, "image_turns", Turns(state.image_turns.rules))
+    monkeypatch.setattr(state.images, "turns", Turns(IMAGES))
     held = Held(decode, lambda image: "other" if image.header.width == 24 else "flood")
     monkeypatch.setattr(reading, "decode", held)
     sizes = iter(range(80, 320, 8))
@@ -758,4 +759,4 @@ def test_a_flood_of_images_of_a_client_delays_no_other_client(
         image = url_part(encoded(halves(24 if client == "other" else next(sizes), 56)))
         return Background.post(server, CHAT, {"model": "seeing", "messages": [user(image)]}, User_Agent=client)
 
-    check_turns(lambda: state.image_turns, held, ask)
+    check_turns(lambda: state.images.turns, held, ask)

@@ -18,7 +18,6 @@ from mlxpaged.api.models import models_for
 from mlxpaged.api.server import program_of, server_of
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.models.tokenizer import ChatTemplateError
-from mlxpaged.process_memory import require_memory
 from mlxpaged.scheduler.admission import PromptTooLongError
 from mlxpaged.vision.headers import ImageError
 from mlxpaged.vision.image import ImageFormat, Pixels, PromptImage
@@ -242,10 +241,8 @@ async def decode_all(
     for each in media:
         if (image := checked.get(each.sentinel)) is None:
             continue
-        require_memory(image.memory, "the image")
         try:
-            size = image.header.width * image.header.height
-            pixels = await server.decode_image(http, size, partial(server.images.pixels, image))
+            pixels = await server.images.decode(program_of(http), image)
         except ImageError as error:
             leave_out(each, error, left)
             continue
