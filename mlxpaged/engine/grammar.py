@@ -287,10 +287,10 @@ def check(matcher: LLMatcher) -> None:
 
 def without(mask: Mask, token_ids: Collection[int]) -> Mask:
     fewer: Mask = mask.copy()
-    words = fewer.view(np.uint32)
-    for token_id in token_ids:
-        if token_id < 32 * len(words):
-            words[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
+    ids = np.fromiter(token_ids, np.int64, len(token_ids))
+    ids = ids[ids < 32 * len(fewer)]
+    bits = np.uint32(1) << (ids % 32).astype(np.uint32)
+    np.bitwise_and.at(fewer.view(np.uint32), ids // 32, ~bits)
     return fewer
 
 

@@ -160,13 +160,25 @@ class Sampler:
 def biased(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     """Add every row's logit_bias, and -inf to its forbidden tokens. Tokens without logits are skipped: a tokenizer may
     have such end tokens, and a draft model may have fewer logits than the model."""
-    found = [(i, token, bias) for i, row in enumerate(rows) for token, bias in row.params.logit_bias.items()]
-    found += [(i, token, -np.inf) for i, row in enumerate(rows) for token in row.forbidden]
-    entries = [entry for entry in found if entry[1] < logits.shape[-1]]
-    if not entries:
+    changes = [(i, *row.params.bias) for i, row in enumerate(rows) if row.params.logit_bias]
+    changes += [(i, *never(row.forbidden)) for i, row in enumerate(rows) if row.forbidden]
+    if not changes:
         return logits
-    at, tokens, bias = zip(*entries, strict=True)
-    return logits.at[mx.array(at), mx.array(tokens)].add(mx.array(bias))
+    numbers, ids, biases = zip(*changes, strict=True)
+    at, tokens, bias = (
+        np.repeat(np.asarray(numbers, np.int32), [*map(len, ids)]),
+        np.concatenate(ids),
+        np.concatenate(biases),
+    )
+    if not (known := tokens < logits.shape[-1]).all():
+        at, tokens, bias = at[known], tokens[known], bias[known]
+    return logits.at[mx.array(at), mx.array(tokens)].add(mx.array(bias)) if len(at) else logits
+
+
+def never(token_ids: Collection[int]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Token ids that must not be sampled, and the bias of each, as `SamplingParams.bias` has them."""
+    ids = np.fromiter(token_ids, np.int32, len(token_ids))
+    return ids, np.full(len(ids), -np.inf, np.float32)
 
 
 def masked(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mlxpaged.engine.constraint import Constraint, StructuredOutput
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MIN_TEMPERATURE = 1e-5
 """Below it, only the most likely token can be sampled, and dividing float32 logits by the temperature can overflow."""
@@ -56,6 +61,15 @@ class SamplingParams:
     @property
     def penalizes(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @functools.cached_property
+    def bias(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """`logit_bias` as arrays: the token ids, and what is added to the logit of each. They are made once: the thread
+        of all requests needs them in each step."""
+        import numpy as np  # the command line needs the fields of this class, and no numpy
+
+        ids = np.fromiter(self.logit_bias.keys(), np.int32, len(self.logit_bias))
+        return ids, np.fromiter(self.logit_bias.values(), np.float32, len(self.logit_bias))
 
     @functools.cached_property
     def plain(self) -> bool:

@@ -11,12 +11,14 @@ import pytest
 
 from mlxpaged.api.body import MAX_KEYS, MAX_VALUES, parse_json
 from mlxpaged.api.errors import ApiError
-from mlxpaged.api.schema import MAX_LABELS
+from mlxpaged.api.openai.schema import MAX_BIASED
+from mlxpaged.api.schema import MAX_LABELS, MAX_STOP_CHARS, MAX_STOP_LENGTH
 from mlxpaged.cli.http_protocol import MAX_PIECES, PIECE_BYTES
-from tests.api.helpers import DEADLINE, ask, raw
+from tests.api.helpers import DEADLINE, ask, raw, run_on
 from tests.support import RunningServer
 
 CHAT, RESPONSES, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"
+COMPLETIONS = "/v1/completions"
 HUGE = "1e999"
 
 
@@ -116,3 +118,39 @@ def test_a_body_in_tiny_pieces_is_refused(server: RunningServer) -> None:
     with raw(server) as client:
         many = client.post(CHAT, content=(b" " * PIECE_BYTES for _ in range(2 * MAX_PIECES)))
     assert "is not valid JSON" in many.text
+
+
+def error_of(server: RunningServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    with raw(server) as client:
+        response = client.post(path, json=body)
+    assert response.status_code == 400, response.text
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_bias_is_for_few_tokens(server: RunningServer, path: str) -> None:
+    body = ask("x", max_tokens=1) if path == CHAT else run_on("x", 1)
+    bias = {str(token): 1 for token in range(MAX_BIASED + 1)}
+    assert error_of(server, path, body | {"logit_bias": bias})["param"] == "logit_bias"
+    del bias["0"]
+    with raw(server) as client:
+        assert client.post(path, json=body | {"logit_bias": bias}).status_code == 200
+
+
+def test_stop_strings_are_short_together(server: RunningServer) -> None:
+    """The engine's thread makes an automaton of them, once for a request."""
+    most = ["x" * MAX_STOP_LENGTH] * (MAX_STOP_CHARS // MAX_STOP_LENGTH)
+    bodies: dict[str, tuple[str, dict[str, Any]]] = {
+        CHAT: ("stop", ask("x", max_tokens=1)),
+        COMPLETIONS: ("stop", run_on("x", 1)),
+        MESSAGES: (
+            "stop_sequences",
+            {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]},
+        ),
+    }
+    for path, (field, body) in bodies.items():
+        with raw(server) as client:
+            assert client.post(path, json=body | {field: most}).status_code == 200
+            refused = client.post(path, json=body | {field: [*most, "x"]})
+        assert (refused.status_code, f"{MAX_STOP_CHARS + 1} characters together" in refused.text) == (400, True)

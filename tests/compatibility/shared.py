@@ -46,7 +46,7 @@ SAMPLING: tuple[Claim, ...] = (
     honoured("repetition_context_size", 20, "mlx-lm's: the penalty counts the last tokens only; default: all"),
     honoured("presence_penalty", 0.5),
     honoured("frequency_penalty", 0.5),
-    honoured("logit_bias", {"20": -100}),
+    honoured("logit_bias", {"20": -100}, "up to 300 tokens"),
     honoured("seed", 1, "-1 means a random one, as in vLLM and llama.cpp"),
     honoured("stop", ["a", "b"], "a string, or up to 16; an empty string is none"),
     honoured("stop_token_ids", [20]),

@@ -241,6 +241,35 @@ def test_logit_bias_forces_and_bans_tokens_of_its_own_row_only() -> None:
     assert tokens[2] == np.array(logits)[2].argsort()[-2]
 
 
+class CountedBias(dict[int, float]):
+    """Counts how often its items are read."""
+
+    reads = 0
+
+    def keys(self) -> Any:
+        self.reads += 1
+        return super().keys()
+
+    def items(self) -> Any:
+        self.reads += 1
+        return super().items()
+
+    def values(self) -> Any:
+        self.reads += 1
+        return super().values()
+
+
+def test_a_bias_is_read_once_for_all_steps() -> None:
+    bias = CountedBias({token: float(token) for token in range(VOCAB)})
+    params, sampler = SamplingParams(temperature=0.0, logit_bias=bias), Sampler(VOCAB)
+    found = [
+        sampler.sample(mx.zeros((2, VOCAB)), [row()._replace(sequence_id=i, params=params) for i in range(2)]).read()
+        for _ in range(5)
+    ]
+    assert found == [[SampledToken(VOCAB - 1)] * 2] * 5
+    assert bias.reads == 2  # its tokens, and what is added to them
+
+
 # -- draws -------------------------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,8 @@ from mlxpaged.scheduler.acceptance import MOST_DRAFTS
 
 MAX_TOP_LOGPROBS = 20
 MAX_BIAS = 100
+MAX_BIASED = 300
+"""Tokens with a bias. OpenAI's API has the same limit. Each step adds them to the logits of each answer."""
 MAX_SALT_LENGTH = 256
 MAX_TOKEN_ID_DIGITS = 9
 MAX_CHOICES = 16
@@ -91,7 +93,7 @@ class SamplingFields(RequestFields, StructuredFields):
     repetition_context_size: Annotated[Annotated[int, Field(ge=2, lt=2**31)] | None, UNLIMITED] = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[str, Bias], until_first_fault(fits_bias)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASED), until_first_fault(fits_bias)] | None = None
     seed: Annotated[Annotated[int, Field(ge=-(2**63), lt=2**64)] | None, UNLIMITED] = None
     stop: Annotated[list[str] | None, stop_field("stop")] = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
