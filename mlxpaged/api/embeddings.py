@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import numpy as np
 from starlette.requests import Request
 
 from mlxpaged.api.access.caller import caller_of
@@ -30,6 +34,9 @@ MAX_REQUEST_TOKENS = 300_000
 and no proxy or client waits so long."""
 MAX_SLICE = 100_000
 """The tokenizer's thread takes this many characters at a time, and serves other requests in between."""
+
+
+Vector = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,20 @@ async def embed(
     return Embeddings(model, vectors, sum(map(len, tokens)), seconds)
 
 
+async def in_pieces(name: str, entries: Iterable[Any], others: Mapping[str, Any]) -> AsyncIterator[str]:
+    """Yields an object in JSON, with the entries as a list, one entry at a time: to make all at once would block the
+    event loop for seconds. name: of the list. others: the other fields."""
+    yield f"{{{dumps(name)}:["
+    for index, entry in enumerate(entries):
+        yield ("," if index else "") + dumps(entry)
+        await asyncio.sleep(0)
+    yield "]" + "".join(f",{dumps(key)}:{dumps(value)}" for key, value in others.items()) + "}"
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
 async def run_embedder(
     request: Request,
     engine: AsyncEngine,
@@ -91,7 +112,7 @@ async def run_embedder(
             await tokenize()
         if opened.cancelled:
             raise RequestCancelledError("the request was cancelled")
-        asked = made(opened.request_id)
+        asked = made(opened.names[0])
         num_tokens = sum(map(len, asked.inputs))
         opened.submitted = True
         opened.count(num_tokens)

@@ -132,7 +132,9 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
         for index in order[: body.top_n]
     ]
     made = RerankResponse(id=judged.request_id, model=judged.model, results=results, usage=judged.usage)
-    return JSONResponse(made.model_dump(exclude_none=True))
+    # It has the documents, and takes as long as the body that they came in.
+    body_of_answer = await server_of(request).prepare(request, lambda: made.model_dump_json(exclude_none=True))
+    return Response(body_of_answer, media_type=JSONResponse.media_type)
 
 
 async def score(request: Request, body: ScoreRequest) -> Response:

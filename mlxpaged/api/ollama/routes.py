@@ -6,10 +6,10 @@ import contextlib
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from mlxpaged.api.access.caller import caller_of
-from mlxpaged.api.embeddings import Embeddings, embed
+from mlxpaged.api.embeddings import embed, in_pieces
 from mlxpaged.api.generation.answers import reply
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.ollama.models import served_name
@@ -67,9 +67,10 @@ async def embed_inputs(request: Request, body: OllamaEmbedRequest) -> Response:
         await server_of(request).embedder(request, name)
         return JSONResponse({"model": body.model, "embeddings": []})
     found = await embed(request, name, inputs, body.dimensions, truncate=body.truncate is not False)
-    fields = {"model": body.model, "embeddings": await vectors_of(request, found)}
     times = {"total_duration": nanoseconds(found.seconds), "load_duration": 0}
-    return JSONResponse(fields | times | {"prompt_eval_count": found.num_tokens})
+    others = {"model": body.model, **times, "prompt_eval_count": found.num_tokens}
+    vectors = (vector.tolist() for vector in found.vectors)
+    return StreamingResponse(in_pieces("embeddings", vectors, others), media_type=JSONResponse.media_type)
 
 
 async def embed_prompt(request: Request, body: OllamaEmbeddingsRequest) -> Response:
@@ -79,10 +80,4 @@ async def embed_prompt(request: Request, body: OllamaEmbeddingsRequest) -> Respo
         await server_of(request).embedder(request, name)
         return JSONResponse({"embedding": []})
     found = await embed(request, name, [body.prompt], truncate=True)
-    [vector] = await vectors_of(request, found)
-    return JSONResponse({"embedding": vector})
-
-
-async def vectors_of(request: Request, found: Embeddings) -> list[list[float]]:
-    vectors: list[list[float]] = await server_of(request).prepare(request, found.vectors.tolist)
-    return vectors
+    return JSONResponse({"embedding": found.vectors[0].tolist()})

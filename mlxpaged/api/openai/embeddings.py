@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import json
-from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from mlxpaged.api.embeddings import MAX_INPUTS, embed
+from mlxpaged.api.embeddings import MAX_INPUTS, Vector, embed, in_pieces
 from mlxpaged.api.fields import embeddings as fields
 from mlxpaged.api.openai.schema import Seconds, one_kind_of_input
 from mlxpaged.api.schema import Body
@@ -51,20 +47,13 @@ class EmbeddingsResponse(Body):
 
 async def respond(request: Request, body: EmbeddingsRequest) -> Response:
     found = await embed(request, body.model, body.input, body.dimensions, body.timeout, prompt_name=body.prompt_name)
-    pieces = in_pieces(found.model.name, found.vectors, found.num_tokens, body.encoding_format == "base64")
-    return StreamingResponse(pieces, media_type="application/json")
+    as_base64 = body.encoding_format == "base64"
 
-
-async def in_pieces(model: str, vectors: np.ndarray[Any, Any], num_tokens: int, as_base64: bool) -> AsyncIterator[str]:
-    """Yields the answer one embedding at a time: encoding all at once would block other streams for seconds."""
-    yield '{"object":"list","data":['
-    for index, vector in enumerate(vectors):
+    def entry(index: int, vector: Vector) -> dict[str, Any]:
         values = base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_base64 else vector.tolist()
-        yield ("," if index else "") + dumps({"object": "embedding", "index": index, "embedding": values})
-        await asyncio.sleep(0)
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    yield f'],"model":{dumps(model)},"usage":{dumps(usage)}}}'
+        return {"object": "embedding", "index": index, "embedding": values}
 
-
-def dumps(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
+    usage = {"prompt_tokens": found.num_tokens, "total_tokens": found.num_tokens}
+    others = {"object": "list", "model": found.model.name, "usage": usage}
+    entries = (entry(*each) for each in enumerate(found.vectors))
+    return StreamingResponse(in_pieces("data", entries, others), media_type="application/json")
