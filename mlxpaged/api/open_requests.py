@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,7 +18,8 @@ Result = TypeVar("Result")
 @dataclass
 class OpenRequest:
     request_id: str
-    names: tuple[str, ...]  # engine ids of its sequences
+    shown: tuple[str, ...]  # ids of its choices
+    names: tuple[str, ...]  # engine ids of its sequences: those of its choices, unless another key's request has one
     caller: Caller | None
     engine: AsyncEngine | None = None  # None while it waits for its model
     load: asyncio.Future[Any] | None = None  # which it waits for
@@ -35,33 +37,51 @@ class OpenRequest:
             self.caller.allowance.take("tokens", tokens)
 
     @property
+    def ids(self) -> tuple[str, ...]:
+        """Returns the ids by which its owner knows it."""
+        return tuple(dict.fromkeys((self.request_id, *self.shown)))
+
+    @property
     def owner(self) -> str | None:
         return None if self.caller is None else self.caller.name
 
 
 class OpenRequests:
+    """Ids are private to a key: one key learns nothing of the ids that another one uses."""
+
     def __init__(self) -> None:
+        self._by_id: dict[tuple[str | None, str], OpenRequest] = {}  # by owner and id, also those of the choices
         self._by_name: dict[str, OpenRequest] = {}
+        self._numbers = itertools.count()
         self._waiting: list[OpenRequest] = []
 
     def open(self, request_id: str, count: int, caller: Caller | None, engine: AsyncEngine) -> OpenRequest:
-        """Registers a request for `count` sequences. One is named `request_id`, several request_id-0 and so on.
+        """Registers a request for `count` choices. One has the id `request_id`, several request_id-0 and so on.
 
-        Raises DuplicateRequestError if another request has one of these names.
+        Raises DuplicateRequestError if another request of the caller has one of these ids.
         """
-        names = (request_id,) if count == 1 else tuple(f"{request_id}-{index}" for index in range(count))
-        request = OpenRequest(request_id, names, caller, engine)
-        for name in {request_id, *names}:
-            if name in self._by_name:
-                raise DuplicateRequestError(f"an unfinished request already has the id {name}")
-        self._by_name.update(dict.fromkeys((request_id, *names), request))
+        shown = (request_id,) if count == 1 else tuple(f"{request_id}-{index}" for index in range(count))
+        request = OpenRequest(
+            request_id, shown, tuple(self._name(each, caller, engine) for each in shown), caller, engine
+        )
+        for each in request.ids:
+            if (request.owner, each) in self._by_id:
+                raise DuplicateRequestError(f"an unfinished request already has the id {each}")
+        self._by_id.update(dict.fromkeys(((request.owner, each) for each in request.ids), request))
+        self._by_name.update(dict.fromkeys(request.names, request))
         return request
+
+    def _name(self, shown: str, caller: Caller | None, engine: AsyncEngine) -> str:
+        """Returns an engine id. No id of a client has a "~"."""
+        if caller is None or not (shown in self._by_name or engine.knows(shown)):
+            return shown
+        return f"{shown}~{next(self._numbers)}"
 
     async def wait_for(self, load: Awaitable[Result], request_id: str, caller: Caller | None) -> Result:
         """Returns what the load of a model returns. The request that waits for it can be cancelled meanwhile; others
         may have its id. Raises RequestCancelledError."""
         task = asyncio.ensure_future(load)
-        request = OpenRequest(request_id, (), caller, load=task)
+        request = OpenRequest(request_id, (), (), caller, load=task)
         self._waiting.append(request)
         try:
             await asyncio.wait([task])
@@ -74,18 +94,20 @@ class OpenRequests:
 
     def close(self, request: OpenRequest) -> None:
         """Closing a request twice is harmless."""
-        for name in (request.request_id, *request.names):
+        for each in request.ids:
+            if self._by_id.get((request.owner, each)) is request:
+                del self._by_id[request.owner, each]
+        for name in request.names:
             if self._by_name.get(name) is request:
                 del self._by_name[name]
 
     def get(self, name: str) -> OpenRequest | None:
-        """Returns the request with this id, or with a sequence of this name. It does not wait for its model."""
+        """Returns the request with a sequence of this name. It does not wait for its model."""
         return self._by_name.get(name)
 
-    def named(self, name: str) -> list[OpenRequest]:
-        """Returns the request that `get` returns, and those with this id that wait for their models."""
-        found = self.get(name)
-        return [*([] if found is None else [found]), *(each for each in self._waiting if each.request_id == name)]
+    def named(self, request_id: str) -> list[OpenRequest]:
+        """Returns the requests of all keys with this id, or with a choice of this id."""
+        return [each for each in self if request_id in each.ids]
 
     def held_beside(self, request: OpenRequest) -> int:
         """Returns how many sequences the owner of a request has in the queue of its engine, without this request."""
@@ -93,4 +115,4 @@ class OpenRequests:
         return sum(len(each.names) for each in others if each.owner == request.owner)
 
     def __iter__(self) -> Iterator[OpenRequest]:
-        return iter({id(request): request for request in (*self._by_name.values(), *self._waiting)}.values())
+        return iter({id(request): request for request in (*self._by_id.values(), *self._waiting)}.values())

@@ -17,11 +17,14 @@ from mlxpaged.api.server import Server, server_of
 
 async def cancel(request: Request) -> Response:
     """Ends a request, by the id of its response or of one of its choices. All choices end together. Several that wait
-    for their models may have the same id, also of other keys."""
+    for their models may have the same id, and for an admin key also those of several keys."""
     server, request_id = server_of(request), request.path_params["request_id"]
     by_response = request_id.removeprefix(RESPONSE_PREFIX)
-    found = server.open_requests.named(request_id) or server.open_requests.named(by_response)
-    ended = await end(server, [each for each in found if may_use(request, each.owner)])
+
+    def theirs(name: str) -> list[OpenRequest]:
+        return [each for each in server.open_requests.named(name) if may_use(request, each.owner)]
+
+    ended = await end(server, theirs(request_id) or theirs(by_response))
     if not ended:
         message = f"no unfinished request has the id {request_id!r}"
         raise ApiError(404, message, param="id", code="request_not_found")
@@ -46,8 +49,8 @@ async def end(server: Server, requests: Sequence[OpenRequest]) -> list[dict[str,
     descriptions = []
     for request in requests:
         found = [
-            {"id": name, "status": choices[name].status.value, "completion_tokens": choices[name].num_output_tokens}
-            for name in request.names
+            {"id": shown, "status": choices[name].status.value, "completion_tokens": choices[name].num_output_tokens}
+            for shown, name in zip(request.shown, request.names, strict=True)
             if name in choices
         ]
         if found or not request.submitted:

@@ -218,6 +218,10 @@ class AsyncEngine:
         assert output.vectors is not None
         return output.vectors
 
+    def knows(self, request_id: str) -> bool:
+        """Whether an unfinished request has this id."""
+        return request_id in self._streams
+
     def touch(self) -> None:
         """Note that the model is used now."""
         self.idle_since = self.clock()

@@ -124,7 +124,7 @@ def test_lines_may_be_responses(client: OpenAI, server: RunningServer) -> None:
     kept = {answer["id"]: answer["store"] for answer in answers}
     assert sorted(kept.values()) == [False, True]
     for response_id, stored in kept.items():
-        assert (response_id in server.app.state.responses.responses) == stored
+        assert ((None, response_id) in server.app.state.responses.responses) == stored
     errors = lines_of(client, batch.error_file_id).values()
     assert {line["response"]["body"]["error"]["param"] for line in errors} == {"tools.0.type", "stream"}
 

@@ -12,7 +12,7 @@ import pytest
 
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.engine.config import EngineConfig
-from tests.api.helpers import write_keys
+from tests.api.helpers import StepGate, bearer, raw, run_on, start, within_one_step, write_keys
 from tests.support import RunningServer, running_server, wait_until
 
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 2}}
@@ -90,3 +90,41 @@ def test_responses_belong_to_the_key_that_asked(clients: dict[str, openai.OpenAI
         ben.responses.retrieve(first.id)
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         ben.responses.create(model="demo", input="x", previous_response_id=first.id)
+
+
+def test_ids_are_private_to_a_key(tmp_path: Path) -> None:
+    """No key learns from an error, or by a cancellation, which ids the requests of another one have."""
+    keys = write_keys(tmp_path / "keys.json", anna={}, ben={}, root={"admin": True})
+    http = HttpConfig(api_keys=tmp_path / "keys.json")
+    path, body = "/v1/requests", run_on("Once", 5)
+    with running_server(EngineConfig(kv_cache_bytes=16_000_000), http=http) as server, raw(server) as client:
+        headers = {name: bearer(key) for name, key in keys.items()}
+        with StepGate(server) as gate:
+            hers = start(server, body | {"n": 2}, "mine", **headers["anna"])
+            his = start(server, body, "mine-0", **headers["ben"])
+            taken = client.post("/v1/completions", json=body, headers=headers["anna"] | {"X-Request-Id": "mine-0"})
+            assert taken.json()["error"]["code"] == "request_id_in_use"
+            gate.wait_held()
+            assert client.delete(f"{path}/mine", headers=headers["ben"]).status_code == 404
+            ended = within_one_step(server, gate, "DELETE", f"{path}/mine-0", headers=headers["ben"])
+            assert [choice["id"] for choice in ended.json()["choices"]] == ["mine-0"]
+            assert his.result().status_code == 499
+            again = start(server, body, "mine", **headers["ben"])
+            gate.open()
+            assert [each.result().json()["id"] for each in (hers, again)] == ["mine", "mine"]
+        for name in ("anna", "ben"):
+            answer = client.post(
+                "/v1/responses",
+                json={"model": "demo", "input": name, "max_output_tokens": 1},
+                headers=headers[name] | {"X-Request-Id": "resp_1"},
+            )
+            assert answer.status_code == 200, answer.text
+        items = {
+            name: client.get("/v1/responses/resp_1/input_items", headers=headers[name]).json()["data"]
+            for name in ("anna", "ben")
+        }
+        assert [found[0]["content"][0]["text"] for found in items.values()] == ["anna", "ben"]
+        assert client.delete("/v1/responses/resp_1", headers=headers["ben"]).json()["deleted"]
+        assert client.get("/v1/responses/resp_1", headers=headers["ben"]).status_code == 404
+        for name in ("anna", "root"):
+            assert client.get("/v1/responses/resp_1", headers=headers[name]).json()["id"] == "resp_1"

@@ -8,20 +8,20 @@ import pytest
 
 from mlxpaged.api.openai.responses import store as response_store
 from mlxpaged.api.openai.responses.schema import MessageItem
-from mlxpaged.api.openai.responses.store import ResponseStore
+from mlxpaged.api.openai.responses.store import ITEM, Key, ResponseStore
 
 NAMES = iter(range(10**6))
 
 
-def put(store: ResponseStore, owner: str, size: int = 1000, previous: str | None = None) -> str:
-    """Its id. The question has so many characters, the answer is "Yes."."""
+def put(store: ResponseStore, owner: str, size: int = 1000, previous: Key | None = None) -> Key:
+    """Its owner and id. The question has so many characters, the answer is "Yes."."""
     number = next(NAMES)
     content = [{"type": "output_text", "text": "Yes.", "annotations": [{}] * 10}]
     answer = {"id": f"msg-{number}", "type": "message", "role": "assistant", "content": content}
     response = {"id": f"resp-{number}", "output": [answer]}
     before = None if previous is None else store.responses[previous]
     store.add(owner, response, before, [MessageItem(role="user", content="x" * size)])
-    return f"resp-{number}"
+    return owner, f"resp-{number}"
 
 
 def text_of(item: Any) -> str:
@@ -32,15 +32,15 @@ def test_a_conversation_outlives_the_responses_before_it() -> None:
     store = ResponseStore()
     first = put(store, "anna", 1)
     second = put(store, "anna", 2, first)
-    store.delete(first)
+    store.delete(*first)
     third = put(store, "anna", 3, second)
     assert [text_of(item) for item in store.responses[third].conversation] == ["x", "Yes.", "xx", "Yes.", "xxx", "Yes."]
     assert first not in store.responses
-    assert store.item(f"{first}-input-0") is None
+    assert store.item("anna", f"{first[1]}-input-0") is None
     held = store.num_bytes
-    store.delete(second)
+    store.delete(*second)
     assert store.num_bytes == held  # the third needs them
-    store.delete(third)
+    store.delete(*third)
     assert store.num_bytes == 0
 
 
@@ -48,23 +48,24 @@ def test_a_response_that_comes_again_is_kept_once() -> None:
     store = ResponseStore()
     for _ in range(2):  # of requests "1" and "resp_1", at once
         store.add("anna", {"id": "resp_1", "output": []}, None, [MessageItem(role="user", content="x")])
-    assert store.num_bytes == store.responses["resp_1"].num_bytes
-    store.delete("resp_1")
+    assert store.num_bytes == store.responses["anna", "resp_1"].num_bytes
+    store.delete("anna", "resp_1")
     assert store.num_bytes == 0
 
 
 def test_a_response_that_is_deleted_while_it_is_continued_counts_again() -> None:
     store = ResponseStore()
     first = put(store, "anna", 1000)
-    second = store.responses[put(store, "anna", 2000, first)]
+    key = put(store, "anna", 2000, first)
+    second = store.responses[key]
     held = store.num_bytes
-    for response in (first, second.response["id"]):  # the next request has read the conversation
-        store.delete(response)
+    for response in (first, key):  # the next request has read the conversation
+        store.delete(*response)
     store.add("anna", {"id": "third", "output": []}, second, [])
-    third = store.responses["third"]
+    third = store.responses["anna", "third"]
     assert [text_of(item) for item in third.conversation] == ["x" * 1000, "Yes.", "x" * 2000, "Yes."]
     assert store.num_bytes == held + third.num_bytes
-    store.delete("third")
+    store.delete("anna", "third")
     assert store.num_bytes == 0
 
 
@@ -105,12 +106,25 @@ def test_a_key_loses_nothing_by_what_another_stores(monkeypatch: pytest.MonkeyPa
     assert all(name in store.responses for name in (*hers, kept))
 
 
-def test_items_are_found_with_their_owners() -> None:
+def test_items_are_found_by_their_owners() -> None:
     store = ResponseStore()
-    name = put(store, "anna", 3)
+    _, name = put(store, "anna", 3)
     number = name.removeprefix("resp-")
     for item_id, text in ((f"{name}-input-0", "xxx"), (f"msg-{number}", "Yes.")):
-        found = store.item(item_id)
+        found = store.item("anna", item_id)
         assert found is not None
-        assert (found[0], text_of(found[1])) == ("anna", text)
-    assert store.item("msg-none") is None
+        assert text_of(ITEM.validate_json(found)) == text
+        assert store.item("ben", item_id) is None
+        assert store.item("root", item_id, any_owner=True) == found
+    assert store.item("anna", "msg-none") is None
+
+
+def test_two_owners_may_have_the_same_id() -> None:
+    store = ResponseStore()
+    for owner in ("anna", "ben"):
+        store.add(owner, {"id": "resp_1", "output": []}, None, [MessageItem(role="user", content=owner)])
+    found = {owner: store.find(owner, "resp_1") for owner in ("anna", "ben")}
+    assert [each and text_of(each.conversation[0]) for each in found.values()] == ["anna", "ben"]
+    store.delete("anna", "resp_1")
+    assert store.find("anna", "resp_1") is None
+    assert store.find("anna", "resp_1", any_owner=True) is found["ben"]

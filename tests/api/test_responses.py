@@ -11,7 +11,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.openai.responses import store as response_store
+from mlxpaged.engine.config import EngineConfig
 from tests.api.helpers import (
     DEADLINE,
     Background,
@@ -26,7 +28,7 @@ from tests.api.helpers import (
     raw_post,
     within_one_step,
 )
-from tests.support import RunningServer, wait_until
+from tests.support import RunningServer, running_server, wait_until
 
 QUESTION = "What is 17 + 25?"
 PATH = "/v1/responses"
@@ -218,6 +220,21 @@ def test_a_response_that_is_stored_keeps_its_id(demo_server: RunningServer) -> N
         ]
     assert [response.status_code for response in statuses] == [200, 409, 409]
     assert statuses[0].json()["id"] == "resp_mine"
+
+
+def test_references_have_as_many_bytes_as_a_body_may_have() -> None:
+    """A small body could refer to a large item ten thousand times."""
+    http = HttpConfig(max_body_bytes=3000)
+    config = EngineConfig(kv_cache_bytes=16_000_000)
+    with running_server(config, http=http) as server, raw(server) as client:
+        text = [{"type": "input_text", "text": "x"}] * 40
+        stored = client.post(PATH, json={"input": [{"role": "user", "content": text}], "max_output_tokens": 1})
+        assert stored.status_code == 200, stored.text
+        reference = {"type": "item_reference", "id": f"{stored.json()['id']}-input-0"}
+        for count, status in ((1, 200), (3, 400)):
+            response = client.post(PATH, json={"input": [reference] * count, "max_output_tokens": 1})
+            assert response.status_code == status, response.text
+    assert (response.json()["error"]["param"], response.json()["error"]["code"]) == ("input", "body_too_large")
 
 
 def test_a_response_whose_request_has_a_foreign_id_can_be_continued(client: OpenAI, demo_server: RunningServer) -> None:

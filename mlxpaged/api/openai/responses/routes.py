@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlxpaged.api.access.caller import may_use, owner_of
+from mlxpaged.api.access.caller import owner_of, sees_all
 from mlxpaged.api.body import read_query
 from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.generation.answers import reply
@@ -16,10 +18,10 @@ from mlxpaged.api.generation.submission import start
 from mlxpaged.api.openai.responses.beginning import ResponseBeginning
 from mlxpaged.api.openai.responses.renderer import ResponseRenderer
 from mlxpaged.api.openai.responses.schema import InputTokensRequest, Item, ItemList, ItemReference, ResponseRequest
-from mlxpaged.api.openai.responses.store import MAX_RESPONSES, ResponseStore, StoredResponse
+from mlxpaged.api.openai.responses.store import ITEM, MAX_RESPONSES, ResponseStore, StoredResponse
 from mlxpaged.api.openai.responses.tools import OtherTool
 from mlxpaged.api.openai.responses.translation import check_calls, translate
-from mlxpaged.api.page import page
+from mlxpaged.api.page import page_of
 from mlxpaged.api.request_id import RESPONSE_PREFIX, response_id_of
 from mlxpaged.api.schema import Body
 from mlxpaged.api.server import HUGE_BODY_BYTES, server_of
@@ -35,7 +37,7 @@ async def respond(request: Request, body: ResponseRequest) -> Response:
     store = store_of(request)
     previous, earlier, items = await whole_conversation(request, body)
     answers = await start(request, lambda: translate(body, [*earlier, *items]), RESPONSE_PREFIX)
-    if (response_id := response_id_of(answers.context.request_id)) in store.responses:
+    if store.find(owner_of(request), response_id := response_id_of(answers.context.request_id)) is not None:
         answers.close()
         raise DuplicateRequestError(f"a stored response already has the id {response_id}")
 
@@ -65,37 +67,62 @@ async def whole_conversation(
     earlier: list[Item] = []
     response_id = body.previous_response_id
     if response_id is not None:
-        found = store_of(request).responses.get(response_id_of(response_id))
-        if found is None or not may_use(request, found.owner):
+        found = stored(request, response_id)
+        if found is None:
             message = f"there is no stored response {response_id!r}; at most the newest {MAX_RESPONSES} are kept"
             raise bad_parameter("previous_response_id", message, code="previous_response_not_found")
         # It takes as long as a body that has it, but not as much memory: most bytes of a large one are images.
         request.state.body_size += min(found.num_held_bytes, HUGE_BODY_BYTES)
         continued = found
         earlier = await server_of(request).prepare(request, lambda: continued.conversation)
-    items = [referred(request, i, item) for i, item in enumerate(body.items)]
+    sizes = [referred_size(request, i, item) for i, item in enumerate(body.items) if isinstance(item, ItemReference)]
+    if sum(sizes) > (most := server_of(request).http.max_body_bytes):
+        message = f"its references are to items of {sum(sizes)} bytes; the limit is that of a body, {most}"
+        raise bad_parameter("input", message, code="body_too_large")
+    request.state.body_size += sum(sizes)
+
+    def read() -> list[Item]:
+        return [referred(request, item) for item in body.items]
+
+    items = await server_of(request).prepare(request, read) if sizes else read()
     check_calls(earlier, items)
     return found, earlier, items
 
 
-def referred(request: Request, index: int, item: Item | ItemReference) -> Item:
+def stored(request: Request, response_id: str) -> StoredResponse | None:
+    """Returns the response of this id that the caller may use."""
+    return store_of(request).find(owner_of(request), response_id_of(response_id), any_owner=sees_all(request))
+
+
+def stored_item(request: Request, item: ItemReference) -> bytes | None:
+    return store_of(request).item(owner_of(request), item.id, any_owner=sees_all(request))
+
+
+def referred_size(request: Request, index: int, item: ItemReference) -> int:
+    """Returns the bytes of the stored item that an item of the request refers to. Raises ApiError."""
+    if (found := stored_item(request, item)) is None:
+        raise bad_parameter(f"input.{index}.id", f"there is no stored item {item.id!r}", code="item_not_found")
+    return len(found)
+
+
+def referred(request: Request, item: Item | ItemReference) -> Item:
     """Returns an item of the request, or the stored item that it refers to."""
     if not isinstance(item, ItemReference):
         return item
-    found = store_of(request).item(item.id)
-    if found is None or not may_use(request, found[0]):
-        raise bad_parameter(f"input.{index}.id", f"there is no stored item {item.id!r}", code="item_not_found")
-    return found[1]
+    found = stored_item(request, item)
+    if found is None:  # deleted in this moment
+        raise bad_parameter("input", f"there is no stored item {item.id!r}", code="item_not_found")
+    return ITEM.validate_json(found)
 
 
 async def retrieve(request: Request) -> Response:
     read_query(request, Body)  # no parameter is supported
-    return JSONResponse(find(request).response)
+    return Response(find(request).body, media_type=JSONResponse.media_type)
 
 
 async def delete(request: Request) -> Response:
-    response_id = find(request).response["id"]
-    store_of(request).delete(response_id)
+    response_id = response_id_of(request.path_params["response_id"])
+    store_of(request).delete(find(request).owner, response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -109,13 +136,19 @@ async def cancel(request: Request) -> Response:
 
 async def input_items(request: Request) -> Response:
     query = read_query(request, ItemList)
-    items = [item.shown(item_id) for item_id, item in find(request).input_items()]
-    return page(items if query.order == "asc" else items[::-1], query.after, query.limit)
+    inputs = find(request).inputs
+    ids = list(inputs if query.order == "asc" else reversed(inputs))
+
+    def body() -> bytes:
+        return to_json(
+            page_of(ids, lambda each: ITEM.validate_json(inputs[each]).shown(each), query.after, query.limit)
+        )
+
+    return Response(await asyncio.to_thread(body), media_type=JSONResponse.media_type)
 
 
 def find(request: Request) -> StoredResponse:
     response_id = request.path_params["response_id"]
-    found = store_of(request).responses.get(response_id_of(response_id))
-    if found is None or not may_use(request, found.owner):
+    if (found := stored(request, response_id)) is None:
         raise ApiError(404, f"there is no response {response_id!r}", param="response_id", code="response_not_found")
     return found

@@ -6,13 +6,14 @@ and the response that it continues, whose items it needs for as long. All that i
 
 from __future__ import annotations
 
-import json
+import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import TypeAdapter
+from pydantic_core import to_json
 
 from mlxpaged.api.openai.responses.schema import Item, OutputItem
 from mlxpaged.api.schema import OneOf
@@ -38,11 +39,6 @@ class StoredResponse:
     inputs: dict[str, bytes]
     outputs: dict[str, bytes]
     uses: int = field(default=0, init=False)
-
-    @property
-    def response(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.body)
-        return found
 
     @property
     def num_bytes(self) -> int:
@@ -71,15 +67,18 @@ class StoredResponse:
             for item in items.values()
         ]
 
-    def input_items(self) -> Iterator[tuple[str, Item]]:
-        for item_id, item in self.inputs.items():
-            yield item_id, ITEM.validate_json(item)
+
+Key = tuple[str | None, str]
+"""An owner and an id. One API key learns nothing of the ids that another one uses."""
 
 
 class ResponseStore:
+    """Belongs to the event loop, but any thread may add a response: large ones are rendered on a thread."""
+
     def __init__(self) -> None:
-        self.responses: dict[str, StoredResponse] = {}
-        self._holders: dict[str, StoredResponse] = {}  # by the ids of their items
+        self._changes = threading.RLock()
+        self.responses: dict[Key, StoredResponse] = {}
+        self._holders: dict[Key, StoredResponse] = {}  # by the ids of their items
         self._num_bytes: Counter[str | None] = Counter()  # of each owner
 
     @property
@@ -87,12 +86,14 @@ class ResponseStore:
         """The bytes of all that is held."""
         return self._num_bytes.total()
 
-    def item(self, item_id: str) -> tuple[str | None, Item] | None:
-        """Returns an item of a stored request or answer, and its owner."""
-        holder = self._holders.get(item_id)
-        if holder is None:
-            return None
-        return holder.owner, ITEM.validate_json((holder.inputs | holder.outputs)[item_id])
+    def find(self, owner: str | None, response_id: str, any_owner: bool = False) -> StoredResponse | None:
+        """Returns the owner's response with this id. any_owner: or else another owner's."""
+        return found_in(self.responses, (owner, response_id), any_owner)
+
+    def item(self, owner: str | None, item_id: str, any_owner: bool = False) -> bytes | None:
+        """Returns the JSON of an item of a stored request or answer."""
+        holder = found_in(self._holders, (owner, item_id), any_owner)
+        return None if holder is None else holder.inputs.get(item_id) or holder.outputs[item_id]
 
     def add(
         self, owner: str | None, response: dict[str, Any], previous: StoredResponse | None, items: Sequence[Item]
@@ -108,22 +109,25 @@ class ResponseStore:
             item.id or "": ITEM.dump_json(item, exclude_none=True)
             for item in OUTPUT.validate_python(response["output"])
         }
-        stored = StoredResponse(owner, json.dumps(response).encode(), previous, inputs, outputs)
-        if stored.num_held_bytes > MAX_BYTES or response["id"] in self.responses:
-            return
-        self.responses[response["id"]] = stored
-        self._holders |= dict.fromkeys((*inputs, *outputs), stored)
-        self._hold(stored)
-        while len(self.responses) > MAX_RESPONSES:
-            self._delete_oldest(Counter(each.owner for each in self.responses.values()))
-        while self.num_bytes > MAX_BYTES:
-            self._delete_oldest(self._num_bytes)
+        stored = StoredResponse(owner, to_json(response), previous, inputs, outputs)
+        with self._changes:
+            if stored.num_held_bytes > MAX_BYTES or (owner, response["id"]) in self.responses:
+                return
+            self.responses[owner, response["id"]] = stored
+            self._holders |= {(owner, item_id): stored for item_id in (*inputs, *outputs)}
+            self._hold(stored)
+            while len(self.responses) > MAX_RESPONSES:
+                self._delete_oldest(Counter(each.owner for each in self.responses.values()))
+            while self.num_bytes > MAX_BYTES:
+                self._delete_oldest(self._num_bytes)
 
-    def delete(self, response_id: str) -> None:
-        stored = self.responses.pop(response_id)
-        for item_id in (*stored.inputs, *stored.outputs):
-            del self._holders[item_id]
-        self._release(stored)
+    def delete(self, owner: str | None, response_id: str) -> None:
+        """It may have been deleted before."""
+        with self._changes:
+            if (stored := self.responses.pop((owner, response_id), None)) is not None:
+                for item_id in (*stored.inputs, *stored.outputs):
+                    del self._holders[owner, item_id]
+                self._release(stored)
 
     def _hold(self, stored: StoredResponse | None) -> None:
         """Holds a response, and those before it that nothing else holds: they may have been deleted since the request
@@ -147,4 +151,10 @@ class ResponseStore:
         """used: how much each owner has."""
         owners = {each.owner for each in self.responses.values()}
         greediest = max(owners, key=lambda owner: used[owner])
-        self.delete(next(key for key, each in self.responses.items() if each.owner == greediest))
+        self.delete(*next(key for key in self.responses if key[0] == greediest))
+
+
+def found_in(stored: dict[Key, StoredResponse], key: Key, any_owner: bool) -> StoredResponse | None:
+    if (found := stored.get(key)) is not None or not any_owner:
+        return found
+    return next((each for (_, name), each in list(stored.items()) if name == key[1]), None)
