@@ -85,6 +85,7 @@ class Server:
         self.body_turns, self.huge_body_turns = Turns(BODIES), Turns(HUGE_BODIES)
         self._body_threads = ThreadPoolExecutor(BODIES.at_once, thread_name_prefix="mlxpaged-body")
         self._huge_body_thread = ThreadPoolExecutor(HUGE_BODIES.at_once, thread_name_prefix="mlxpaged-body-huge")
+        self._answer_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-answer")
         self.images = ImageThreads()
         self.image_hosts = ImageHosts(http.image_hosts)
         self.grammar_turns = Turns(GRAMMARS)
@@ -215,6 +216,11 @@ class Server:
         image. Raises TurnRefusedError."""
         return await self.body_turns.run(program_of(request), size, self._body_threads, function)
 
+    async def render(self, function: Callable[[], Result]) -> Result:
+        """Run a function that renders a large answer. One runs at a time: several would leave the interpreter lock to
+        the streams less often."""
+        return await asyncio.get_running_loop().run_in_executor(self._answer_thread, function)
+
     async def tokenize(
         self, request: Request, tokenizer: Tokenizer, size: int, function: Callable[[], Result]
     ) -> Result:
@@ -272,7 +278,7 @@ class Server:
         return self._clock() - self._started
 
     async def close(self) -> None:
-        for threads in (self._body_threads, self._huge_body_thread):
+        for threads in (self._body_threads, self._huge_body_thread, self._answer_thread):
             threads.shutdown(wait=False, cancel_futures=True)
         self.images.close()
         self.image_hosts.close()

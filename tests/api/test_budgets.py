@@ -11,10 +11,14 @@ import pytest
 
 from mlxpaged.api.body import MAX_KEYS, MAX_VALUES, parse_json
 from mlxpaged.api.errors import ApiError
-from mlxpaged.api.openai.schema import MAX_BIASED
+from mlxpaged.api.generation import answers
+from mlxpaged.api.generation.request import MAX_LOGPROBS
+from mlxpaged.api.openai.responses.translation import MAX_RESPONSE_LOGPROBS
+from mlxpaged.api.openai.schema import MAX_BIASED, MAX_CHOICES, MAX_TOP_LOGPROBS
 from mlxpaged.api.schema import MAX_LABELS, MAX_STOP_CHARS, MAX_STOP_LENGTH
+from mlxpaged.api.server import LARGE_BODY_BYTES, Server
 from mlxpaged.cli.http_protocol import MAX_PIECES, PIECE_BYTES
-from tests.api.helpers import DEADLINE, ask, raw, run_on
+from tests.api.helpers import DEADLINE, ask, raw, run_on, stream_events, text_of
 from tests.support import RunningServer
 
 CHAT, RESPONSES, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"
@@ -154,3 +158,135 @@ def test_stop_strings_are_short_together(server: RunningServer) -> None:
             assert client.post(path, json=body | {field: most}).status_code == 200
             refused = client.post(path, json=body | {field: [*most, "x"]})
         assert (refused.status_code, f"{MAX_STOP_CHARS + 1} characters together" in refused.text) == (400, True)
+
+
+ALL = {"n": MAX_CHOICES, "logprobs": True, "top_logprobs": MAX_TOP_LOGPROBS}
+MOST = MAX_LOGPROBS // (MAX_CHOICES * (1 + MAX_TOP_LOGPROBS))
+"""Tokens of each answer."""
+
+
+def test_log_probabilities_are_limited_before_they_are_made(server: RunningServer) -> None:
+    before = server.engine.stats.model_calls_total
+    error = error_of(server, CHAT, ask("x", max_completion_tokens=MOST + 1, **ALL))
+    assert (error["param"], error["code"]) == ("max_completion_tokens", "too_many_logprobs")
+    assert f"at most {MOST} tokens" in error["message"]
+    fields = {"n": 16, "logprobs": 20, "echo": True}
+    prompt = [20] * (MOST + 1)
+    error = error_of(server, COMPLETIONS, run_on(prompt, 0, **fields))
+    assert (error["param"], error["code"]) == ("logprobs", "too_many_logprobs")
+    error = error_of(server, COMPLETIONS, run_on(prompt, 0, n=16, prompt_logprobs=20))
+    assert error["param"] == "prompt_logprobs"
+    options = {"num_predict": MOST}
+    ollama = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "logprobs": True, "options": options}
+    assert server.engine.stats.model_calls_total == before
+    with raw(server) as client:
+        assert client.post(OLLAMA, json=ollama | {"stream": False}).status_code == 200
+
+
+def test_an_answer_without_a_limit_of_its_own_has_room_for_its_log_probabilities(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it has for the context's rest. Nothing of a stream is kept, so it has no such limit."""
+    monkeypatch.setattr("mlxpaged.api.openai.chat.MAX_LOGPROBS", 12)
+    body = ask("Who are you?", logprobs=True, top_logprobs=2, ignore_eos=True)
+    with raw(server) as client:
+        choice = client.post(CHAT, json=body).json()["choices"][0]
+        assert client.post(CHAT, json=body | {"max_tokens": 4}).status_code == 200
+    assert (choice["finish_reason"], len(choice["logprobs"]["content"])) == ("length", 4)
+    assert error_of(server, CHAT, body | {"max_tokens": 5})["code"] == "too_many_logprobs"
+    assert error_of(server, CHAT, body | {"n": 5})["code"] == "too_many_logprobs"
+    events = stream_events(server, CHAT, body | {"max_tokens": 6})
+    assert text_of(events).startswith(choice["message"]["content"])
+
+
+def test_a_response_keeps_fewer_log_probabilities(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MAX_RESPONSE_LOGPROBS < MAX_LOGPROBS
+    monkeypatch.setattr("mlxpaged.api.openai.responses.translation.MAX_RESPONSE_LOGPROBS", 12)
+    body = {"model": "demo", "input": "x", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    for stream in (False, True):
+        asked = body | {"stream": stream}
+        assert error_of(server, RESPONSES, asked | {"max_output_tokens": 5})["param"] == "max_output_tokens"
+        with raw(server) as client:
+            assert client.post(RESPONSES, json=asked | {"max_output_tokens": 4}).status_code == 200
+    with raw(server) as client:
+        response = client.post(RESPONSES, json=body).json()
+    assert (response["status"], response["usage"]["output_tokens"]) == ("incomplete", 4)
+
+
+def without_ids(answer: Any) -> Any:
+    """An answer without what differs between two."""
+    if isinstance(answer, dict):
+        own = ("id", "created", "created_at", "completed_at", "item_id", "system_fingerprint")
+        return {
+            name: without_ids(value) for name, value in answer.items() if name not in own and "duration" not in name
+        }
+    return [without_ids(each) for each in answer] if isinstance(answer, list) else answer
+
+
+LOGPROBS: dict[str, dict[str, Any]] = {
+    CHAT: ask("Who are you?", max_tokens=9, logprobs=True, top_logprobs=2, n=2),
+    COMPLETIONS: run_on("Once", 9, logprobs=2, n=2),
+    RESPONSES: {
+        "model": "demo",
+        "input": "Who are you?",
+        "max_output_tokens": 9,
+        "temperature": 0,
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+    },
+    OLLAMA: {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Who are you?"}],
+        "options": {"num_predict": 9, "temperature": 0},
+        "logprobs": True,
+        "top_logprobs": 2,
+    },
+}
+
+
+@pytest.fixture
+def rendered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was rendered on the thread of large answers."""
+    functions: list[Any] = []
+    render = Server.render
+
+    async def counted(self: Server, function: Any) -> Any:
+        functions.append(function)
+        return await render(self, function)
+
+    monkeypatch.setattr(Server, "render", counted)
+    return functions
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_repeats_much_is_rendered_on_a_thread(
+    server: RunningServer, rendered: list[Any], stream: bool
+) -> None:
+    tool = {"type": "function", "name": "f", "description": "x" * LARGE_BODY_BYTES}
+    body = {"model": "demo", "input": "x", "max_output_tokens": 1, "tools": [tool], "tool_choice": "none"}
+    with raw(server) as client:
+        response = client.post(RESPONSES, json=body | {"stream": stream})
+    assert response.status_code == 200, response.text
+    assert response.text.count(str(tool["description"])) == (3 if stream else 1)
+    assert len(rendered) == (2 if stream else 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", LOGPROBS)
+def test_a_large_answer_is_rendered_on_a_thread_and_is_the_same(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, rendered: list[Any], path: str, stream: bool
+) -> None:
+    found = []
+    for most in (10_000, 20):
+        monkeypatch.setattr(answers, "MANY_LOGPROBS", most)
+        monkeypatch.setattr("mlxpaged.api.openai.responses.renderer.MANY_LOGPROBS", most)
+        with raw(server) as client:
+            response = client.post(path, json=LOGPROBS[path] | {"stream": stream})
+        assert response.status_code == 200, response.text
+        lines = [
+            line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith(("data: {", "{"))
+        ]
+        found.append([without_ids(json.loads(line)) for line in lines])
+        assert bool(rendered) == (most == 20 and (path == RESPONSES or not stream))
+    assert found[0] == found[1]
+    assert found[0]

@@ -6,9 +6,10 @@ import asyncio
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from heapq import nlargest
 from typing import Any
 
@@ -18,23 +19,31 @@ from starlette.responses import JSONResponse, Response
 from mlxpaged.api.errors import ApiError, from_engine
 from mlxpaged.api.generation.answer_parser import AnswerParser
 from mlxpaged.api.generation.deltas import Delta, Finish, Part, Text, Update, Usage, joined
+from mlxpaged.api.generation.logprob_table import LogprobTable
 from mlxpaged.api.generation.prompt import Prompts
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.generation.request_context import RequestContext
 from mlxpaged.api.streaming import EVENTS, EventStream, Silence, comment
 from mlxpaged.engine.info import EngineInfo
-from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
+from mlxpaged.engine.logprobs import PromptLogprobs
 from mlxpaged.engine.prompt_progress import PromptProgress
 from mlxpaged.engine.request import RequestOutput
 from mlxpaged.engine.request_stream import RequestStream
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.timeline import Timeline
 
+Counts = tuple[int, int, int, int]
+"""Tokens that were cached, made, drafted, and accepted of those."""
+NOTHING: Counts = (0, 0, 0, 0)
+
+MANY_LOGPROBS, MANY_UPDATES = 1000, 4000
+"""The most that is rendered on the event loop at a time: 2 to 4 ms of work."""
+
 
 @dataclass
 class Answers:
     """model: the name of what answers. streams: `candidates` of them for each prompt, in the prompts' order. forget:
-    called when the answers end."""
+    called when the answers end. render: runs a function that renders what is large."""
 
     info: EngineInfo
     model: str
@@ -43,7 +52,10 @@ class Answers:
     _prompts: Prompts
     _streams: Sequence[RequestStream]
     _forget: Callable[[], None]
-    _last: dict[int, RequestOutput] = field(default_factory=dict, init=False)
+    render: Callable[[Callable[[], Any]], Awaitable[Any]]
+    _latest: dict[int, Counts] = field(default_factory=dict, init=False)  # by choice
+    _timelines: dict[int, Timeline | None] = field(default_factory=dict, init=False)
+    _counts: list[int] = field(default_factory=lambda: list(NOTHING), init=False)  # of all choices
     _thinking_tokens: int = field(default=0, init=False)
 
     def close(self) -> None:
@@ -91,10 +103,23 @@ class Answers:
                 yield Update(choice, [Text(self._echo(choice))])
             async with aclosing(self._merged() if len(self._streams) > 1 else self._single()) as outputs:
                 async for choice, output in outputs:
-                    self._last[choice] = output
+                    self._count(choice, output)
                     yield self._update(choice, output, parsers[choice])
         finally:
             self.close()
+
+    def _count(self, choice: int, output: RequestOutput) -> None:
+        """Note the latest output of a choice. The usage can be in each event, so it must not take a sum over all of
+        them. Answers to one prompt have the same cached tokens."""
+        shares_prompt = choice % self._request.candidates > 0
+        counts = (
+            0 if shares_prompt else output.num_cached_tokens,
+            output.num_output_tokens,
+            output.num_drafted,
+            output.num_accepted,
+        )
+        before, self._latest[choice] = self._latest.get(choice, NOTHING), counts
+        self._counts = [total + new - old for total, new, old in zip(self._counts, counts, before, strict=True)]
 
     def _update(self, choice: int, output: RequestOutput, parser: AnswerParser | None) -> Update:
         thinking, finish, num_calls = False, None, 0
@@ -114,6 +139,7 @@ class Answers:
             if parser is not None and parser.is_done:  # it ended with its only call, whatever ended the rest
                 reason, stop_string = "stop", None
             finish = Finish(reason, stop_string, num_calls, output.timeline)
+            self._timelines[choice] = output.timeline
         if output.prompt_logprobs is not None and self._prompts.echoes:
             deltas.insert(0, Text(self._echo(choice)))
         return Update(choice, deltas, output.logprobs, thinking, finish, output.prompt_logprobs)
@@ -155,7 +181,7 @@ class Answers:
         """Returns the answers to show, by their index. Raises what `updates` raises if one of them fails."""
         candidates = [Answer() for _ in self._streams]
         async for update in self.updates():
-            candidates[update.choice].updates.append(update)
+            candidates[update.choice].add(update)
         n, per_prompt = self._request.n, self._request.candidates
         if n == per_prompt:
             return candidates
@@ -165,20 +191,17 @@ class Answers:
     @property
     def usage(self) -> Usage:
         """Counts the tokens so far."""
-        firsts = range(0, len(self._streams), self._request.candidates)
-        return Usage(
-            prompt=sum(len(self._streams[index].request.prompt_token_ids) for index in firsts),
-            cached=sum(self._last[index].num_cached_tokens for index in firsts if index in self._last),
-            completion=sum(output.num_output_tokens for output in self._last.values()),
-            thinking=self._thinking_tokens,
-            drafted=sum(output.num_drafted for output in self._last.values()),
-            accepted=sum(output.num_accepted for output in self._last.values()),
-        )
+        cached, made, drafted, accepted = self._counts
+        return Usage(self._num_prompt_tokens, cached, made, self._thinking_tokens, drafted, accepted)
+
+    @cached_property
+    def _num_prompt_tokens(self) -> int:
+        return sum(len(stream.request.prompt_token_ids) for stream in self._streams[:: self._request.candidates])
 
     @property
     def timelines(self) -> list[Timeline | None]:
         """Returns the timelines of all choices, after these have ended."""
-        return [self._last[index].timeline for index in range(len(self._streams))]
+        return [self._timelines[index] for index in range(len(self._streams))]
 
 
 @dataclass
@@ -186,14 +209,16 @@ class Answer:
     """One answer, collected to its end."""
 
     updates: list[Update] = field(default_factory=list)
+    logprobs: LogprobTable = field(default_factory=LogprobTable)
+
+    def add(self, update: Update) -> None:
+        if update.logprobs:
+            update = update._replace(logprobs=self.logprobs.add(update.logprobs))
+        self.updates.append(update)
 
     @property
     def parts(self) -> list[Part]:
         return joined(delta for update in self.updates for delta in update.deltas)
-
-    @property
-    def logprobs(self) -> list[TokenLogprobs]:
-        return [token for update in self.updates for token in update.logprobs]
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
@@ -208,8 +233,7 @@ class Answer:
     @property
     def mean_logprob(self) -> float:
         """Returns the mean per token. An answer without tokens is the worst."""
-        tokens = self.logprobs
-        return sum(token.logprob for token in tokens) / len(tokens) if tokens else -math.inf
+        return self.logprobs.total / len(self.logprobs) if self.logprobs else -math.inf
 
 
 def timeline_field(timelines: Sequence[Timeline | None]) -> dict[str, Any]:
@@ -245,6 +269,8 @@ class Renderer(ABC):
     """Renders answers in the format of one API. Events are texts of a stream of the type `media_type`."""
 
     media_type = EVENTS
+    repeats_much = False
+    """Whether what the first and the last events repeat of the request is large."""
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -257,6 +283,10 @@ class Renderer(ABC):
     @abstractmethod
     def events(self, update: Update) -> Iterable[str]:
         """Returns the events of an update."""
+
+    def is_large(self, update: Update) -> bool:
+        """Whether the events of an update take long to make."""
+        return are_large([update]) or (self.repeats_much and update.finish is not None)
 
     def end(self) -> Iterable[str]:
         """Returns the events after the last update."""
@@ -275,29 +305,47 @@ class Renderer(ABC):
         """Returns the event that ends a failed stream."""
 
 
+def are_large(updates: Sequence[Update]) -> bool:
+    """Whether they take long to render."""
+    if len(updates) > MANY_UPDATES or any(update.prompt_logprobs is not None for update in updates):
+        return True
+    return sum(map(num_logprobs, updates)) > MANY_LOGPROBS
+
+
+def num_logprobs(update: Update) -> int:
+    """Log-probabilities of its tokens. All tokens have as many."""
+    return len(update.logprobs) * (1 + len(update.logprobs[0].top)) if update.logprobs else 0
+
+
 async def reply(answers: Answers, renderer: Renderer, stream: bool) -> Response:
-    """Log-probabilities of prompts are rendered on a thread, here and in `events`: a long prompt's take seconds."""
+    """Returns a stream, or the whole answer. Its long lists are iterators: their entries become JSON one by one."""
     if stream:
         return EventStream(events(answers, renderer), answers.close, renderer.media_type)
     collected = await answers.collect()
-    if any(answer.prompt_logprobs is not None for answer in collected):
-        body = await asyncio.to_thread(lambda: to_json(renderer.whole(collected)))
-        return Response(body, media_type=JSONResponse.media_type)
-    return JSONResponse(renderer.whole(collected))
+
+    def body() -> bytes:
+        return to_json(renderer.whole(collected))
+
+    large = renderer.repeats_much or are_large([update for answer in collected for update in answer.updates])
+    return Response(await answers.render(body) if large else body(), media_type=JSONResponse.media_type)
 
 
 async def events(answers: Answers, renderer: Renderer) -> AsyncGenerator[str, None]:
     silence = Silence(answers.context.keep_alive_seconds, answers.wake)
     tell = renderer.progress if answers.context.progress else renderer.keep_alive
+    begun = False
     beginning = iter(renderer.begin())  # sent with the first update: until then, a router can repeat the request
     try:
         async with aclosing(answers.updates()) as updates:
             async for update in updates:
+                if renderer.repeats_much and not begun:
+                    beginning = iter(await answers.render(partial(list, beginning)))
+                begun = True
                 for event in beginning:
                     yield event
                 silent, rendered = True, renderer.events(update)
-                if update.prompt_logprobs is not None:
-                    rendered = await asyncio.to_thread(list, rendered)
+                if renderer.is_large(update):
+                    rendered = await answers.render(partial(list, rendered))
                 for event in rendered:
                     yield event
                     silent = False

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from mlxpaged.api.errors import ApiError, bad_parameter
-from mlxpaged.api.generation.request import Chat, GenerationRequest
+from mlxpaged.api.generation.request import MAX_LOGPROBS, Chat, GenerationRequest
 from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS
 from mlxpaged.engine.info import EngineInfo
+from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.thinking_variables import BUDGET, NAMES
 from mlxpaged.models.tokenizer import RENDERING_OPTIONS
 from mlxpaged.scheduler.admission import PromptTooLongError
@@ -113,6 +115,32 @@ def check_text_length(param: str, num_chars: int, info: EngineInfo) -> None:
     if tokens > info.longest:
         message = f"the prompt has at least {tokens} tokens; {info.limit}"
         raise ContextLengthError(param, PromptTooLongError(message, tokens, info.longest))
+
+
+def check_logprobs(
+    request: GenerationRequest, params: SamplingParams, prompts: Sequence[Sequence[int]], info: EngineInfo
+) -> SamplingParams:
+    """Returns the parameters with a max_tokens by which the answers have at most as many log-probabilities as a request
+    may ask for, together with those of the prompts. Raises ApiError if they have too many, or if the client's own
+    max_tokens allows too many, and PromptTooLongError."""
+    of_prompts = 0
+    if params.prompt_logprobs is not None:
+        copies = 1 if isinstance(request.prompt, Chat) else request.candidates
+        of_prompts = copies * (1 + params.prompt_logprobs) * sum(map(len, prompts))
+        if of_prompts > MAX_LOGPROBS:
+            message = f"asks for {of_prompts} log-probabilities of prompts; the limit is {MAX_LOGPROBS}"
+            raise request.refusal("prompt_logprobs", message, code="too_many_logprobs")
+    if params.logprobs is None or request.most_logprobs is None:
+        return params
+    of_token = 1 + (len(params.logprob_token_ids) or params.logprobs)
+    left = (request.most_logprobs - of_prompts) // (of_token * len(prompts) * request.candidates)
+    if max(info.max_new_tokens(len(prompt), params.max_tokens) for prompt in prompts) <= left:
+        return params
+    if params.max_tokens is not None or left < 1:
+        allows = f"allows answers of more than {request.most_logprobs} log-probabilities together"
+        remedy = f"with these fields, at most {max(0, left)} tokens have room; ask for fewer, or for a stream"
+        raise request.refusal("max_tokens", f"{allows}: {remedy}", code="too_many_logprobs")
+    return dataclasses.replace(params, max_tokens=left)
 
 
 def check_token_ids(request: GenerationRequest, param: str, prompts: Sequence[Sequence[int]], info: EngineInfo) -> None:

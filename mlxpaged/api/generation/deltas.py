@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ class Update(NamedTuple):
 
     choice: int
     deltas: list[Delta]
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
     thinking: bool = False
     finish: Finish | None = None
     prompt_logprobs: PromptLogprobs | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mlxpaged.engine.logprobs import TokenLogprobs
@@ -12,7 +12,10 @@ MIN_LOGPROB = -9999.0
 """This stands for minus infinity, which JSON does not have. OpenAI uses the same value."""
 
 
-def described(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+def described(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> Iterator[dict[str, Any]]:
+    """Yields an object for each token. All objects of a long answer together would take seven times the memory of their
+    JSON."""
+
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {
             "token": tokenizer.token_text(token_id),
@@ -20,7 +23,5 @@ def described(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> list[dic
             "bytes": tokenizer.token_bytes(token_id),
         }
 
-    return [
-        entry(token.token_id, token.logprob) | {"top_logprobs": [entry(*candidate) for candidate in token.top]}
-        for token in tokens
-    ]
+    for token in tokens:
+        yield entry(token.token_id, token.logprob) | {"top_logprobs": [entry(*candidate) for candidate in token.top]}

@@ -15,6 +15,10 @@ from mlxpaged.api.media import Shown
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.formats.pieces import LARK, Grammar
 
+MAX_LOGPROBS = 500_000
+"""Log-probabilities in the answers to a request: of each token, and of the most likely ones in its place. One takes 12
+bytes until the answer is complete, then 70 bytes of JSON, and 4 us to be written."""
+
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """The schema of a tool without parameters, as OpenAI defines it."""
 INPUT = "input"
@@ -110,9 +114,10 @@ class GenerationRequest:
     generate per prompt, of which the likeliest n are shown. adapters: name of an adapter; the model's name may have one
     too. cache_salt: only requests with the same one share prefixes. split_special_tokens: control tokens in texts to
     continue are text, as they always are in a conversation. echo: the answers begin with their prompts.
-    timeout, ttft_timeout: seconds; None for the server's default. timed: the answers need their timelines, even if the
-    client does not ask for them. return_progress: whether a stream tells its progress. chosen: names of the sampling
-    parameters that the client has set. client_names: the client's names of fields that have other names here."""
+    timeout, ttft_timeout: seconds; None for the server's default. timed: the answers need their timelines, even if
+    the client does not ask for them. return_progress: whether a stream tells its progress. most_logprobs: of all
+    answers, if these are collected; None if each is sent as it comes. chosen: names of the sampling parameters that
+    the client has set. client_names: the client's names of fields that have other names here."""
 
     prompt: Chat | list[str] | list[list[int]]
     params: SamplingParams
@@ -128,6 +133,7 @@ class GenerationRequest:
     ttft_timeout: float | None = None
     timed: bool = False
     return_progress: bool = False
+    most_logprobs: int | None = MAX_LOGPROBS
     chosen: frozenset[str] = frozenset()
     client_names: Mapping[str, str] = field(default_factory=dict)
 

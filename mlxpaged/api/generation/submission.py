@@ -8,7 +8,7 @@ from collections.abc import Callable
 from starlette.requests import Request as HttpRequest
 
 from mlxpaged.api.generation.answers import Answers
-from mlxpaged.api.generation.check import ContextLengthError, adapter_of, check_request
+from mlxpaged.api.generation.check import ContextLengthError, adapter_of, check_logprobs, check_request
 from mlxpaged.api.generation.prompt import Prompts, prepare
 from mlxpaged.api.generation.request import Chat, GenerationRequest
 from mlxpaged.api.generation.request_context import RequestContext, context_of
@@ -36,6 +36,8 @@ async def start(http: HttpRequest, translate: Callable[[], GenerationRequest], i
     try:
         with engine.reserve(len(opened.names), server.held_beside(opened)) as arrival_time:
             prompts = await prepare(http, request, info)
+            params = check_logprobs(request, prompts.params, prompts.token_ids, info)
+            prompts = dataclasses.replace(prompts, params=params)
             if opened.cancelled:
                 raise RequestCancelledError("the request was cancelled")
             requests = engine_requests(request, context, opened, prompts, arrival_time, adapter)
@@ -53,7 +55,9 @@ async def start(http: HttpRequest, translate: Callable[[], GenerationRequest], i
                 raise ContextLengthError(prompts.param, error) from None
         raise
     model = info.model if adapter is None else f"{info.model}:{adapter}"
-    return Answers(info, model, context, request, prompts, streams, lambda: server.open_requests.close(opened))
+    return Answers(
+        info, model, context, request, prompts, streams, lambda: server.open_requests.close(opened), server.render
+    )
 
 
 def engine_requests(

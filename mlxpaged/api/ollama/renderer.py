@@ -65,9 +65,10 @@ class OllamaRenderer(Renderer):
         return line(error_body(error, self._answers.context.request_id))
 
     def _line(self, text: str, others: dict[str, Any], logprobs: Sequence[TokenLogprobs] = ()) -> dict[str, Any]:
-        shown = described(self._answers.info.tokenizer, logprobs) if self._shows_logprobs else []
         fields = {"model": self._model, "created_at": timestamp(), **self.said(text, others), "done": False}
-        return fields | ({"logprobs": shown} if shown else {})
+        if not (self._shows_logprobs and logprobs):
+            return fields
+        return fields | {"logprobs": described(self._answers.info.tokenizer, logprobs)}
 
     def _end(self, finish: deltas.Finish) -> dict[str, Any]:
         """Returns the fields of the last line. Times are nanoseconds. load_duration: the time in the queue, because the

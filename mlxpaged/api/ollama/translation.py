@@ -9,6 +9,7 @@ from typing import Any
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.request import (
+    MAX_LOGPROBS,
     Chat,
     GenerationRequest,
     Tool,
@@ -69,7 +70,8 @@ def translated(body: schema.GeneratingFields, model: str, prompt: Chat | list[st
     options = body.options or schema.Options()
     chosen = frozenset(given_fields(options, SamplingParams)) | frozenset(others)
     params = sampling_params(options, **others)
-    return GenerationRequest(prompt, params, model, timed=True, chosen=chosen, client_names=names)
+    most = None if body.streams else MAX_LOGPROBS
+    return GenerationRequest(prompt, params, model, timed=True, most_logprobs=most, chosen=chosen, client_names=names)
 
 
 def chat_of(

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from mlxpaged.api.generation.answers import Answer, Answers, reply
 from mlxpaged.api.generation.deltas import Delta, Finish, Text, Thinking, ToolCall, Update
-from mlxpaged.api.generation.request import Chat, GenerationRequest, function_call, sampling_params
+from mlxpaged.api.generation.request import MAX_LOGPROBS, Chat, GenerationRequest, function_call, sampling_params
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.media import media_of
 from mlxpaged.api.openai.renderer import ChunkBeginning, CompletionsRenderer, chat_logprobs
@@ -61,7 +61,12 @@ def translate(body: ChatRequest) -> GenerationRequest:
         "candidates": "n",
     }
     return GenerationRequest.of(
-        body, prompt=chat, params=params, candidates=body.num_candidates, client_names=client_names
+        body,
+        prompt=chat,
+        params=params,
+        candidates=body.num_candidates,
+        most_logprobs=None if body.stream else MAX_LOGPROBS,
+        client_names=client_names,
     )
 
 

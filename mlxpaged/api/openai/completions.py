@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from mlxpaged.api.generation.answers import Answer, Answers, reply
 from mlxpaged.api.generation.deltas import Text, Update
-from mlxpaged.api.generation.request import GenerationRequest, sampling_params
+from mlxpaged.api.generation.request import MAX_LOGPROBS, GenerationRequest, sampling_params
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.openai.renderer import ChunkBeginning, CompletionsRenderer, completion_logprobs
 from mlxpaged.api.openai.schema import CompletionRequest
@@ -31,7 +31,11 @@ def translate(body: CompletionRequest) -> GenerationRequest:
         body,
         params=sampling_params(body, constraint=body.constraint(), prompt_logprobs=prompt_logprobs),
         candidates=body.num_candidates,
-        client_names={"candidates": body.multiplier or "prompt"},
+        most_logprobs=None if body.stream else MAX_LOGPROBS,
+        client_names={
+            "candidates": body.multiplier or "prompt",
+            "prompt_logprobs": "logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
+        },
     )
 
 

@@ -127,6 +127,7 @@ def usage_field(usage: Usage) -> dict[str, Any]:
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """The content is an iterator over a list's entries."""
     return {"content": described(tokenizer, tokens), "refusal": None}
 
 

@@ -11,9 +11,17 @@ from pydantic import BaseModel
 
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation import deltas
-from mlxpaged.api.generation.answers import Answer, Answers, Renderer, progress_field, timeline_field
+from mlxpaged.api.generation.answers import (
+    MANY_LOGPROBS,
+    Answer,
+    Answers,
+    Renderer,
+    num_logprobs,
+    progress_field,
+    timeline_field,
+)
+from mlxpaged.api.generation.logprobs import described
 from mlxpaged.api.generation.request import INPUT
-from mlxpaged.api.openai.renderer import chat_logprobs
 from mlxpaged.api.openai.responses.beginning import ResponseBeginning
 from mlxpaged.api.openai.responses.schema import ResponseRequest
 from mlxpaged.api.openai.responses.tools import (
@@ -36,7 +44,8 @@ REPEATED = {"instructions", "previous_response_id", "user", "safety_identifier",
 
 
 class ResponseRenderer(Renderer):
-    """keep: called with the complete response, before it is sent. beginning: of a stream that waited for its model."""
+    """keep: called with the complete response, before it is sent. beginning: of a stream that waited for its model.
+    repeats_much: as in Renderer."""
 
     def __init__(
         self,
@@ -44,12 +53,15 @@ class ResponseRenderer(Renderer):
         body: ResponseRequest,
         keep: Callable[[dict[str, Any]], None],
         beginning: ResponseBeginning | None,
+        repeats_much: bool = False,
     ) -> None:
+        self.repeats_much = repeats_much
         self._answers = answers
         self._body = body
         self._keep = keep
         self._created = int(time.time()) if beginning is None else beginning.created
         self._output = OutputItems({tool.name: called_as for tool, called_as in functions(body.tools)})
+        self._num_logprobs = 0
         self._sequence_number = -1 if beginning is None else beginning.num_events - 1  # of the last event
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -83,13 +95,19 @@ class ResponseRenderer(Renderer):
         """Yields the events of an update. The last event of the last update has the response."""
         logprobs: list[dict[str, Any]] = []
         if self._body.wants_logprobs and not update.thinking:
-            logprobs = chat_logprobs(self._answers.info.tokenizer, update.logprobs)["content"]
+            logprobs = [*described(self._answers.info.tokenizer, update.logprobs)]
+            self._num_logprobs += num_logprobs(update)
         yield from self._output.add(update.deltas, logprobs)
         if update.finish is not None:
             complete = update.finish.reason == "stop"
             yield from self._output.finish(complete)
             response = self._finished(complete, update.finish)
             yield response["status"], {"response": response}
+
+    def is_large(self, update: deltas.Update) -> bool:
+        """The last events have the whole answer."""
+        many = self._num_logprobs + num_logprobs(update) > MANY_LOGPROBS
+        return super().is_large(update) or (many and update.finish is not None)
 
     def _finished(self, complete: bool, finish: deltas.Finish) -> dict[str, Any]:
         usage = self._answers.usage
@@ -176,6 +194,7 @@ class OutputItems:
         """The items that are done."""
         self._open: dict[str, Any] = {}  # the item that is being made, if any
         self._index = -1  # of the open item, among all that were announced
+        self._texts: list[str] = []  # of the open item, until it is done: to append to one text copies it
         self._logprobs: list[dict[str, Any]] = []  # of tokens that have not become text
 
     def add(self, made: list[deltas.Delta], logprobs: list[dict[str, Any]]) -> Iterator[Event]:
@@ -190,7 +209,7 @@ class OutputItems:
                     if self._open.get("type") != "reasoning":
                         item = {"id": new_id("rs"), "type": "reasoning", "summary": []}
                         yield from self._begin(item, {"type": "reasoning_text", "text": ""})
-                    self._open["content"][0]["text"] += text
+                    self._texts.append(text)
                     yield "reasoning_text.delta", self._place(content_index=0, delta=text)
                 case deltas.ToolCall(_, call_id, name, text):
                     yield from self._add_call(
@@ -220,7 +239,7 @@ class OutputItems:
             yield from self._begin(item, {"type": "output_text", "text": "", "annotations": [], "logprobs": []})
         logprobs, self._logprobs = self._logprobs, []
         part = self._open["content"][0]
-        part["text"] += text
+        self._texts.append(text)
         part["logprobs"] += logprobs
         if text or logprobs:
             yield "output_text.delta", self._place(content_index=0, delta=text, logprobs=logprobs)
@@ -246,6 +265,7 @@ class OutputItems:
             yield "custom_tool_call_input.done", self._place(input=item["input"])
         else:
             part = item["content"][0]
+            part["text"], self._texts = "".join(self._texts), []
             said = {name: part[name] for name in ("text", "logprobs") if name in part}
             yield f"{part['type']}.done", place | said
             yield "content_part.done", place | {"part": part}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from pydantic_core import to_json
@@ -24,7 +23,7 @@ from mlxpaged.api.openai.responses.translation import check_calls, translate
 from mlxpaged.api.page import page_of
 from mlxpaged.api.request_id import RESPONSE_PREFIX, response_id_of
 from mlxpaged.api.schema import Body
-from mlxpaged.api.server import HUGE_BODY_BYTES, server_of
+from mlxpaged.api.server import HUGE_BODY_BYTES, LARGE_BODY_BYTES, server_of
 from mlxpaged.engine.errors import DuplicateRequestError
 
 
@@ -46,7 +45,8 @@ async def respond(request: Request, body: ResponseRequest) -> Response:
             store.add(owner_of(request), response, previous, items)
 
     beginning: ResponseBeginning | None = getattr(request.state, "beginning", None)
-    return await reply(answers, ResponseRenderer(answers, body, keep, beginning), bool(body.stream))
+    large = request.state.body_size > LARGE_BODY_BYTES  # it has the instructions and the tools
+    return await reply(answers, ResponseRenderer(answers, body, keep, beginning, large), bool(body.stream))
 
 
 async def input_tokens(request: Request, body: InputTokensRequest) -> Response:
@@ -144,7 +144,7 @@ async def input_items(request: Request) -> Response:
             page_of(ids, lambda each: ITEM.validate_json(inputs[each]).shown(each), query.after, query.limit)
         )
 
-    return Response(await asyncio.to_thread(body), media_type=JSONResponse.media_type)
+    return Response(await server_of(request).render(body), media_type=JSONResponse.media_type)
 
 
 def find(request: Request) -> StoredResponse:

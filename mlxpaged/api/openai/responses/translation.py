@@ -12,6 +12,9 @@ from mlxpaged.api.openai.responses import schema
 from mlxpaged.api.openai.responses.tools import full_name, functions, translated_choice
 from mlxpaged.api.openai.thinking import EFFORT_TOKENS
 
+MAX_RESPONSE_LOGPROBS = 100_000
+"""Those of a response are in its last four events, and in what is stored: one takes 500 bytes."""
+
 CLIENT_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -41,7 +44,9 @@ def translate(body: schema.InputTokensRequest, items: Sequence[schema.Item]) -> 
         thinking_budget=None if effort is None else EFFORT_TOKENS[effort],
         constraint=form and form.constraint("text.format"),
     )
-    return GenerationRequest.of(body, prompt=chat, params=params, client_names=CLIENT_NAMES)
+    return GenerationRequest.of(
+        body, prompt=chat, params=params, most_logprobs=MAX_RESPONSE_LOGPROBS, client_names=CLIENT_NAMES
+    )
 
 
 def messages_of(instructions: str | None, items: Sequence[schema.Item]) -> list[dict[str, Any]]:
