@@ -116,7 +116,11 @@ def line(data: Any) -> str:
 
 def one_line(data: Any) -> str:
     """Returns `data` as JSON in which no reader sees the end of a line."""
-    text = to_json(data).decode()
+    return without_ends(to_json(data).decode())
+
+
+def without_ends(text: str) -> str:
+    """Returns JSON without the line ends that a text in it may have."""
     if not text.isascii():
         for end, escaped in LINE_ENDS.items():
             text = text.replace(end, escaped)

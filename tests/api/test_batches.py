@@ -21,6 +21,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types import Batch
+from pydantic_core import to_json
 
 from mlxpaged.api.access import key_file, key_ring
 from mlxpaged.api.app import create_app
@@ -28,7 +29,7 @@ from mlxpaged.api.batches import lines as batch_lines
 from mlxpaged.api.batches import runner
 from mlxpaged.api.batches.records import BatchRecord, FileRecord, OutputLine
 from mlxpaged.api.batches.runner import BatchRunner
-from mlxpaged.api.batches.store import DataDirInUseError, Store
+from mlxpaged.api.batches.store import DataDirInUseError, Store, text_of
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.generation import prompt
 from mlxpaged.engine.config import EngineConfig
@@ -87,6 +88,17 @@ def lines_of(client: OpenAI, file_id: str | None) -> dict[str, dict[str, Any]]:
     lines = [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
     assert len({line["custom_id"] for line in lines}) == len({line["id"] for line in lines}) == len(lines)
     return {line["custom_id"]: line for line in lines}
+
+
+@pytest.mark.parametrize("custom_id", ["a", '"body":null', '\\"body":'])
+def test_the_body_of_an_answer_is_kept_as_it_came(custom_id: str) -> None:
+    """It can have megabytes. Parsing it would block all threads."""
+    body = {"text": 'a\u2028b\x85 "body":null', "logprobs": [-1.5, None]}
+    response = {"status_code": 200, "request_id": "r", "body": to_json(body)}
+    text = text_of(OutputLine(id="i", custom_id=custom_id, response=response))
+    assert text.splitlines() == [text]
+    expected = {"id": "i", "custom_id": custom_id, "response": response | {"body": body}, "error": None}
+    assert json.loads(text) == expected
 
 
 def test_every_line_gets_the_answer_that_its_route_gives(client: OpenAI, server: RunningServer) -> None:

@@ -88,7 +88,7 @@ class OutputLine(BaseModel):
 
     id: str
     custom_id: str
-    response: dict[str, Any] | None = None  # status_code, request_id and body
+    response: dict[str, Any] | None = None  # status_code, request_id and body, which bytes are JSON already
     error: dict[str, str] | None = None  # code and message, if the request was not run
 
     @property

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -413,11 +412,12 @@ class BatchRunner:
         state["ignored"] = []
         request = Request(scope | {"app": self._app, "state": state})
         _, respond = BATCH_ENDPOINTS[batch.endpoint]
+        content: Mapping[str, Any] | bytes | memoryview
         while True:
             request.state.body_size = place.size  # responding adds what a stored conversation has
             try:
                 response = await respond(request, body)
-                status, content = response.status_code, json.loads(bytes(response.body))
+                status, content = response.status_code, response.body
             except (QueueFullError, TurnRefusedError):  # another request took the room, or the turn
                 await asyncio.sleep(POLL_SECONDS)
                 continue
@@ -451,7 +451,9 @@ class BatchRunner:
         return {"output_file_id": output, "error_file_id": errors}
 
 
-def response_line(place: LinePlace, request_id: str, status: int, content: dict[str, Any]) -> OutputLine:
+def response_line(
+    place: LinePlace, request_id: str, status: int, content: Mapping[str, Any] | bytes | memoryview
+) -> OutputLine:
     response = {"status_code": status, "request_id": request_id, "body": content}
     return OutputLine(id=new_id("batch_req"), custom_id=place.custom_id, response=response)
 

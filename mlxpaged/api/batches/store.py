@@ -31,7 +31,7 @@ from pydantic import BaseModel
 
 from mlxpaged.api.batches.records import READ_BYTES, BatchRecord, FileRecord, OutputLine
 from mlxpaged.api.durable_files import OWNER_ONLY, append, flush_directory, make_private, owner_only, replacing
-from mlxpaged.api.streaming import one_line
+from mlxpaged.api.streaming import one_line, without_ends
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class Store:
 
     def append(self, batch_id: str, kind: str, lines: Sequence[OutputLine]) -> None:
         """The lines are on the disk when this returns. After an error, none of them is in the file."""
-        append(self.content(result_id(batch_id, kind)), "".join(f"{one_line(line)}\n" for line in lines).encode())
+        append(self.content(result_id(batch_id, kind)), "".join(f"{text_of(line)}\n" for line in lines).encode())
 
     def done(self, batch_id: str, kind: str) -> set[str]:
         """Returns the custom ids of the finished lines. Drops lines that are not whole."""
@@ -228,6 +228,15 @@ def save(directory: Path, record_id: str, record: BaseModel) -> None:
     for path in record_paths(directory, record_id):
         with replacing(path) as file:
             file.write(record.model_dump_json().encode())
+
+
+def text_of(line: OutputLine) -> str:
+    """One line of JSON. The body of an answer stays as it came: to parse 35 MB of it would block all threads."""
+    if line.response is None or not isinstance(body := line.response["body"], bytes | memoryview):
+        return one_line(line)
+    without_body = one_line(line.model_copy(update={"response": line.response | {"body": None}}))
+    before, name, after = without_body.rpartition('"body":')
+    return f"{before}{name}{without_ends(bytes(body).decode())}{after.removeprefix('null')}"
 
 
 def load(directory: Path, kind: type[Record]) -> dict[str, Record]:
