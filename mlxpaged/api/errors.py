@@ -25,6 +25,7 @@ from mlxpaged.api.refusals import Refusal
 from mlxpaged.api.request_id import HEADER
 from mlxpaged.api.turns import TurnRefusedError
 from mlxpaged.engine import errors as engine_errors
+from mlxpaged.library_errors import public_reason
 from mlxpaged.models.panics import TokenizerPanicError
 from mlxpaged.models.tokenizer import ChatTemplateError, InfillError, TextTooLongError
 from mlxpaged.process_memory import is_out_of_memory
@@ -236,7 +237,13 @@ def from_engine(error: Exception) -> ApiError:
         status, kind, code, headers = ENGINE_ERRORS[type(error)]
         return ApiError(status, str(error), kind, code=code, headers=headers)
     if is_out_of_memory(error):
-        return ApiError(503, f"the server is out of memory: {error}", "server_error", code=OUT_OF_MEMORY, headers=RETRY)
+        return ApiError(
+            503,
+            f"the server is out of memory: {public_reason(error)}",
+            "server_error",
+            code=OUT_OF_MEMORY,
+            headers=RETRY,
+        )
     logger.exception("unexpected error while answering a request", exc_info=error)
     return ApiError(500, "internal server error", "server_error", code="internal_error")
 

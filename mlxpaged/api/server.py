@@ -30,6 +30,7 @@ from mlxpaged.engine.constraint import Constraint, GrammarError, StructuredOutpu
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.engine.request import Request as EngineRequest
 from mlxpaged.engine.request import RequestOutput
+from mlxpaged.library_errors import public_reason
 from mlxpaged.models.kinds import Kind
 from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.process_memory import is_out_of_memory, require_memory
@@ -256,7 +257,8 @@ class Server:
         except OSError as error:  # of the process that checks grammars
             if is_out_of_memory(error):
                 raise
-            raise TurnRefusedError(f"{constraint.param}: the grammar compiler cannot be started: {error}") from None
+            reason = public_reason(error)
+            raise TurnRefusedError(f"{constraint.param}: the grammar compiler cannot be started: {reason}") from None
         except GrammarError as error:
             param = error.param or constraint.param
             reason = "the grammar compiler refuses the constraint"  # its own message can have text of the constraint

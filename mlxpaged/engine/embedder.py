@@ -15,6 +15,7 @@ from mlxpaged.cpu.streams import synchronize
 from mlxpaged.engine.embedding_passes import DecoderPasses, EncoderPasses, Input, Passes, Vectors
 from mlxpaged.engine.request import EndedRequest
 from mlxpaged.engine.stall import StepSize
+from mlxpaged.library_errors import public_reason
 from mlxpaged.models.embedding import EmbeddingModel
 from mlxpaged.models.encoder_model import EncoderModel
 from mlxpaged.process_memory import is_out_of_memory, require_memory
@@ -169,7 +170,7 @@ class Embedder:
             for job in jobs if len(jobs) > 1 else ():
                 self._run([row for row in rows if row.job is job], budget)
             if len(jobs) == 1:
-                message = f"the embeddings failed: {type(error).__name__}: {error}"
+                message = f"the embeddings failed: {type(error).__name__}: {public_reason(error)}"
                 reason = FinishReason.MEMORY if is_out_of_memory(error) else FinishReason.ERROR
                 self._end(rows[0].job, EmbeddingOutput(None, reason, message))
             return

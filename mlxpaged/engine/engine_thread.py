@@ -27,6 +27,7 @@ from mlxpaged.engine.status import EngineStats
 from mlxpaged.engine.swap_space import SwapSpaceError
 from mlxpaged.engine.wired_memory import wire_memory, wires_memory
 from mlxpaged.engine.worker import DeviceClock, Worker
+from mlxpaged.library_errors import public_reason
 from mlxpaged.models.errors import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
 from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.progress import Progress, Report
@@ -55,7 +56,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        reason = str(error) if isinstance(error, EXPECTED) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, EXPECTED) else f"{type(error).__name__}: {public_reason(error)}"
         missing = error.missing_bytes if isinstance(error, InsufficientMemoryError) else 0
         return cls(reason, is_out_of_memory(error), missing)
 

@@ -32,6 +32,7 @@ from mlxpaged.engine.grammar_limits import check_size
 from mlxpaged.engine.json_schema import check_schema, enforceable
 from mlxpaged.engine.schema_limits import parsed
 from mlxpaged.engine.structured_output import lark
+from mlxpaged.library_errors import public_reason
 from mlxpaged.models.panics import guarded
 from mlxpaged.models.tokenizer import Tokenizer
 
@@ -182,7 +183,7 @@ class Grammars:
                 checker.check([text], LIMITS)
             matcher = LLMatcher(self.tokenizer(), text, log_level=0, limits=LLParserLimits(**LIMITS))
         except ValueError as error:
-            raise GrammarError(str(error)) from None
+            raise GrammarError(public_reason(error)) from None
         check(matcher)
         first = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)  # also finds a grammar that is too complex
         check(matcher)
@@ -250,7 +251,9 @@ class Grammars:
                     new = guarded(from_tokenizer)
                     self._tokenizer = new(wrapped, size, sorted(self._wrapped.eos_token_ids) or None)
                 except Exception as error:  # for unusual tokenizers, the libraries raise any type
-                    raise GrammarError(f"structured output does not work with this tokenizer: {error}") from error
+                    raise GrammarError(
+                        f"structured output does not work with this tokenizer: {public_reason(error)}"
+                    ) from error
             return self._tokenizer
 
 
@@ -280,8 +283,7 @@ def lark_of(grammar: str) -> str:
 def check(matcher: LLMatcher) -> None:
     """Raises GrammarError if a matcher has an error. Such errors are final."""
     if matcher.is_error():
-        reason, _, _ = matcher.get_error().partition("<backtrace>")  # of a panic, with paths of another machine
-        reason = " ".join(reason.replace("<non-verbose/>", "").split())
+        reason = public_reason(matcher.get_error().replace("<non-verbose/>", ""))
         raise GrammarError("no text matches it" if reason == "NoExtensionBias" else reason)
 
 

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from mlxpaged.cpu.streams import synchronize
 from mlxpaged.engine.images import Images
+from mlxpaged.library_errors import public_reason
 from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.scheduler.queue import ORDER
 from mlxpaged.scheduler.scheduler import Scheduler
@@ -154,7 +155,7 @@ class ImageEncoder:
             self._alone = True
             return
         reason = FinishReason.MEMORY if is_out_of_memory(error) else FinishReason.ERROR
-        message = f"an image could not be encoded: {type(error).__name__}: {error}"
+        message = f"an image could not be encoded: {type(error).__name__}: {public_reason(error)}"
         for sequence in list(self._scheduler.held.values()):
             if set(self._numbers) & set(self._missing(sequence)):
                 self._fail(sequence, reason, message)

@@ -12,6 +12,7 @@ from mlxpaged.engine.pool_resizer import PoolResizer
 from mlxpaged.engine.request_table import RequestTable
 from mlxpaged.engine.sampler import Sampler
 from mlxpaged.engine.step import HostError
+from mlxpaged.library_errors import public_reason
 from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.scheduler.scheduler import Scheduler
 from mlxpaged.scheduler.sequence import FinishReason, Sequence, label
@@ -91,7 +92,7 @@ class Recovery:
         for step in steps:
             self._scheduler.undo_moves(step)
             self._scheduler.update(step, {})  # no token of it will be read
-        message = f"the step failed on the device {MAX_STEP_FAILURES} times: {error}"
+        message = f"the step failed on the device {MAX_STEP_FAILURES} times: {public_reason(error)}"
         self._blame([row for step in steps[:1] for row in step.rows], message, error)
 
     def _isolate(self, rows: ListOf[Row], error: HostError) -> None:
@@ -168,4 +169,4 @@ def log_failure(rows: ListOf[Row], error: HostError, before: HostError | None) -
 
 def failure_of(error: HostError) -> str:
     """What the clients are told."""
-    return f"the step failed: {type(error.__cause__).__name__}: {error.__cause__}"
+    return f"the step failed: {type(error.__cause__).__name__}: {public_reason(error.__cause__)}"

@@ -16,6 +16,7 @@ from mlxpaged.engine.images import Images
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken
+from mlxpaged.library_errors import public_reason
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.scheduler.scheduler import Scheduler
@@ -194,7 +195,7 @@ class RequestTable:
             return self.end(running.sequence.sequence_id, FinishReason.CONSTRAINT, str(error))
         except Exception as error:
             logger.exception("token %d of %s cannot be decoded to text", sampled.token_id, running.request.request_id)
-            message = f"a token cannot be decoded to text: {type(error).__name__}: {error}"
+            message = f"a token cannot be decoded to text: {type(error).__name__}: {public_reason(error)}"
             return self.end(running.sequence.sequence_id, reason_of(error), message)
         if output.finish_reason is not None:
             self._scheduler.finish(running.sequence.sequence_id, output.finish_reason)

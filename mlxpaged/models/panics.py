@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from mlxpaged.library_errors import public_reason
+
 logger = logging.getLogger(__name__)
 
 Arguments = ParamSpec("Arguments")
@@ -32,6 +34,6 @@ def guarded(function: Callable[Arguments, Result]) -> Callable[Arguments, Result
             if type(error).__name__ != "PanicException":
                 raise
             logger.warning("the model's tokenizer failed: %s", error)
-            raise TokenizerPanicError(f"the model's tokenizer failed: {error}") from None
+            raise TokenizerPanicError(f"the model's tokenizer failed: {public_reason(error)}") from None
 
     return call

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from mlxpaged.formats import FORMATS, HARMONY, HERMES, Format, format_of, harmony, thought_tags
+from mlxpaged.library_errors import public_reason
 from mlxpaged.models.control_tokens import ControlTokenError, ControlTokens, can_normalize_into, encoded, unmarked
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.panics import guarded
@@ -54,8 +55,6 @@ DECODE = ("decode", "_decode")
 
 SAMPLE = "a A 1 ."
 """Text that has tokens in every vocabulary."""
-MAX_MESSAGE = 2000
-"""Characters of an error message, which a template writes."""
 NO_IDS: frozenset[int] = frozenset()
 UNLIMITED = 2**32
 """More characters than a text can have."""
@@ -201,7 +200,7 @@ class Tokenizer:
         try:
             return list(copy.deepcopy(self._decoder).encode(text, add_special_tokens=add_special_tokens))
         except ValueError as error:  # there are several places, or no tokens to mark one
-            raise InfillError(f"a text with {self._fill_token} cannot be filled in: {error}") from error
+            raise InfillError(f"a text with {self._fill_token} cannot be filled in: {public_reason(error)}") from error
 
     @guarded
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
@@ -272,8 +271,8 @@ class Tokenizer:
         except OSError:  # no process can be started
             raise
         except Exception as error:  # a template in Python raises any type, with a message
-            message = f"the model's chat template refuses these messages: {error}"
-            raise ChatTemplateError(message[:MAX_MESSAGE]) from error
+            reason = public_reason(error)
+            raise ChatTemplateError(f"the model's chat template refuses these messages: {reason}") from error
         check(unmarked(text, marker))
         if not marker:
             return self.encode(text, add_special_tokens=False)

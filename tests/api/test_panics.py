@@ -69,6 +69,40 @@ def test_a_panic_is_an_error_of_its_request(server: RunningServer) -> None:
     server.wait_idle(DEADLINE)
 
 
+BACKTRACE = "no entry\n<backtrace>\n  0: core::panicking::panic\n     at /rustc/90b35a6/library/core/panicking.rs:75:14"
+
+
+def test_clients_see_no_backtrace_and_the_log_has_it(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class PanicException(BaseException):
+        pass
+
+    def fail(kind: type[BaseException]) -> Any:
+        def raise_it(*_: Any, **__: Any) -> Any:
+            raise kind(BACKTRACE)
+
+        return raise_it
+
+    tokenizer = type(server.core.served.tokenizer)
+    monkeypatch.setattr(tokenizer, "encode", guarded(fail(PanicException)))
+    monkeypatch.setattr("mlxpaged.engine.grammar.grammar_text", fail(ValueError))
+    with raw(server) as client:
+        panicked = client.post("/tokenize", json={"model": "demo", "prompt": "x"})
+        refused = client.post("/v1/completions", json={"model": "demo", "prompt": [20], "guided_regex": "b+"})
+        monkeypatch.setattr(type(server.core.sampler), "sample", fail(RuntimeError))
+        failed = client.post("/v1/completions", json={"model": "demo", "prompt": [20]})
+    for response, status, message in (
+        (panicked, 500, "the model's tokenizer failed: no entry"),
+        (refused, 400, "guided_regex: no entry"),
+        (failed, 500, "the step failed: RuntimeError: no entry"),
+    ):
+        assert (response.status_code, response.json()["error"]["message"]) == (status, message)
+    assert "panicking.rs:75:14" in caplog.text
+    monkeypatch.undo()
+    server.wait_idle(DEADLINE)
+
+
 def test_a_panic_ends_its_line_of_a_batch_and_the_next_batch_runs(server: RunningServer) -> None:
     bodies = {"bad": forced(server), "good": ask("x", max_tokens=2)}
     lines = [

@@ -28,6 +28,7 @@ from mlxpaged.api.reading import Reading
 from mlxpaged.api.request_id import new_id
 from mlxpaged.api.turns import Rules, Turn, TurnRefusedError, Turns
 from mlxpaged.engine.errors import EngineState, EngineUnavailableError, QueueFullError
+from mlxpaged.library_errors import public_reason
 from mlxpaged.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -215,7 +216,7 @@ class BatchRunner:
         except Exception as error:
             logger.exception("%s failed", batch.id)
             reason = error.strerror if isinstance(error, OSError) else None  # its text would name our paths
-            message = reason or f"{type(error).__name__}: {error}"
+            message = reason or f"{type(error).__name__}: {public_reason(error)}"
             try:
                 await self._fail(batch, LineError(code="batch_failed", message=message))
             except Exception:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mlxpaged.library_errors import public_reason
 from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.vision.headers import Header, ImageError
 from mlxpaged.vision.image import Pixels, Resampling
@@ -78,12 +79,12 @@ def decode(header: Header, size: tuple[int, int], resampling: Resampling) -> Pix
     except OSError as error:
         if is_out_of_memory(error):
             raise
-        raise DecoderError(f"the process that decodes images cannot be started: {error}") from error
+        raise DecoderError(f"the process that decodes images cannot be started: {public_reason(error)}") from error
     reply = json.loads(line)
     if "is_out_of_memory" in reply:
         raise MemoryError("there is not enough memory to decode the image")
     if "error" in reply:
-        raise ImageError(reply["error"])
+        raise ImageError(public_reason(reply["error"]))
     found = np.frombuffer(pixels, np.uint8).reshape(size[1], size[0], 3)
     found.flags.writeable = False  # it is kept for other requests
     return found
