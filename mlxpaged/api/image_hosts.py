@@ -33,6 +33,19 @@ FETCHES = Rules("images of other hosts", at_once=8, places=128, free_seconds=SEC
 image takes is not known before."""
 PORTS = {"http": 80, "https": 443}
 READ_BYTES = 2**16
+EMBEDDED = {
+    "::/96": 0,  # compatible (RFC 4291, 2.5.5.1)
+    "::ffff:0:0/96": 0,  # mapped (2.5.5.2)
+    "::ffff:0:0:0/96": 0,  # translated (RFC 2765, 2.1)
+    "64:ff9b::/96": 0,  # of a NAT64 (RFC 6052)
+    "2002::/16": 80,  # 6to4 (RFC 3056)
+}
+"""IPv6 networks whose addresses lead to the IPv4 address in them, and how many bits follow it. Teredo's have another
+form, and Python takes none of them for public."""
+ISATAP, ISATAP_BITS = 0x00005EFE, 0x02000000
+"""What stands before the IPv4 address at the end (RFC 5214, 6.1), and the bit of it that may be set."""
+LOCAL = ipaddress.IPv6Network("64:ff9b:1::/48")
+"""NAT64 of the own network (RFC 8215). Older versions of Python take it for public."""
 Addresses = Sequence[tuple[Any, ...]]
 
 
@@ -139,10 +152,23 @@ class Fetch:
         found = self._resolve(self._name, self._port, type=socket.SOCK_STREAM)
         if not is_address(self._name):
             for _, _, _, _, address in found:
-                if not ipaddress.ip_address(address[0].partition("%")[0]).is_global:
+                if not is_public(ipaddress.ip_address(address[0].partition("%")[0])):
                     raise ImageError("is on a host whose address is not public")
         family, _, _, _, address = found[0]
         return family, address
+
+
+def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Whether an address belongs to the internet. An IPv6 address that leads to an IPv4 address is judged by that."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return address.is_global and not address.is_multicast
+    number = int(address)
+    for network, bits in EMBEDDED.items():
+        if address in ipaddress.IPv6Network(network):
+            return is_public(ipaddress.IPv4Address(number >> bits & 2**32 - 1))
+    if number >> 32 & ~ISATAP_BITS & 2**32 - 1 == ISATAP and not is_public(ipaddress.IPv4Address(number & 2**32 - 1)):
+        return False
+    return address.is_global and not (address.is_multicast or address.is_site_local or address in LOCAL)
 
 
 def is_address(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 import ssl
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.api.image_hosts import FETCHES, SECONDS, ImageHosts, split_host
+from mlxpaged.api.image_hosts import FETCHES, SECONDS, ImageHosts, is_public, split_host
 from mlxpaged.api.turns import Turns
 from mlxpaged.vision.headers import ImageError
 from mlxpaged.vision.reading import MAX_BYTES
@@ -139,7 +140,14 @@ def test_other_urls(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["127.0.0.1", "10.0.0.1", "169.254.169.254", "192.168.1.4", "::1", "fe80::1%lo", "::ffff:10.0.0.1"]
+    "address",
+    [
+        *("127.0.0.1", "10.0.0.1", "169.254.169.254", "192.168.1.4", "224.0.0.1"),
+        *("::1", "fe80::1%lo", "fec0::1", "fd00::1", "ff0e::1"),
+        *("::ffff:10.0.0.1", "::10.0.0.1", "::ffff:0:10.0.0.1"),
+        *("64:ff9b::169.254.169.254", "64:ff9b:1::8.8.8.8", "2002:a00:1::1", "2002:7f00:1::"),
+        *("2001:0:808:808::f5ff:fffe", "2600::5efe:192.168.1.4", "2600::200:5efe:10.0.0.1"),
+    ],
 )
 def test_a_name_with_an_address_that_is_not_public(address: str) -> None:
     """Also if its first address is public: which one a client's name has first is up to its owner."""
@@ -227,3 +235,11 @@ def test_the_time_of_an_image_begins_with_its_turn(server: Any) -> None:
         assert asyncio.run(script()) == PIXELS
     finally:
         hosts.close()
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["8.8.8.8", "2600::1", "::ffff:8.8.8.8", "64:ff9b::808:808", "2002:808:808::1", "2600::200:5efe:8.8.8.8"],
+)
+def test_an_address_in_another_one_decides_whether_it_is_public(address: str) -> None:
+    assert is_public(ipaddress.ip_address(address))
