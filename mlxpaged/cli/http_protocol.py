@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Collection
 from http import HTTPStatus
 from typing import Any
 
@@ -39,10 +40,15 @@ FOLDED = re.compile(rb"\n[ \t]")
 """The start of a line that continues the header line before it (obs-fold)."""
 
 
+BARE_FEED = re.compile(rb"(?<!\r)\n")
+LENGTH = re.compile(rb"^content-length:([^\r\n]*)", re.IGNORECASE | re.MULTILINE)
+
+
 class Connection(h11.Connection):
     """Refuses heads that a proxy in front of the server may read in another way: then the two disagree on what the
-    request is. h11 joins folded lines (RFC 9112, 5.2), and ignores the Content-Length of a chunked body (6.1). It takes
-    no empty lines before a request, which some clients send after a body (2.2); they are left out here.
+    request is. h11 ends a line at a line feed alone (RFC 9112, 2.2), joins folded lines (5.2), takes a Content-Length
+    that is repeated with the same value (6.3), and chunks in HTTP 1.0, and ignores the Content-Length of a chunked body
+    (6.1). It takes no empty lines before a request, which some clients send after a body (2.2); they are left out here.
 
     It also refuses bodies in tiny pieces, chunks or packets. Each piece takes 10 to 20 us: 1.5 MB in pieces of a byte
     took 12 s.
@@ -62,10 +68,7 @@ class Connection(h11.Connection):
             self.method = event.method
             rest, _ = self.trailing_data
             names = {name for name, _ in event.headers}
-            if FOLDED.search(received, 0, len(received) - len(rest)):
-                self.fault = "a header is folded over several lines: send each header in one line"
-            elif {b"content-length", b"transfer-encoding"} <= names:
-                self.fault = "the request has both Content-Length and Transfer-Encoding: send one of them"
+            self.fault = fault_of(received[: len(received) - len(rest)], names, event.http_version)
             self._num_pieces = self._num_bytes = 0
             if b"upgrade" in names:  # each request of Java's client offers HTTP/2, of which uvicorn would warn twice
                 event = without_upgrade(event)
@@ -87,6 +90,22 @@ class Connection(h11.Connection):
         head = received.lstrip(b"\r\n")
         self._receive_buffer.maybe_extract_at_most(len(received) - len(head))
         return head
+
+
+def fault_of(head: bytes, names: Collection[bytes], version: bytes) -> str | None:
+    """Returns what a proxy may read in another way in the head of a request. names: of its headers."""
+    lengths = LENGTH.findall(head)
+    if FOLDED.search(head):
+        return "a header is folded over several lines: send each header in one line"
+    if BARE_FEED.search(head):
+        return "a line ends with a line feed alone: end it with a carriage return and a line feed"
+    if {b"content-length", b"transfer-encoding"} <= {*names}:
+        return "the request has both Content-Length and Transfer-Encoding: send one of them"
+    if len(lengths) > 1 or any(b"," in length for length in lengths):
+        return "the request has several lengths: send one Content-Length"
+    if b"transfer-encoding" in names and version < b"1.1":
+        return "the request has Transfer-Encoding in HTTP 1.0: use HTTP 1.1"
+    return None
 
 
 def without_upgrade(request: h11.Request) -> h11.Request:

@@ -380,8 +380,25 @@ def test_too_many_headers_are_refused(plain: RunningServer, headers: dict[str, s
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Fold: a\r\n b\r\n\r\n",
         b"GET /health HTTP/1.1\nHost: localhost\nX-Fold:\n\tTransfer-Encoding: chunked\n\n",
         b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET /health HTTP/1.1\nHost: localhost\n\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\nX: y\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\ncontent-length: 2, 2\r\n\r\n{}",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length : 2\r\n\r\n{}",
+        b"POST / HTTP/1.0\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     ],
-    ids=["no HTTP", "two hosts", "no host", "endless", "folded", "folded, bare line feeds", "two lengths"],
+    ids=[
+        *("no HTTP", "two hosts", "no host", "endless", "folded", "folded, bare line feeds", "two kinds of length"),
+        *(
+            "bare line feeds",
+            "a bare line feed",
+            "a bare line feed at the end",
+            "two equal lengths",
+            "a list of lengths",
+        ),
+        *("a space before the colon", "chunks in HTTP 1.0"),
+    ],
 )
 def test_what_is_no_http_gets_an_error_in_the_apis_format(plain: RunningServer, sent: bytes) -> None:
     host, port = plain.url.removeprefix("http://").split(":")

@@ -109,6 +109,10 @@ FRAMES = [
     b"Content-Length: 4\r\nContent-Length: 5\r\n\r\n1234",
     b"Content-Length: +4\r\n\r\n1234",
     b"Content-Length: 4,5\r\n\r\n1234",
+    b"Content-Length: 4\r\nContent-Length: 4\r\n\r\n1234",
+    b"Content-Length: 4, 4\r\n\r\n1234",
+    b"Content-Length: 4\n\r\n1234",
+    b"X: y\nContent-Length: 4\r\n\r\n1234",
     b"Content-Length: -1\r\n\r\n",
     b"Content-Length: 0x4\r\n\r\n1234",
     b"Transfer-Encoding: identity\r\n\r\n",
@@ -126,7 +130,7 @@ FRAMES = [
 ]
 
 
-@fault("a smuggled request", 720)
+@fault("a smuggled request", 880)
 async def smuggling(context: Context, i: int) -> Outcome:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {context.server.keys['victim']}\r\n"
     connection = await Connection.open(context.server.address)
