@@ -154,6 +154,15 @@ def test_this_server_goes_by_addresses_local_names_and_the_names_it_was_given(se
         "",
         "::1",
         "localhost@evil.example",
+        "evil.example#.local",
+        "evil.example/.local",
+        "evil.example\\.local",
+        "evil.example?.localhost",
+        "evil.example%2f.local",
+        "evil.example .local",
+        "evil.example,x.local",
+        "[localhost]",
+        "localhost:80a",
     ],
 )
 def test_a_foreign_name_for_this_server_is_refused(server: RunningServer, key: str, host: str) -> None:

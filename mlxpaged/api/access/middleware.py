@@ -24,7 +24,8 @@ MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 * 1024
 """Limits header names and values, path and query together. h11 has the same limit for heads that come in pieces."""
 
-HOST = re.compile(r"(?:\[(?P<ip>[^\]]*)\]|(?P<name>[^:\[\]]*))(?::\d*)?\Z")
+HOST = re.compile(r"(?:\[(?P<ip>[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?)\]|(?P<name>[A-Za-z0-9_.-]*))(?::[0-9]{0,5})?\Z")
+"""What a Host header may have. A letter that ends a host in a URL, such as # and /, could hide what another name is."""
 NAME, ORIGIN = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*"), re.compile(r"null|[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
 """Values that an error message may give as that of a flag."""
 
