@@ -57,6 +57,8 @@ HUGE_BODY_BYTES = 1024 * 1024
 """Larger ones are parsed one at a time, with a rest after each. 12 MB of nested objects take 0.7 seconds, in which the
 interpreter lock is held: two threads that parse one after the other would leave the running streams no time."""
 HUGE_BODIES = Rules("huge request bodies", at_once=1, places=32, seconds=6e-8, free_seconds=0.0, rests=True)
+FILES = Rules("changes of files", at_once=2, places=64, seconds=5e-9)
+"""The size of a turn is that of an upload in bytes: 200 MiB are copied and flushed."""
 COMPILE_SECONDS = 10.0
 """Time limit for a grammar. Almost all take less than a second, or the compiler gives up."""
 GRAMMARS = Rules("grammars", at_once=2, places=16, free_seconds=1.0, rests=True)
@@ -89,6 +91,8 @@ class Server:
         self._answer_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-answer")
         self.images = ImageThreads()
         self.image_hosts = ImageHosts(http.image_hosts)
+        self.file_turns = Turns(FILES)
+        self._file_threads = ThreadPoolExecutor(FILES.at_once, thread_name_prefix="mlxpaged-file")
         self.grammar_turns = Turns(GRAMMARS)
 
     def _observe(self, model: str, request: EngineRequest, output: RequestOutput) -> None:
@@ -222,6 +226,10 @@ class Server:
         the streams less often."""
         return await asyncio.get_running_loop().run_in_executor(self._answer_thread, function)
 
+    async def change_file(self, request: Request, size: int, function: Callable[[], Result]) -> Result:
+        """Run a function that writes or deletes a file. size: bytes. Raises TurnRefusedError."""
+        return await self.file_turns.run(program_of(request), size, self._file_threads, function)
+
     async def tokenize(
         self, request: Request, tokenizer: Tokenizer, size: int, function: Callable[[], Result]
     ) -> Result:
@@ -280,7 +288,7 @@ class Server:
         return self._clock() - self._started
 
     async def close(self) -> None:
-        for threads in (self._body_threads, self._huge_body_thread, self._answer_thread):
+        for threads in (self._body_threads, self._huge_body_thread, self._answer_thread, self._file_threads):
             threads.shutdown(wait=False, cancel_futures=True)
         self.images.close()
         self.image_hosts.close()

@@ -47,7 +47,7 @@ from tests.api.helpers import (
     write_keys,
 )
 from tests.api.test_plain_tools import TOO_MANY
-from tests.api.test_queues import Held
+from tests.api.test_queues import Held, check_turns
 from tests.support import RunningServer, running_server, short_id, wait_until
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -898,3 +898,16 @@ def test_a_key_whose_changes_wait_gets_a_503(two_keys: TwoKeys, monkeypatch: pyt
     assert [batch.id for batch in bert.batches.list()][:2] == created[::-1]
     for batch_id in created:
         assert ended(bert, bert.batches.retrieve(batch_id)).status == "completed"
+
+
+def test_a_flood_of_uploads_of_a_client_delays_no_other_client(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(Store.add_file, lambda store, record, content: record.filename)
+    monkeypatch.setattr(Store, "add_file", lambda *args: held(*args))
+
+    def ask(client: str) -> Background:
+        files, data, headers = {"file": (client, b"{}")}, {"purpose": "batch"}, {"User-Agent": client}
+        return Background.request(server, "POST", "/v1/files", files=files, data=data, headers=headers)
+
+    check_turns(lambda: server.app.state.server.file_turns, held, ask)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
@@ -94,7 +94,8 @@ async def create_file(request: Request) -> Response:
             filename=upload.file.filename or "upload.jsonl",
             purpose=upload.purpose,
         )
-        await written(asyncio.to_thread(store.add_file, record, upload.file.file))
+        add = partial(store.add_file, record, upload.file.file)
+        await written(server_of(request).change_file(request, record.bytes, add))
     finally:
         await form.close()
     return JSONResponse(record.shown())
@@ -167,7 +168,7 @@ async def delete_file(request: Request) -> Response:
         raise ApiError(409, message, param="file_id", code="file_in_use")
     del store.files[record.id]  # nothing finds it from now on
     try:
-        await written(asyncio.to_thread(store.delete_file, record.id))
+        await written(server_of(request).change_file(request, 0, partial(store.delete_file, record.id)))
     except BaseException:
         store.files[record.id] = record  # it may still be on the disk
         raise
