@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,13 +21,14 @@ import pytest
 from mlxpaged.api import durable_files
 from mlxpaged.api.app import create_app
 from mlxpaged.api.batches import runner
-from mlxpaged.api.batches.lines import LinePlace
-from mlxpaged.api.batches.records import BatchRecord, FileRecord, OutputLine
+from mlxpaged.api.batches.lines import FileCheck, LinePlace
+from mlxpaged.api.batches.records import BatchRecord, FileRecord, LineError, LineErrors, OutputLine
 from mlxpaged.api.batches.runner import BatchRunner, response_line
 from mlxpaged.api.batches.store import Store
 from mlxpaged.api.ignored_fields import IgnoredFields
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.errors import EngineState, EngineUnavailableError
+from mlxpaged.journal import Journal
 from tests.api.helpers import DEADLINE, raw, run_on
 from tests.support import RunningServer, running_server, wait_until
 
@@ -43,8 +44,10 @@ class ScriptedModels:
     base = SimpleNamespace(max_num_seqs=4)
     num_unfinished = 0
 
-    def __init__(self, num_answers: int) -> None:
+    def __init__(self, num_answers: int, watch: Callable[[LinePlace], object] | None = None) -> None:
+        """watch: is called while a request runs, after a time in which another one may have begun."""
         self.num_answers = num_answers
+        self.watch = watch
         self.asked: list[str] = []
 
     def require_ready(self) -> None:
@@ -70,12 +73,15 @@ class ScriptedRunner(BatchRunner):
 
     async def _answer(self, batch: BatchRecord, place: LinePlace, body: Any) -> OutputLine:
         models: Any = self._registry
+        if models.watch is not None:
+            await asyncio.sleep(0.01)
+            models.watch(place)
         return models.answer(place)  # type: ignore[no-any-return]
 
     @staticmethod
-    def run(store: Store, num_answers: int = 99) -> list[str]:
+    def run(store: Store, num_answers: int = 99, watch: Callable[[LinePlace], object] | None = None) -> list[str]:
         """Returns the custom ids of the requests that were run."""
-        models: Any = ScriptedModels(num_answers)
+        models: Any = ScriptedModels(num_answers, watch)
         server = SimpleNamespace(http=SimpleNamespace(strict=False), ignored_fields=IgnoredFields())
         app: Any = SimpleNamespace(state=SimpleNamespace(server=server))
 
@@ -194,6 +200,98 @@ def no_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_flushes")
 def test_no_cut_file_loses_a_finished_line_or_runs_it_again(tmp_path: Path, num_answers: int) -> None:
     assert check_all_damages(tmp_path, num_answers, step=307) > 10
+
+
+def place_of(directory: Path, custom_id: str) -> str:
+    """The name of a request in the batch's journal."""
+    check = FileCheck(directory / "files" / "file-in", COMPLETIONS)
+    while not check.is_done:
+        check.check_part()
+    return next(place.name for place in check.places if place.custom_id == custom_id)
+
+
+def let_die(directory: Path, *running: str) -> None:
+    """A server died while these ran."""
+    path = directory / "batches" / "batch-1.running"
+    journal = Journal(path)
+    journal.begin(*running)
+    written = path.read_bytes()
+    journal.close()
+    path.write_bytes(written)
+
+
+@pytest.mark.usefixtures("no_flushes")
+def test_what_ran_when_a_server_died_runs_after_the_others_one_at_a_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path, 0)
+    let_die(tmp_path, place_of(tmp_path, "a"), place_of(tmp_path, "refused"), place_of(tmp_path, "c"))
+    store = Store(tmp_path)
+    journal = tmp_path / "batches" / "batch-1.running"
+    running: list[set[str]] = []
+
+    def watch(place: LinePlace) -> None:
+        _, _, own = journal.read_bytes().rpartition(b'{"boot"')
+        noted = [json.loads(line) for line in own.splitlines()[1:] if line]
+        begun = {name for sign, *names in noted if sign == "+" for name in names[1:]}
+        running.append(begun - {name for sign, *names in noted if sign == "-" for name in names} - {place.name})
+
+    asked = ScriptedRunner.run(store, watch=watch)
+    store.close()
+    assert asked == ["b", "d", "a", "c"]
+    assert running[2:] == [set(), set()], "another one ran beside a suspect"
+    assert store.batches["batch-1"].request_counts.completed == 4
+    assert "batch-1: 2 requests ran when a server died, and run one at a time" in caplog.text
+    assert not journal.exists()
+
+
+@pytest.mark.usefixtures("no_flushes")
+def test_an_end_of_the_server_that_is_no_death_makes_no_suspects(tmp_path: Path) -> None:
+    make(tmp_path, 2)
+    assert not (tmp_path / "batches" / "batch-1.running").exists()
+
+
+@pytest.mark.usefixtures("no_flushes")
+def test_a_batch_whose_files_kill_the_server_twice_fails_and_keeps_its_answers(tmp_path: Path) -> None:
+    make(tmp_path, 2)
+    kept = results(tmp_path)
+    for _ in range(2):
+        let_die(tmp_path, runner.READING)
+    store = Store(tmp_path)
+    assert ScriptedRunner.run(store) == []
+    batch = store.batches["batch-1"]
+    assert (batch.status, batch.errors) == (
+        "failed",
+        LineErrors(
+            data=[
+                LineError(
+                    code="process_died",
+                    message="the server process died twice while it read the files of this batch",
+                )
+            ]
+        ),
+    )
+    assert batch.output_file_id is not None
+    assert results(tmp_path) == kept
+    store.close()
+
+
+@pytest.mark.usefixtures("no_flushes")
+def test_a_batch_whose_files_were_read_when_the_server_died_is_read_again(tmp_path: Path) -> None:
+    make(tmp_path, 2)
+    let_die(tmp_path, runner.READING)
+    store = Store(tmp_path)
+    ScriptedRunner.run(store)
+    assert store.batches["batch-1"].status == "completed"
+    store.close()
+
+
+@pytest.mark.usefixtures("no_flushes")
+def test_the_journal_of_a_batch_that_has_ended_is_deleted(tmp_path: Path) -> None:
+    make(tmp_path, 99)
+    let_die(tmp_path, "0")
+    Store(tmp_path).close()
+    assert not (tmp_path / "batches" / "batch-1.running").exists()
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 from mlxpaged.cli import http_server, main, serve  # noqa: F401  (imported before the fork)
 from mlxpaged.cli.bench import command  # noqa: F401
+from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.model_runner import ModelRunner
 
 IS_SUPPORTED = sys.platform == "linux"
@@ -34,6 +36,21 @@ def slow_down() -> None:
     ModelRunner.forward = slow  # type: ignore[method-assign]
 
 
+DEADLY_SEED = 4_600_000_000_000_000_009
+"""A request with this seed kills the server when the engine is to get it."""
+
+
+def die_when_asked_to() -> None:
+    submit = AsyncEngine.submit
+
+    def deadly(self: AsyncEngine, requests: Any) -> Any:
+        if any(request.params.seed == DEADLY_SEED for request in requests):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return submit(self, requests)
+
+    AsyncEngine.submit = deadly  # type: ignore[method-assign]
+
+
 def run(args: tuple[str, ...], env: dict[str, str], stdout: Path, stderr: Path) -> None:
     """The command in this process, until its end."""
     os.environ.clear()
@@ -43,6 +60,7 @@ def run(args: tuple[str, ...], env: dict[str, str], stdout: Path, stderr: Path) 
             os.dup2(file.fileno(), stream.fileno())
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     slow_down()
+    die_when_asked_to()
     sys.exit(main(args))
 
 

@@ -11,6 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from mlxpaged.journal import suspects_in
+from tests.cli import forked
+from tests.cli.forked import DEADLY_SEED
 from tests.cli.helpers import DEADLINE, Command, Result, serving
 from tests.support import wait_until
 
@@ -22,16 +25,16 @@ def http(command: Command) -> httpx.Client:
     return httpx.Client(base_url=command.url, timeout=DEADLINE, trust_env=False, verify=False)
 
 
-def submit(command: Command, lengths: list[int]) -> str:
-    lines = [
-        {
-            "custom_id": str(i),
-            "method": "POST",
-            "url": COMPLETIONS,
-            "body": {"prompt": f"Once {i}", "temperature": 0, "max_tokens": length, "ignore_eos": True},
-        }
-        for i, length in enumerate(lengths)
+def request_of(i: int, length: int) -> dict[str, Any]:
+    return {"prompt": f"Once {i}", "temperature": 0, "max_tokens": length, "ignore_eos": True}
+
+
+def submit(command: Command, lengths: list[int], deadly: int | None = None) -> str:
+    """deadly: the number of a request that kills the server."""
+    bodies = [
+        request_of(i, length) | ({"seed": DEADLY_SEED} if i == deadly else {}) for i, length in enumerate(lengths)
     ]
+    lines = [{"custom_id": str(i), "method": "POST", "url": COMPLETIONS, "body": body} for i, body in enumerate(bodies)]
     content = "\n".join(map(json.dumps, lines)).encode()
     with http(command) as client:
         file = client.post("/v1/files", data={"purpose": "batch"}, files={"file": content}).json()
@@ -65,6 +68,53 @@ def test_a_batch_survives_the_end_of_the_process(tmp_path: Path, number: signal.
             text = client.get(f"/v1/files/{batch_of(command, batch_id)['output_file_id']}/content").text
     assert text.splitlines()[:2] == kept
     assert [json.loads(line)["custom_id"] for line in text.splitlines()] == ["0", "1", "2", "3"]
+
+
+def lines_of(command: Command, file_id: str) -> dict[str, dict[str, Any]]:
+    """By custom id."""
+    with http(command) as client:
+        text = client.get(f"/v1/files/{file_id}/content").text
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert len({line["custom_id"] for line in lines}) == len(lines)
+    return {line["custom_id"]: line for line in lines}
+
+
+forked_only = pytest.mark.skipif(not forked.IS_SUPPORTED, reason="only a forked server dies when it is asked to")
+
+
+@forked_only
+def test_a_request_that_kills_the_server_is_given_up_after_two_deaths_and_no_other_one_is(tmp_path: Path) -> None:
+    flags = ("--data-dir", str(tmp_path / "data"), "--max-num-seqs", "8")
+    lengths, deadly = [30, 31, 32, 3, 4, 5, 6, 7], 2
+    with serving(tmp_path / "first", *flags, slow=True) as command:
+        batch_id = submit(command, lengths, deadly)
+        assert command.wait_end() == -signal.SIGKILL
+    noted = suspects_in((tmp_path / "data" / "batches" / f"{batch_id}.running").read_bytes())
+    assert 3 <= len(noted) <= 5, "of four that run at a time, and one that waits for them"
+    suspects, others = list("01234567")[: len(noted)], list("01234567")[len(noted) :]
+    with serving(tmp_path / "second", *flags) as command:
+        assert command.wait_end() == -signal.SIGKILL
+    done = (tmp_path / "data" / "files" / f"file-{batch_id}-output").read_text().splitlines()
+    before = [json.loads(line)["custom_id"] for line in done]
+    assert sorted(before[: len(others)]) == others, "what is no suspect waits for none"
+    assert before[len(others) :] == suspects[:2], "the suspects did not run one after the other"
+    with serving(tmp_path / "third", *flags) as command:
+        wait_until(lambda: batch_of(command, batch_id)["status"] == "completed", DEADLINE)
+        batch = batch_of(command, batch_id)
+        assert batch["request_counts"] == {"total": 8, "completed": 7, "failed": 1}
+        with http(command) as client:
+            answers = [client.post(COMPLETIONS, json=request_of(i, n)).json()["choices"] for i, n in enumerate(lengths)]
+        succeeded, failed = lines_of(command, batch["output_file_id"]), lines_of(command, batch["error_file_id"])
+    assert {name: line["response"]["body"]["choices"] for name, line in succeeded.items()} == {
+        str(i): answer for i, answer in enumerate(answers) if i != deadly
+    }
+    (error,) = (line["error"] for line in failed.values())
+    assert failed.keys() == {str(deadly)}
+    assert error == {
+        "code": "process_died",
+        "message": "the server process died twice while it ran this request, so it is not run again",
+    }
+    assert not list((tmp_path / "data" / "batches").glob("*.running"))
 
 
 def test_a_directory_that_cannot_be_used_is_said_in_a_sentence(tmp_path: Path, run: Callable[..., Result]) -> None:

@@ -37,6 +37,11 @@ class LinePlace(NamedTuple):
     offset: int  # bytes
     size: int  # bytes
 
+    @property
+    def name(self) -> str:
+        """Its name in the batch's journal."""
+        return str(self.offset)
+
 
 class FileCheck:
     """Checks the input file of a batch, a part at a time: others use the disk in between. `places` has

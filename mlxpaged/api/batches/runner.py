@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlxpaged.api.batches.line_queue import IDLE_SECONDS, LineQueue
 from mlxpaged.api.batches.lines import FileCheck, LinePlace, read_line
 from mlxpaged.api.batches.records import BatchRecord, LineError, LineErrors, OutputLine, RequestCounts, Status
 from mlxpaged.api.batches.store import ERRORS, OUTPUT, Store
@@ -28,6 +29,7 @@ from mlxpaged.api.reading import Reading
 from mlxpaged.api.request_id import new_id
 from mlxpaged.api.turns import Rules, Turn, TurnRefusedError, Turns
 from mlxpaged.engine.errors import EngineState, EngineUnavailableError, QueueFullError
+from mlxpaged.journal import Journal
 from mlxpaged.library_errors import public_reason
 from mlxpaged.registry.registry import Registry
 
@@ -76,6 +78,12 @@ MAX_GROUP = 100
 
 NO_ROOM_SECONDS = 2.0
 """A request whose model does not fit beside models that run others tries again after this time."""
+
+READING = "reading"
+"""The name of the work before the first request, in a batch's journal. Requests have names of digits there."""
+
+PROCESS_DIED = "process_died"
+"""The code of what has killed the server."""
 
 
 class BatchRunner:
@@ -242,7 +250,26 @@ class BatchRunner:
 
     async def _run_batch(self, batch: BatchRecord) -> None:
         """Run the batch from its current state to its end, or until it makes room for others. Raises
-        EngineUnavailableError."""
+        EngineUnavailableError.
+
+        What of it ran when a server died runs alone, and what ran in two deaths is given up.
+        """
+        journal = await self._written(batch, partial(self._store.journal, batch.id))
+        try:
+            await self._run_noted(batch, journal)
+        finally:  # without a turn, for which there may be no time when the server ends
+            closing = partial(journal.close, keep=batch.unfinished)
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._disk_thread, closing))
+
+    async def _run_noted(self, batch: BatchRecord, journal: Journal) -> None:
+        """journal: notes what runs."""
+        if journal.has_killed(READING):
+            message = "the server process died twice while it read the files of this batch"
+            await self._fail(batch, LineError(code=PROCESS_DIED, message=message))
+            return
+        if journal.is_suspect(READING) and self._registry.num_unfinished:
+            await asyncio.sleep(IDLE_SECONDS)  # it rather kills the server when these are done
+        await self._written(batch, partial(journal.begin, READING))
         finished = await self._written(batch, lambda: self._recover(batch))
         if not batch.unfinished:  # it was cancelled in the meantime
             return
@@ -254,6 +281,7 @@ class BatchRunner:
         check = FileCheck(self._store.content(file.id), batch.endpoint)
         while not check.is_done and batch.status != "cancelling":
             await self._on_disk(batch.id, check.check_part)
+        await self._on_disk(batch.id, partial(journal.end, READING))
         if check.errors:
             await self._fail(batch, *check.errors)
             return
@@ -263,7 +291,7 @@ class BatchRunner:
         await self._advance(batch, "validating", "in_progress")
         left = [place for place in places if place.custom_id not in finished]
         logger.info("%s: %d of %d requests are left to run", batch.id, len(left), len(places))
-        if not await self._run_lines(batch, left):
+        if not await self._run_lines(batch, left, journal):
             logger.info("%s makes room for the batches of other keys", batch.id)
             return
         await self._advance(batch, "in_progress", "finalizing")
@@ -276,11 +304,11 @@ class BatchRunner:
         batch.request_counts = RequestCounts(total=total, completed=len(succeeded), failed=len(failed))
         return succeeded | failed
 
-    async def _run_lines(self, batch: BatchRecord, places: list[LinePlace]) -> bool:
+    async def _run_lines(self, batch: BatchRecord, places: list[LinePlace], journal: Journal) -> bool:
         """Run requests until all are done, or the batch is cancelled or expires. Returns False if some are left because
-        the batch makes room for others."""
+        the batch makes room for others. journal: notes which ones run."""
         left = dict.fromkeys(places)  # requests without an output line
-        waiting = places[::-1]
+        waiting = LineQueue(batch.id, places, journal)
         tasks: dict[asyncio.Task[OutputLine], LinePlace] = {}
         request: tuple[LinePlace, LineBody] | None = None
         turn: Turn | None = None  # of the request
@@ -298,20 +326,26 @@ class BatchRunner:
                     batch.request_counts.failed += len(lines) * (kind == ERRORS)
                     for place in places:
                         del left[place]
+                    await self._on_disk(batch.id, partial(journal.end, *(place.name for place in places)))
 
+        message = "the server process died twice while it ran this request, so it is not run again"
+        await append([(place, failure_line(place, PROCESS_DIED, message)) for place in waiting.killers])
         try:
             while left and not self._is_over(batch):
                 # One line at least has had its chance, so that batches that take turns come to their ends.
                 makes_room = asked and bool(self.batch_turns.waiting) and time.monotonic() >= until
                 if makes_room and not tasks:
                     break
-                if request is None and waiting and not makes_room:
-                    place = waiting.pop()
+                place = None
+                if request is None and not makes_room:
+                    place = waiting.take(len(tasks), self._registry.num_unfinished)
+                if place is not None:
+                    await self._written(batch, partial(journal.begin, place.name))
                     try:
                         request = place, await self._parse(batch, place)
                     except ApiError as error:
                         refused.append((place, response_line(place, new_id("req"), error.status, error.body())))
-                        if waiting and len(refused) < MAX_GROUP:
+                        if waiting and len(refused) < MAX_GROUP and not waiting.next_is_suspect:
                             continue
                 if refused:
                     await append(refused)

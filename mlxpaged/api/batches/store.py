@@ -5,6 +5,7 @@ failure once it returns.
     files/ID.json, ID.copy          its record, twice
     files/file-BATCH-output         lines of a batch that succeeded, in order of completion; -errors: those that did not
     batches/ID.json, ID.copy        a batch's record, twice
+    batches/ID.running              what runs of it now, for the case that the process dies of it (journal.py)
 
 Records and contents are replaced whole, by renaming. Lines are appended, so a sudden end of the machine can leave a
 part of the last ones. The next start drops lines that are not whole, and they are run again. If one of the two records
@@ -32,6 +33,7 @@ from pydantic import BaseModel
 from mlxpaged.api.batches.records import READ_BYTES, BatchRecord, FileRecord, OutputLine
 from mlxpaged.api.durable_files import OWNER_ONLY, append, flush_directory, make_private, owner_only, replacing
 from mlxpaged.api.streaming import one_line, without_ends
+from mlxpaged.journal import Journal
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,9 @@ class Store:
                 unfinished.unlink()
             self.files = load(self._files, FileRecord)
             self.batches = load(self._batches, BatchRecord)
+            for batch in self.batches.values():
+                if not batch.unfinished:  # the server has ended before it was deleted
+                    self._journal_of(batch.id).unlink(missing_ok=True)
             for file in list(self.files.values()):
                 self._check(file)
         except BaseException:
@@ -144,6 +149,13 @@ class Store:
         for name, value in changes.items():
             setattr(batch, name, value)
         self.batches[batch.id] = batch
+
+    def journal(self, batch_id: str) -> Journal:
+        """What ran of the batch when a server died. To be closed."""
+        return Journal(self._journal_of(batch_id))
+
+    def _journal_of(self, batch_id: str) -> Path:
+        return self._batches / f"{batch_id}.running"
 
     def append(self, batch_id: str, kind: str, lines: Sequence[OutputLine]) -> None:
         """The lines are on the disk when this returns. After an error, none of them is in the file."""
