@@ -9,9 +9,11 @@ import ipaddress
 import math
 import os
 import resource
+import signal
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxpaged.api.config import HttpConfig
@@ -23,6 +25,7 @@ from mlxpaged.cli.flags import size
 from mlxpaged.cli.logs import set_up
 from mlxpaged.cli.parser import heavy_imports
 from mlxpaged.cli.running_servers import registered
+from mlxpaged.cli.service.manager import SERVICE_DIRECTORY, SERVICE_VARIABLE
 from mlxpaged.engine.config import KV_CACHE_DTYPES
 from mlxpaged.formats import FORMATS
 from mlxpaged.models.adapter_path import AdapterPath
@@ -31,6 +34,7 @@ from mlxpaged.models.sources.short_names import without_address
 
 if TYPE_CHECKING:
     from mlxpaged.engine.config import EngineConfig
+    from mlxpaged.engine.load_journal import LoadJournal
     from mlxpaged.registry.model import Model
     from mlxpaged.registry.registry import Registry
 
@@ -244,7 +248,25 @@ def server_models(args: argparse.Namespace) -> Registry | None:
         catalog=catalog,
         clock=AwakeClock(),
         watchdog=StallLimits(args.step_timeout, args.exit_when_stalled),
+        loads=load_journal(args.data_dir),
     )
+
+
+def load_journal(data_dir: Path | None) -> LoadJournal | None:
+    """In the data directory, or in that of a service: what starts a server again and again has one of these. Returns
+    None without them, and if it cannot be used: the server says that of its data directory later."""
+    directory = data_dir or (SERVICE_DIRECTORY.expanduser() if os.environ.get(SERVICE_VARIABLE) else None)
+    if directory is None:
+        return None
+    from mlxpaged.api.durable_files import make_private
+    from mlxpaged.engine.load_journal import LoadJournal
+
+    try:
+        if not directory.exists():
+            make_private(directory)
+        return LoadJournal(directory / "loads")
+    except OSError:
+        return None
 
 
 def cluster_registry(args: argparse.Namespace, models: Sequence[Model]) -> Registry:
@@ -331,6 +353,7 @@ def run(args: argparse.Namespace) -> int:
     with (
         contextlib.suppress(KeyboardInterrupt),  # a SIGINT before the server handles it
         registered(local_url(addresses[0]), shared=not args.until_eof),
+        noted_end(registry),
     ):
         if registry is not None:
             registry.start(uvloop.new_event_loop())  # tokens reach clients sooner than with asyncio's loop
@@ -339,6 +362,27 @@ def run(args: argparse.Namespace) -> int:
 
         status = run_server(registry, listeners, http, args.data_dir, args.drain_timeout)
     return exit_status(status, has_engine=registry is not None or args.allow_downloads)
+
+
+@contextlib.contextmanager
+def noted_end(registry: Registry | None) -> Iterator[None]:
+    """At the end of the context, or at a SIGTERM before the server handles it, a load that has not ended is no reason
+    for the end of the process."""
+    if registry is None:
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        registry.end_journal()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        registry.end_journal()
+        signal.signal(signal.SIGTERM, before)
 
 
 def local_url(address: tuple[Any, ...]) -> str:

@@ -19,6 +19,7 @@ from mlxpaged.engine.commands import Command, Question
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.garbage import free_garbage, freezes
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
+from mlxpaged.engine.load_journal import LoadJournal
 from mlxpaged.engine.memory import CACHE_LIMIT, limit_freed_buffers
 from mlxpaged.engine.pool_resizer import REST_SECONDS
 from mlxpaged.engine.request import Request, RequestOutput
@@ -154,10 +155,12 @@ class EngineThread(threading.Thread):
     """Runs commands between steps, and steps while there is work. Without work it waits for commands, and looks about
     once a second whether it is to give back memory."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, loads: LoadJournal | None = None) -> None:
+        """clock: seconds. loads: notes what is being loaded; None if nothing remembers it."""
         # A daemon: a step or a download must not delay an interpreter that quits.
         super().__init__(name="mlxpaged-engine", daemon=True)
         self._clock = clock
+        self._loads = loads
         self.commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._loaded: tuple[tuple[ModelSlot, Worker], ...] = ()
         self._to_load: deque[ModelSlot] = deque()
@@ -356,7 +359,8 @@ class EngineThread(threading.Thread):
         self._fit_limits()
         self._begin(Work.LOAD, slot)
         try:
-            slot.core = slot.load(report)
+            with contextlib.nullcontext() if self._loads is None else self._loads.loading(slot.config):
+                slot.core = slot.load(report)
         except LoadCancelled:
             self._end_slot(slot)
         except EXPECTED as error:

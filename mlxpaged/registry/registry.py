@@ -17,6 +17,7 @@ from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.engine_thread import EngineHost, EngineThread
 from mlxpaged.engine.errors import EngineState, EngineUnavailableError
+from mlxpaged.engine.load_journal import LoadJournal
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.stall import Stall
 from mlxpaged.engine.watchdog import StallLimits, Watchdog
@@ -56,6 +57,7 @@ class Registry:
     models: served from the start, by name; the first one is the default. num_at_start: how many of them are loaded at
     the start. aliases: other names of models. base: configuration of models that no flag names; only their names
     differ. clock: seconds. watchdog: None for a registry without one. engine_host: None for an engine thread.
+    loads: notes what the engine thread loads; None if no later process would know.
     """
 
     models: dict[str, Model]
@@ -67,9 +69,10 @@ class Registry:
     clock: Callable[[], float] = time.monotonic
     watchdog: StallLimits | None = None
     engine_host: EngineHost | None = None
+    loads: LoadJournal | None = None
 
     def __post_init__(self) -> None:
-        self.host: EngineHost = self.engine_host or EngineThread(self.clock)
+        self.host: EngineHost = self.engine_host or EngineThread(self.clock, self.loads)
         self.loop: asyncio.AbstractEventLoop | None = None
         self._on_output: Callable[[str, Request, RequestOutput], None] | None = None
         self._draining: str | None = None
@@ -148,10 +151,16 @@ class Registry:
         """Take no more requests, and wait until the others are done. Returns False if some had to be ended. Loads end,
         and requests that wait for them are refused: a load can take an hour if it downloads the model."""
         self._draining = reason
+        self.end_journal()
         for model in self.models.values():
             if model.loading is not None:
                 model.loading.cancel()
         return all(await asyncio.gather(*(engine.drain(timeout) for engine in self.engines)))
+
+    def end_journal(self) -> None:
+        """The process ends as it should: a load that has not ended is no reason for it."""
+        if self.loads is not None:
+            self.loads.close()
 
     async def cancel(self, request_ids: Sequence[str]) -> list[EndedRequest]:
         """Cancel requests of any model, as AsyncEngine.cancel does, also of one whose ranks start again."""

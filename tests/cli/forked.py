@@ -14,7 +14,9 @@ from typing import Any
 
 from mlxpaged.cli import http_server, main, serve  # noqa: F401  (imported before the fork)
 from mlxpaged.cli.bench import command  # noqa: F401
+from mlxpaged.engine import async_engine
 from mlxpaged.engine.async_engine import AsyncEngine
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.model_runner import ModelRunner
 
 IS_SUPPORTED = sys.platform == "linux"
@@ -40,8 +42,19 @@ DEADLY_SEED = 4_600_000_000_000_000_009
 """A request with this seed kills the server when the engine is to get it."""
 
 
+DEADLY_MODEL, ENDLESS_MODEL = "deadly", "endless"
+"""A model of the first name kills the server while it is loaded. The load of one of the second name does not end."""
+
+
 def die_when_asked_to() -> None:
-    submit = AsyncEngine.submit
+    submit, load = AsyncEngine.submit, async_engine.load_core
+
+    def deadly_load(config: EngineConfig, *args: Any) -> Any:
+        if config.served_model_name == DEADLY_MODEL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while config.served_model_name == ENDLESS_MODEL:
+            time.sleep(1)
+        return load(config, *args)
 
     def deadly(self: AsyncEngine, requests: Any) -> Any:
         if any(request.params.seed == DEADLY_SEED for request in requests):
@@ -49,6 +62,7 @@ def die_when_asked_to() -> None:
         return submit(self, requests)
 
     AsyncEngine.submit = deadly  # type: ignore[method-assign]
+    async_engine.load_core = deadly_load
 
 
 def run(args: tuple[str, ...], env: dict[str, str], stdout: Path, stderr: Path) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
+from mlxpaged.cli.service.manager import SERVICE_VARIABLE
 from mlxpaged.journal import suspects_in
 from tests.cli import forked
-from tests.cli.forked import DEADLY_SEED
-from tests.cli.helpers import DEADLINE, Command, Result, serving
+from tests.cli.forked import DEADLY_MODEL, DEADLY_SEED, ENDLESS_MODEL
+from tests.cli.helpers import DEADLINE, Command, Result, mlxpaged, serving
 from tests.support import wait_until
 
 COMPLETIONS = "/v1/completions"
@@ -115,6 +116,54 @@ def test_a_request_that_kills_the_server_is_given_up_after_two_deaths_and_no_oth
         "message": "the server process died twice while it ran this request, so it is not run again",
     }
     assert not list((tmp_path / "data" / "batches").glob("*.running"))
+
+
+@forked_only
+@pytest.mark.parametrize("of_a_service", [False, True], ids=["data directory", "service"])
+def test_a_model_whose_load_kills_the_server_twice_is_refused(tmp_path: Path, of_a_service: bool) -> None:
+    flags = ["serve", "demo", "--port", "0", "--served-model-name", DEADLY_MODEL]
+    home = {"HOME": str(tmp_path), SERVICE_VARIABLE: "1"}
+    journal = tmp_path / ".mlxpaged" / "service" / "loads"
+    if not of_a_service:
+        flags += ["--data-dir", str(tmp_path / "data")]
+        home, journal = {}, tmp_path / "data" / "loads"
+    for i in range(2):
+        with mlxpaged(tmp_path / f"death {i}", *flags, env=home) as command:
+            assert command.wait_end() == -signal.SIGKILL
+    for i in range(2):
+        with mlxpaged(tmp_path / f"refused {i}", *flags, env=home) as command:
+            assert command.wait_end() == 1
+            assert (
+                "mlxpaged: 'demo' is not loaded: the process died 2 times while it loaded the model" in command.stderr
+            )
+            assert f"`rm {journal}`" in command.stderr
+            assert "Traceback" not in command.stderr
+    with mlxpaged(tmp_path / "other flags", *flags, "--max-num-seqs", "3", env=home) as command:
+        assert command.wait_end() == -signal.SIGKILL
+    journal.unlink()
+    with mlxpaged(tmp_path / "again", *flags, env=home) as command:
+        assert command.wait_end() == -signal.SIGKILL
+
+
+@forked_only
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_load_that_a_signal_ends_is_no_death_of_it(tmp_path: Path, number: signal.Signals) -> None:
+    data = tmp_path / "data"
+    flags = ("serve", "demo", "--port", "0", "--served-model-name", ENDLESS_MODEL, "--data-dir", str(data))
+    for i in range(2):
+        with mlxpaged(tmp_path / str(i), *flags) as command:
+            wait_until(lambda: (data / "loads").exists() and b"demo" in (data / "loads").read_bytes(), DEADLINE)
+            command.process.send_signal(number)
+            command.wait_end()
+        assert not (data / "loads").exists()
+
+
+@forked_only
+def test_a_load_is_no_suspect_after_its_end(tmp_path: Path) -> None:
+    data = str(tmp_path / "data")
+    for i in range(3):
+        with serving(tmp_path / str(i), "--data-dir", data) as command:
+            command.process.kill()
 
 
 def test_a_directory_that_cannot_be_used_is_said_in_a_sentence(tmp_path: Path, run: Callable[..., Result]) -> None:

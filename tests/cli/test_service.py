@@ -15,7 +15,7 @@ import pytest
 
 from mlxpaged.cli.running_servers import registered
 from mlxpaged.cli.service.command import KEPT
-from mlxpaged.cli.service.manager import Job, ServiceError
+from mlxpaged.cli.service.manager import SERVICE_VARIABLE, Job, ServiceError
 from mlxpaged.cli.service.systemd import Systemd
 from mlxpaged.interpreter import PYTHON
 from tests.cli.helpers import Result
@@ -85,7 +85,7 @@ def test_launchd_is_told_what_to_run(
     found = plistlib.loads(path.read_bytes())
     assert found["ProgramArguments"] == [*PYTHON, "-m", "mlxpaged", "serve", "demo", "--port", "8090"]
     assert found["WorkingDirectory"] == os.getcwd()
-    assert found["EnvironmentVariables"] == places
+    assert found["EnvironmentVariables"] == places | {SERVICE_VARIABLE: "1"}
     assert found["ExitTimeOut"] == 60, "running requests have 30 s to finish"
     assert found["KeepAlive"] == {"SuccessfulExit": False}, "`mlxpaged stop` is not undone"
     assert Path(found["StandardErrorPath"]).parent == home / "Library" / "Logs" / "mlxpaged"

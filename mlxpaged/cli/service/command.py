@@ -13,7 +13,7 @@ from mlxpaged.cli.arguments import keep_after_dashes
 from mlxpaged.cli.config_file import ConfigFile
 from mlxpaged.cli.running_servers import server_of
 from mlxpaged.cli.service.launchd import Launchd
-from mlxpaged.cli.service.manager import Job, Manager, ServiceError
+from mlxpaged.cli.service.manager import SERVICE_VARIABLE, Job, Manager, ServiceError
 from mlxpaged.cli.service.systemd import Systemd
 from mlxpaged.interpreter import PYTHON
 
@@ -58,7 +58,7 @@ def run_install(args: argparse.Namespace, manager: Manager) -> int:
     drain_timeout = parsed(args.serve_args, args.parser.config).drain_timeout
     file = () if args.config is None else ("--config", args.config)
     command = (*PYTHON, "-m", "mlxpaged", *file, "serve", *args.serve_args)
-    variables = {name: os.environ[name] for name in KEPT if os.environ.get(name)}
+    variables = {name: os.environ[name] for name in KEPT if os.environ.get(name)} | {SERVICE_VARIABLE: "1"}
     content = manager.content(Job(command, Path.cwd(), variables, math.ceil(drain_timeout) + END_SECONDS))
     if args.dry_run:
         print(f"# {manager.path}", file=sys.stderr)

@@ -8,6 +8,11 @@ from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
+SERVICE_VARIABLE = "MLXPAGED_SERVICE"
+"""Set for a server that a service manager starts."""
+SERVICE_DIRECTORY = Path("~/.mlxpaged/service")
+"""What such a server remembers from start to start, if it has no --data-dir."""
+
 
 class ServiceError(Exception):
     """The service manager refuses, or is not there."""
