@@ -57,9 +57,7 @@ class DiskIndex:
         try:
             self._open(directory / INDEX)
         except (sqlite3.Error, ValueError) as error:
-            logger.warning("the prefixes in %s are deleted: %s", directory, error)
-            for path in [*directory.glob(f"*{SEGMENT}"), *directory.glob(f"{INDEX}*")]:
-                path.unlink(missing_ok=True)
+            delete_prefixes(directory, str(error))
             self._open(directory / INDEX)
 
     def _open(self, path: Path) -> None:
@@ -98,6 +96,13 @@ class DiskIndex:
 
     def close(self) -> None:
         self._index.close()
+
+
+def delete_prefixes(directory: Path, reason: str) -> None:
+    """Raises OSError."""
+    logger.warning("the prefixes in %s are deleted: %s", directory, reason)
+    for path in [*directory.glob(f"*{SEGMENT}"), *directory.glob(f"{INDEX}*")]:
+        path.unlink(missing_ok=True)
 
 
 def connect(path: Path) -> sqlite3.Connection:

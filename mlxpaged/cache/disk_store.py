@@ -6,6 +6,9 @@ what is to be stored. A block has a checksum, which includes its key, its predec
 damaged block is not found, so nothing waits until data is on the disk.
 
 One thread does all reading and writing. The engine thread asks a dict which blocks there are.
+
+A journal has the blocks that are being read, until the caller has used them. If processes die twice meanwhile, the next
+one does not find them. If they die twice while the index is opened, all is deleted.
 """
 
 from __future__ import annotations
@@ -23,7 +26,17 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TypeVar
 
-from mlxpaged.cache.disk_index import FAILURES, OWNER_ONLY, SEGMENT, DiskIndex, Name, Place, is_sound
+from mlxpaged.cache.disk_index import (
+    FAILURES,
+    OWNER_ONLY,
+    SEGMENT,
+    DiskIndex,
+    Name,
+    Place,
+    delete_prefixes,
+    is_sound,
+)
+from mlxpaged.cache.disk_journal import DiskJournal
 from mlxpaged.cache.disk_records import Data, ModelUsage, Segment, StoredBlock, StoreStats
 
 logger = logging.getLogger(__name__)
@@ -83,12 +96,21 @@ class DiskStore:
         self._changed = threading.Condition()
         self._is_closing = False
         self._lock = take_lock(directory)
+        self._journal = DiskJournal(directory)
         try:
+            if self._journal.index_has_killed:
+                delete_prefixes(directory, "two processes died while they opened the index")
+            self._journal.begin_index()
             self._index = DiskIndex(directory)
             self._read_index()
-        except FAILURES as error:
+            self._journal.end_index()
+            self._drop_killers()
+        except BaseException as error:
+            self._journal.close()
             self._lock.close()
-            raise StoreError(f"{directory} cannot be used: {error}") from error
+            if isinstance(error, FAILURES):
+                raise StoreError(f"{directory} cannot be used: {error}") from error
+            raise
         self._thread = threading.Thread(target=self._run, name="mlxpaged-disk", daemon=True)
         self._thread.start()
 
@@ -124,8 +146,12 @@ class DiskStore:
             self._ask(self._jobs, partial(self._write, model, taken))
 
     def read(self, wanted: Sequence[StoredBlock]) -> Future[list[Data | None]]:
-        """The data of each block, or None if it is not stored or is damaged."""
+        """The data of each block, or None if it is not stored or is damaged. `end_reading` says that it was used."""
         return self._ask(self._reads, partial(self._read, wanted))
+
+    def end_reading(self, wanted: Sequence[StoredBlock]) -> None:
+        """Blocks that were read have been used, or are not needed: the process did not die of them."""
+        self._ask(self._jobs, lambda: self._journal.end(each.name for each in wanted))
 
     def flush(self, timeout: float = CLOSE_SECONDS, pending_bytes: int = 0) -> bool:
         """Wait until at most `pending_bytes` wait for the writer. Returns whether it is so."""
@@ -198,6 +224,7 @@ class DiskStore:
             for model in list(self._open):
                 self._seal(model)
             self._index.close()
+        self._journal.close()
         self._lock.close()
 
     def _stop(self, error: Exception) -> None:
@@ -302,7 +329,17 @@ class DiskStore:
             self._stop(error)
         return before - len(self._places)
 
+    def _drop_killers(self) -> None:
+        killers = self._journal.killers(self._places)
+        if killers:
+            logger.warning("%s: two processes died while they read %d blocks: dropped", self.directory, len(killers))
+            for name in killers:
+                self._forget(name)
+            self._commit()
+            self._journal.end(killers)
+
     def _read(self, wanted: Sequence[StoredBlock]) -> list[Data | None]:
+        self._journal.begin(each.name for each in wanted)
         placed = [(place, i) for i, each in enumerate(wanted) if (place := self._places.get(each.name)) is not None]
         found: list[Data | None] = [None] * len(wanted)
         started = time.perf_counter()

@@ -57,6 +57,7 @@ class DiskShare:
         self._taken: list[tuple[StoredBlocks, list[mx.array]]] = []  # valid if the steps in flight are
         self._reads: deque[tuple[StoredBlocks, Future[list[Data | None]]]] = deque()
         self._found: deque[Data | None] = deque()  # what was read last, and is not in the pool yet
+        self._using = StoredBlocks()  # what was read last, until the next read is agreed on, or the load ends
         self._state: Iterator[None] = iter(())
         self._lacking: set[Name] = set()  # on rank 0: what another rank does not have
         self._others_write = True
@@ -169,19 +170,29 @@ class DiskShare:
         if READING in least:
             return None
         self._reads.popleft()
-        self._found = deque(found)
+        self._end_using()
+        self._found, self._using = deque(found), contents
         self._note(contents, least)
         return list(map(bool, least))
 
     def drop_reads(self) -> None:
         """Nothing more is loaded of what was read."""
         self._runner.tell("drop_reads")
+        for contents, _ in self._reads:
+            self.store.end_reading(contents)
         self._reads.clear()
-        self._found.clear()
+        self._end_using()
 
     @property
     def has_read(self) -> bool:
-        return bool(self._reads or self._found)
+        return bool(self._reads or self._using)
+
+    def _end_using(self) -> None:
+        """Nothing more is done with what was read last."""
+        self._found.clear()
+        if self._using:
+            self.store.end_reading(self._using)
+        self._using = StoredBlocks()
 
     def put(self, blocks: ListOf[int]) -> None:
         """Overwrite blocks with those that were read and agreed on, in this order. Raises DeviceError."""

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.cache import disk_store
+from mlxpaged.cache import disk_journal, disk_store
 from mlxpaged.cache.disk_index import Name
 from mlxpaged.cache.disk_store import DiskStore, StoredBlock, StoreError
+from mlxpaged.journal import Journal
 
 DAY = 86_400
 HEADER = 2 * 8 + 4 * 8 + 16
@@ -320,6 +321,74 @@ while True:
     print(number, flush=True)
     number += 3
 """
+
+
+READER = """
+import os, signal, sys
+from pathlib import Path
+from tests.cache.test_disk_store import content
+from mlxpaged.cache.disk_store import DiskStore
+
+store = DiskStore(Path(sys.argv[1]), 10**6, 10**6)
+for number in (1, 2):
+    store.read([content(number)]).result()
+store.end_reading([content(2)])
+store.read([content(3)]).result()
+store.read([content(4)]).result()
+store.end_reading([content(4)])
+store.clear("another model").result()  # after that
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_blocks_that_were_being_used_in_two_deaths_are_dropped(
+    store: DiskStore, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(store, range(6))
+    store.close()
+    for deaths in range(2):
+        other = DiskStore(directory, 10**6, 10**6)
+        assert all(other.can_read(content(number).name) for number in range(6)), f"{deaths} deaths are enough"
+        other.close()
+        process = subprocess.run([sys.executable, "-c", READER, str(directory)], check=False)
+        assert process.returncode == -signal.SIGKILL
+    for _ in range(2):
+        other = DiskStore(directory, 10**6, 10**6)
+        assert read(other, range(6)) == [0, 2, 4, 5]
+        other.close()
+    assert "two processes died while they read 2 blocks: dropped" in caplog.text
+    other = DiskStore(directory, 10**6, 10**6)
+    write(other, range(1, 4))
+    assert read(other, range(6)) == list(range(6)), "they are not stored again"
+    other.close()
+
+
+def test_an_index_that_was_being_opened_in_two_deaths_is_deleted(store: DiskStore, directory: Path) -> None:
+    write(store, range(6))
+    store.close()
+    for deaths in range(1, 4):
+        for _ in range(deaths):
+            journal = Journal(directory / disk_journal.FILE)
+            journal.begin(disk_journal.INDEX)
+            written = (directory / disk_journal.FILE).read_bytes()
+            journal.close()
+            (directory / disk_journal.FILE).write_bytes(written)
+        other = DiskStore(directory, 10**6, 10**6)
+        assert read(other, range(6)) == (list(range(6)) if deaths == 1 else [])
+        write(other, range(6))
+        other.close()
+
+
+def test_a_full_disk_without_room_for_the_journal_is_read(
+    store: DiskStore, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(store, range(3))
+    store.close()
+    monkeypatch.setattr("os.write", lambda file, data: 0)
+    other = DiskStore(directory, 10**6, 10**6)
+    assert read(other, range(3)) == [0, 1, 2]
+    other.end_reading([content(0)])
+    other.close()
 
 
 def test_a_process_that_is_killed_leaves_whole_blocks_within_the_budget(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of constrained answers share: an engine of few blocks, steps that fail, and texts to the end."""
+"""What tests of engines share: one of few blocks, steps that fail, texts to the end, and what a store notes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from mlxpaged.cache.disk_journal import FILE
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.step import InFlightStep
+from mlxpaged.journal import suspects_in
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.scheduler.sequence import FinishReason
@@ -74,3 +76,12 @@ def lines_run(function: Callable[[], object]) -> int:
     finally:
         sys.settrace(before)
     return count
+
+
+def being_read(core: EngineCore) -> set[str]:
+    """The blocks that the store notes as being read, after all that it was told before."""
+    if core.tier is None:
+        return set()
+    store = core.tier.share.store
+    store.clear("another model").result()
+    return set(suspects_in((store.directory / FILE).read_bytes()))

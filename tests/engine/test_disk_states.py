@@ -15,6 +15,7 @@ from mlxpaged.engine import disk_share
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.step import InFlightStep
+from tests.engine.helpers import being_read
 from tests.engine.hybrid import Hybrid, TinyModel, request, run
 from tests.models.architectures import make_architecture
 
@@ -62,6 +63,7 @@ def answer(core: EngineCore, prompt: Tokens, num_tokens: int = 8) -> tuple[Token
     if core.tier is not None:
         core.tier.share.store.flush()
     result = run(core, [request("a", prompt, num_tokens)])
+    assert not being_read(core), "a death would now count for them"
     return result.tokens("a"), result.outputs["a"][-1].num_cached_tokens
 
 

@@ -34,6 +34,7 @@ from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.progress import Progress
 from mlxpaged.scheduler.prefill_budget import PrefillLimits
 from mlxpaged.vision.image import PromptImage
+from tests.engine.helpers import being_read
 from tests.engine.seeing import expected_answer, image, load_seeing, shown
 from tests.models.architectures import make_architecture
 from tests.support import make_adapter, make_tiny_model, poison_new_blocks
@@ -99,6 +100,7 @@ def outputs(core: EngineCore) -> dict[str, list[RequestOutput]]:
             assert output.error is None, output.error
             found.setdefault(output.request_id, []).append(output)
     assert core.scheduler.pool.usage().used == 0
+    assert not being_read(core), "a death would now count for them"
     return found
 
 
