@@ -11,9 +11,8 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,14 +35,15 @@ from mlxpaged.cluster.messages import (
     versions,
 )
 from mlxpaged.cluster.processes import Processes
+from mlxpaged.cluster.unfinished import UnfinishedRequests
 from mlxpaged.daemon_thread import in_daemon_thread
-from mlxpaged.engine.commands import Command, Question, keep_prefixes
+from mlxpaged.engine.commands import Command, Question, abort, abort_all, cancel, keep_prefixes
 from mlxpaged.engine.deadlines import end_if_late
 from mlxpaged.engine.disk_writer import END_SECONDS
 from mlxpaged.engine.engine_thread import Failure, ModelSlot
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.info import Cluster, EngineInfo
-from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.engine.request import Request, RequestOutput, failed
 from mlxpaged.engine.status import EngineStats
 from mlxpaged.engine.watchdog import StallLimits
 from mlxpaged.models.loader import read_tokenizer
@@ -78,41 +78,17 @@ class Blame(NamedTuple):
     failure: Failure
 
 
-@dataclass
-class Unfinished:
-    """A request that rank 0 has, and what it has given for it.
+def seeded(request: Request) -> Request:
+    """What is computed again must be sampled as before."""
+    if request.params.seed is not None:
+        return request
+    return dataclasses.replace(request, params=dataclasses.replace(request.params, seed=secrets.randbits(64)))
 
-    token_ids: of the answer. num_logprobs: of its tokens, those whose log-probabilities were given: they come with the
-    text. repeated: tokens that were given before the restart, and that the ranks compute again for their
-    log-probabilities.
-    """
 
-    request: Request
-    token_ids: list[int] = field(default_factory=list)
-    num_logprobs: int = 0
-    has_begun: bool = False
-    repeated: int = 0
-
-    def note(self, output: RequestOutput) -> RequestOutput:
-        """The output without what was given before: a repeated token and its text. Of a token whose end may begin a
-        stop string, the text before that was given without its log-probabilities."""
-        if self.repeated and output.token_ids:
-            self.repeated -= 1
-            output = output._replace(text="", token_ids=())
-        self.has_begun = True
-        self.token_ids += output.token_ids
-        self.num_logprobs += len(output.logprobs)
-        return output
-
-    def resumed(self) -> Request:
-        """The request for what is missing of the answer."""
-        params, count = self.request.params, len(self.token_ids)
-        if params.logprobs is not None:
-            count = self.num_logprobs
-        self.repeated = len(self.token_ids) - count
-        if self.has_begun:
-            params = dataclasses.replace(params, prompt_logprobs=None)
-        return dataclasses.replace(self.request, params=params, fork_of=None, resumed=tuple(self.token_ids[:count]))
+def ends_requests(message: Run | Ask) -> bool:
+    """Whether rank 0 is to end requests, which it must have then."""
+    function = message.command if isinstance(message, Run) else message.question
+    return isinstance(function, partial) and function.func in (abort, abort_all, cancel)
 
 
 def differences(theirs: Versions, ours: Versions) -> tuple[list[str], list[str]]:
@@ -148,7 +124,7 @@ class ClusterEngine(threading.Thread):
         self._blames: list[Blame] = []
         self._decide_at = 0.0
         self._num_failures = 0  # since the model was ready
-        self._unfinished: dict[str, Unfinished] = {}
+        self._unfinished = UnfinishedRequests()
         self._stats: EngineStats | None = None  # the latest
         self._numbers = itertools.count()
         self._unanswered: dict[int, tuple[Run | Ask, Future[Any]]] = {}  # in their order
@@ -285,7 +261,9 @@ class ClusterEngine(threading.Thread):
         callbacks = self._slot.callbacks
         if isinstance(message, Stepped):
             self._stats = message.stats
-            callbacks.on_step([self._note(output) for output in message.outputs], message.stats)
+            callbacks.on_step([self._unfinished.note(output) for output in message.outputs], message.stats)
+            if self._unfinished.holds_back:
+                self._send_next()
         elif isinstance(message, Replied):
             self._deliver(message)
         elif isinstance(message, Progressed):
@@ -300,14 +278,6 @@ class ClusterEngine(threading.Thread):
     def _on_lost(self, processes: Processes, rank: int) -> None:
         if processes is self._processes:
             self._blame(1, Failure(f"{self._hosts.label(rank)} died"))
-
-    def _note(self, output: RequestOutput) -> RequestOutput:
-        if (unfinished := self._unfinished.get(output.request_id)) is None:
-            return output
-        output = unfinished.note(output)
-        if output.finish_reason is not None:
-            del self._unfinished[output.request_id]
-        return output
 
     def _deliver(self, message: Replied) -> None:
         _, reply = self._unanswered.pop(message.number)
@@ -333,23 +303,25 @@ class ClusterEngine(threading.Thread):
         info.cluster = Cluster(ranks, self._hosts.backend, message.link)
         self._is_ready, self._was_ready, self._num_failures, self._stats = True, True, 0, message.stats
         self._slot.callbacks.on_ready(info, message.stats)
-        if self._unfinished:
-            self._send(0, Submit(tuple(unfinished.resumed() for unfinished in self._unfinished.values())))
-        for each, _ in list(self._unanswered.values()):
+        self._unfinished.room = self._slot.config.max_num_seqs
+        told = [each for each, _ in self._unanswered.values()]
+        self._send_next(at_once=any(ends_requests(each) for each in told))
+        for each in told:
             self._send(0, each)
+
+    def _send_next(self, at_once: bool = False) -> None:
+        """Give rank 0 the requests that it is to get now. at_once: all of them."""
+        if requests := self._unfinished.take(at_once):
+            self._send(0, Submit(tuple(requests)))
 
     # -- what the server says ----------------------------------------------------------------------------------------
 
     def _submit(self, slot: ModelSlot, requests: Sequence[Request]) -> None:
         if slot is not self._slot:
             return
-        for request in requests:
-            if request.params.seed is None:  # what is computed again must be sampled as before
-                params = dataclasses.replace(request.params, seed=secrets.randbits(64))
-                request = dataclasses.replace(request, params=params)
-            self._unfinished[request.request_id] = Unfinished(request)
+        self._unfinished.add([seeded(request) for request in requests])
         if self._is_ready:
-            self._send(0, Submit(tuple(self._unfinished[request.request_id].request for request in requests)))
+            self._send_next()
 
     def _tell(self, slot: ModelSlot, message: Callable[[int], Run | Ask], reply: Future[Any]) -> None:
         """Send rank 0 the message of this number once the model is ready, and again if the ranks are lost before they
@@ -359,6 +331,8 @@ class ClusterEngine(threading.Thread):
         number = next(self._numbers)
         self._unanswered[number] = message(number), reply
         if self._is_ready:
+            if self._unfinished.holds_back and ends_requests(self._unanswered[number][0]):
+                self._send_next(at_once=True)  # those that are to end
             self._send(0, self._unanswered[number][0])
 
     def _send(self, rank: int, message: object) -> None:
@@ -376,7 +350,7 @@ class ClusterEngine(threading.Thread):
         if self._processes is None:
             return
         self._beat()
-        if not self._is_ready:
+        if not self._is_ready or self._unfinished.holds_back:
             self._expire(now)
         for rank in self._processes.silence.lost():
             self._blame(1, Failure(f"{self._hosts.label(rank)} has not been heard from for {LOST_SECONDS:.0f} s"))
@@ -396,12 +370,14 @@ class ClusterEngine(threading.Thread):
                 self._send(rank, Beat())
 
     def _expire(self, now: float) -> None:
-        """End the requests whose deadlines have passed. Rank 0 does that while there is one."""
-        each = ((unfinished.request, len(unfinished.token_ids)) for unfinished in self._unfinished.values())
-        ends = [end for request, count in each if (end := end_if_late(request, count, now)) is not None]
-        if ends and self._slot is not None and self._stats is not None:
-            stats = dataclasses.replace(self._stats, prompt_chunks=())
-            self._slot.callbacks.on_step([self._note(end) for end in ends], stats)
+        """End the requests whose deadlines have passed, and that rank 0 does not have."""
+        each = [(one.request, len(one.token_ids)) for one in self._unfinished if not one.is_sent]
+        self._end_requests(end for request, count in each if (end := end_if_late(request, count, now)) is not None)
+
+    def _end_requests(self, ends: Iterable[RequestOutput]) -> None:
+        outputs = [self._unfinished.note(end) for end in ends]
+        if outputs and self._slot is not None and self._stats is not None:
+            self._slot.callbacks.on_step(outputs, dataclasses.replace(self._stats, prompt_chunks=()))
 
     def _blame(self, weight: int, failure: Failure) -> None:
         if not self._blames:
@@ -418,6 +394,11 @@ class ClusterEngine(threading.Thread):
         if not (self._restarts and self._was_ready) or self._num_failures > RESTARTS:
             self._finish(failure)
             return
+        now, error = time.monotonic(), "the ranks died of this request again and again, so it is not run any more"
+        given_up = [(each.request, len(each.token_ids)) for each in self._unfinished.lose()]
+        for request, _ in given_up:
+            logger.error("%s fails: the ranks died of it again and again", request.request_id)
+        self._end_requests(failed(request, count, now, error) for request, count in given_up)
         logger.warning("the ranks start again; %d requests go on then", len(self._unfinished))
         self._slot.callbacks.on_restart(f"{failure.reason}; the ranks start again")
         self._launch()

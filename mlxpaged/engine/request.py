@@ -58,6 +58,12 @@ class RequestOutput(NamedTuple):
     num_accepted: int = 0
 
 
+def failed(request: Request, num_tokens: int, now: float, error: str) -> RequestOutput:
+    """The last output of a request that no engine has now. num_tokens: of its answer so far."""
+    reason = FinishReason.ERROR
+    return RequestOutput(request.request_id, now, num_output_tokens=num_tokens, finish_reason=reason, error=error)
+
+
 @dataclass(frozen=True)
 class EndedRequest:
     """The last state of a cancelled request."""

@@ -212,6 +212,40 @@ def test_ranks_that_have_ended_already_are_ended_on_macos_too(model: str, tmp_pa
         assert "rank 1 (127.0.0.1)" in json.dumps(cluster.complete("Hello").error)
 
 
+DEADLY_REQUEST = """\
+import os
+
+if os.environ.get("MLX_RANK") == "0":
+    from mlxpaged.engine.core import EngineCore
+
+    def submit(core, requests, found=EngineCore.submit):
+        if any(request.params.seed == 666 for request in requests):
+            os._exit(1)
+        return found(core, requests)
+
+    EngineCore.submit = submit
+"""
+
+
+def test_a_request_that_kills_the_ranks_again_and_again_fails_and_the_others_get_their_whole_answers(
+    model: str, tmp_path: Path
+) -> None:
+    env = {"PYTHONPATH": with_start(tmp_path, DEADLY_REQUEST)}
+    flags = ("--restart-ranks", "--max-num-seqs", "2")
+    with cluster_of(tmp_path, *flags, model=model, hosts=HOSTS, length=LENGTH, env=env) as cluster:
+        load = Load(cluster)
+        body = {"prompt": "Once", "seed": 666, "max_tokens": 4}
+        deadly = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=180, trust_env=False)
+        assert deadly.status_code == 500
+        error = "the ranks died of this request again and again, so it is not run any more"
+        assert error in deadly.json()["error"]["message"]
+        answers = load.join()
+        assert {prompt: answer.text for prompt, answer in answers.items()} == cluster.expected
+        assert {(answer.finish_reason, answer.error) for answer in answers.values()} == {("length", None)}
+        assert cluster.command.stderr.count("the ranks start again; ") <= 3
+        assert cluster.used_blocks() == 0
+
+
 def test_connections_that_prove_nothing_keep_no_rank_from_starting(model: str, tmp_path: Path) -> None:
     reached = tmp_path / "reached"
     env = {"PYTHONPATH": with_start(tmp_path, WAITING_RANK_1.format(reached=str(reached)))}

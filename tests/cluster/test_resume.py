@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.cluster.cluster_engine import Unfinished
+from mlxpaged.cluster.unfinished import Unfinished
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.constraint import Constraint
