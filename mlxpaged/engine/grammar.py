@@ -29,8 +29,10 @@ from mlxpaged.daemon_thread import in_daemon_thread
 from mlxpaged.engine.constraint import Constraint, GrammarError, StructuredOutput
 from mlxpaged.engine.grammar_check import checker
 from mlxpaged.engine.grammar_limits import check_size
-from mlxpaged.engine.json_schema import check_schema, enforceable
+from mlxpaged.engine.json_grammar import lark_of_schema
+from mlxpaged.engine.json_schema import check_integers, check_schema, enforceable, has_limited_strings
 from mlxpaged.engine.schema_limits import parsed
+from mlxpaged.engine.schema_merge import OtherSchemaError
 from mlxpaged.engine.structured_output import lark
 from mlxpaged.library_errors import public_reason
 from mlxpaged.models.panics import guarded
@@ -63,6 +65,16 @@ WHITESPACE = r"( |\n[ \t]{0,64})?"
 
 STACK_BYTES = 2 * checker.STACK_BYTES
 """Bytes of the stack on which grammars are compiled. Without it, the size depends on the system, and on `ulimit -s`."""
+
+JSON_OPTIONS: dict[str, Any] = {
+    "lenient": False,
+    "coerce_one_of": False,
+    "whitespace_flexible": True,
+    "whitespace_pattern": WHITESPACE,
+    "json_allow_general_unicode_escapes": True,
+}
+"""What a schema may say to llguidance in `x-guidance`. A request may not: the first two would allow answers that
+violate the schema."""
 
 LIMITS: dict[str, Any] = {
     "verbose_errors": False,
@@ -223,7 +235,7 @@ class Grammars:
         grammars = [{"name": "answer", "lark_grammar": lark(constraint, self._pieces)}]
         for i, part in enumerate(constraint.parts):
             text = grammar_text(part)
-            is_lark = part.kind in ("choice", "grammar")
+            is_lark = part.kind in ("choice", "grammar") or not text.startswith("{")
             grammars.append(
                 ({"lark_grammar": text} if is_lark else json.loads(text)["grammars"][0]) | {"name": f"part_{i}"}
             )
@@ -266,11 +278,16 @@ def grammar_text(constraint: Constraint) -> str:
         return grammar_from(constraint.kind, constraint.text)
     schema = parsed(constraint.text)
     check_schema(schema)
-    # A schema may contain options for llguidance. A request may not set these: the first two would allow answers that
-    # violate the schema.
-    options = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
-    text = json.dumps(enforceable(schema))
-    return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
+    schema = enforceable(schema)
+    try:
+        return lark_of_schema(schema, JSON_OPTIONS)
+    except (OtherSchemaError, RecursionError):
+        check_integers(schema)
+    # In some strings, llguidance knows `\\u` for control characters only, and would force these on a model that begins
+    # to write another character.
+    escapes = {"json_allowed_escapes": 'nrbtf"\\'} if has_limited_strings(schema) else {}
+    text = json.dumps(schema)
+    return LLMatcher.grammar_from_json_schema(text, overrides={**JSON_OPTIONS, **escapes})  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=16)

@@ -59,6 +59,30 @@ def check_schema(schema: Any) -> None:
         raise ValueError(f"the least common multiple of all multipleOf is above {MAX_MULTIPLE}")
 
 
+def check_integers(schema: Any) -> None:
+    """Raises ValueError if a schema has an integer that no double is: llguidance would enforce another one."""
+    waiting = [schema]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, dict | list):
+            waiting += found.values() if isinstance(found, dict) else found
+        elif isinstance(found, int) and not is_double(found):
+            raise ValueError(f"has the integer {found}, which cannot be enforced beside other keywords of the schema")
+
+
+def is_double(number: int) -> bool:
+    """Whether a double has this value."""
+    try:
+        return int(float(number)) == number
+    except OverflowError:
+        return False
+
+
+def has_limited_strings(schema: Any) -> bool:
+    """Whether llguidance writes some strings of a schema as a regular expression."""
+    return any({"pattern", "format", "patternProperties", "enum", "const"} & node.keys() for node in _nodes(schema))
+
+
 def _has_common_multiple(numbers: Sequence[float]) -> bool:
     """Whether one is at most MAX_MULTIPLE. It is found step by step: that of all numbers may have a million digits."""
     multiples = [Decimal(str(number)) for number in numbers]

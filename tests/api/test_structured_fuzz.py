@@ -65,7 +65,7 @@ FORMATS.checks("date-time")(
 
 
 @pytest.mark.parametrize(
-    ("seeds", "max_tokens"), [(range(6), 350), pytest.param(range(6, 100), 700, marks=pytest.mark.slow)]
+    ("seeds", "max_tokens"), [(range(6, 12), 350), pytest.param(range(12, 100), 700, marks=pytest.mark.slow)]
 )
 def test_what_may_go_on_for_ever_validates_where_it_ends(
     demo_server: RunningServer, seeds: range, max_tokens: int

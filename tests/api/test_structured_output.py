@@ -308,6 +308,31 @@ def test_tags_that_are_no_tokens_are_enforced_letter_by_letter(tmp_path: Path) -
             assert (answer["content"], len(answer["calls"])) == (content, 0 if content else 2)
 
 
+ESCAPED = {
+    "Accent?": r'{"city": "caf\u00e9", "days": 1}',
+    "Quote?": r'{"city": "it\u2019s", "days": 1}',
+    "Pair?": r'{"city": "\ud83d\ude42 \uD834\uDD1E", "days": 1}',
+    "Slash?": r'{"city": "a\/b <\/p>", "days": 1}',
+    "Control?": r'{"city": "\u0009\t\b\f\r\n\"\\", "days": 1}',
+}
+
+
+def test_a_model_may_write_every_escape_of_json(tmp_path: Path) -> None:
+    call = '<tool_call>\n{{"name": "weather", "arguments": {}}}\n</tool_call>'
+    script = {question: call.format(text) for question, text in ESCAPED.items()}
+    pattern = CITY | {"properties": CITY["properties"] | {"city": {"type": "string", "pattern": r"[\s\S]+"}}}
+    forms = [JSON, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "c", "schema": pattern}}]
+    with scripted_server(tmp_path, "json_tools", script) as server, server.client(timeout=DEADLINE) as client:
+        for question, text in ESCAPED.items():
+            body = ask(question, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+            assert both_ways(client, body)["calls"] == [("weather", json.loads(text))]
+        follow(server, ESCAPED)
+        for form in forms:
+            for question, text in ESCAPED.items():
+                answer = both_ways(client, ask(question, response_format=form))
+                assert (answer["content"], answer["finish_reason"]) == (text, "stop")
+
+
 ANY_NAMES = {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1}
 """Arguments of any names have no place in a format that lists them."""
 

@@ -1,0 +1,442 @@
+"""Writes a JSON schema as a grammar in llguidance's Lark notation.
+
+llguidance compiles JSON schemas itself. But version 1.9.1 has no escape `\\/`, knows `\\u` in some strings for control
+characters only, and reads numbers as doubles: an answer that writes such an escape becomes another text without a sign.
+Here, a string has every escape of RFC 8259, and integers are exact. llguidance still writes numbers and formats, which
+have no escapes, and it compiles, or refuses, what raises OtherSchemaError.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+from llguidance import LLMatcher
+
+from mlxpaged.engine.characters import ALL, in_json, in_key, is_plain, spelled
+from mlxpaged.engine.integers import integers
+from mlxpaged.engine.json_schema import is_double
+from mlxpaged.engine.patterns import OtherPatternError, can_be_long, whole
+from mlxpaged.engine.schema_limits import target
+from mlxpaged.engine.schema_merge import OtherSchemaError, Schema, Unsatisfiable, all_of, merged, types_of, validating
+
+TYPES = ("null", "boolean", "number", "string", "array", "object")
+MAX_CHARS = 2**22
+"""Most characters of a grammar. 128 Ki characters of a schema become half a million, if they have no large classes."""
+MAX_MERGES = 200
+"""Schemas that are merged one in another."""
+
+
+def lark_of_schema(schema: Schema, options: Mapping[str, Any]) -> str:
+    """A grammar for the JSON of the values that fit a schema. options: llguidance's. Raises OtherSchemaError if
+    llguidance has to compile the schema, and ValueError."""
+    return _Grammar(schema, options).text()
+
+
+class _Grammar:
+    def __init__(self, root: Schema, options: Mapping[str, Any]) -> None:
+        self._root = root
+        self._options = dict(options)
+        self._rules: list[str] = []
+        self._names: dict[str, str] = {}
+        """Names of rules and terminals, found by their bodies."""
+        self._references: dict[str, str] = {}
+        self._pending: list[tuple[str, Any]] = []
+        """What references name, by the names of their rules."""
+        self._num_merges = 0
+        self._length = 0
+
+    def text(self) -> str:
+        start = self._value(self._root)
+        while self._pending:
+            name, schema = self._pending.pop()
+            self._rules.append(f"{name}: {self._value(schema)}")
+        head = ['%llguidance {"ignore_once": true}', f"%ignore /{self._options['whitespace_pattern']}/"]
+        return "\n".join([*head, f"start: {start}", *self._rules]) + "\n"
+
+    # -- rules ---------------------------------------------------------------------------------------------------------
+
+    def _rule(self, body: str) -> str:
+        return self._named("r", body)
+
+    def _terminal(self, body: str) -> str:
+        return self._named("T", body)
+
+    def _named(self, prefix: str, body: str) -> str:
+        """The name of the rule, or of the terminal, with this body."""
+        key = prefix + body
+        if key not in self._names:
+            self._length += len(body)
+            if self._length > MAX_CHARS:
+                raise OtherSchemaError("has too many characters as a grammar")
+            self._names[key] = f"{prefix}{len(self._names)}"
+            self._rules.append(f"{self._names[key]}: {body}")
+        return self._names[key]
+
+    def _any(self) -> str:
+        if "any" not in self._references:
+            self._references["any"] = "any"
+            string, number = self._terminal(regex(f'"{in_json(ALL)}*"')), self._leaf({"type": "number"})
+            self._rules += [
+                f'any: "null" | "true" | "false" | {number} | {string} | any_array | any_object',
+                'any_array: "[" (any ("," any)*)? "]"',
+                'any_object: "{" (any_pair ("," any_pair)*)? "}"',
+                f'any_pair: {string} ":" any',
+            ]
+        return "any"
+
+    def _leaf(self, schema: Schema) -> str:
+        """A value without escapes, by llguidance."""
+        if len(schema) > 1 and not {"pattern", "allOf"} & schema.keys():
+            check_leaf(json.dumps(schema))
+        options = {**self._options, "json_allowed_escapes": 'nrbtf"\\'}
+        return self._rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
+
+    # -- schemas -------------------------------------------------------------------------------------------------------
+
+    def _value(self, schema: Any) -> str:
+        """The name of a rule or terminal, or a group."""
+        if isinstance(schema, bool):
+            if not schema:
+                raise Unsatisfiable("no value fits")
+            return self._any()
+        schema = validating(schema)
+        if not schema:
+            return self._any()
+        if len(schema) == 1 and "$ref" in schema:
+            return self._reference(schema["$ref"])
+        if schema.keys() & {"$ref", "allOf", "anyOf"}:
+            return self._combined(schema)
+        if "const" in schema or "enum" in schema:
+            return self._listed(schema)
+        kinds = types_of(schema.get("type", list(TYPES)))
+        if unknown := set(kinds) - {*TYPES, "integer"}:
+            raise OtherSchemaError(f"has the types {unknown}")
+        kinds = [kind for kind in dict.fromkeys(kinds) if kind != "integer" or "number" not in kinds]
+        return self._either(functools.partial(self._typed, kind, schema) for kind in kinds)
+
+    def _either(self, makers: Iterable[Callable[[], str]]) -> str:
+        """One of several. Raises Unsatisfiable if there is none."""
+        found: dict[str, None] = {}
+        reason: Unsatisfiable | None = None
+        for make in makers:
+            try:
+                found[make()] = None
+            except Unsatisfiable as error:
+                reason = error
+        if not found:
+            raise reason or Unsatisfiable("no value fits")
+        return next(iter(found)) if len(found) == 1 else self._rule(" | ".join(found))
+
+    def _reference(self, reference: Any) -> str:
+        """What it names becomes a rule later, so that schemas in one another are not functions in one another."""
+        seen = []
+        while isinstance(found := self._target(reference), dict) and validating(found).keys() == {"$ref"}:
+            seen.append(reference)
+            reference = found["$ref"]
+            if reference in seen:
+                raise OtherSchemaError("refers to itself")
+        if reference not in self._references:
+            self._references[reference] = f"ref{len(self._references)}"
+            self._pending.append((self._references[reference], found))
+        return self._references[reference]
+
+    def _target(self, reference: Any) -> Any:
+        found = target(reference, self._root) if isinstance(reference, str) else None
+        if found is None:
+            raise OtherSchemaError("has a reference to another place")
+        return found
+
+    def _combined(self, schema: Schema) -> str:
+        """A schema with `allOf`, `anyOf` or a reference, and maybe more."""
+        self._num_merges += 1
+        if self._num_merges > MAX_MERGES:
+            raise OtherSchemaError("has too many schemas in one another")
+        try:
+            whole_schema = self._flat({key: value for key, value in schema.items() if key != "anyOf"})
+            if "anyOf" not in schema:
+                return self._value(whole_schema)
+            if "anyOf" in whole_schema:
+                raise OtherSchemaError("has anyOf twice for one value")
+            options = _schemas(schema["anyOf"])
+            return self._either(functools.partial(self._value, all_of(whole_schema, each)) for each in options)
+        finally:
+            self._num_merges -= 1
+
+    def _flat(self, schema: Any, depth: int = 0) -> Schema:
+        """The same schema without references and `allOf`. Properties are in the order in which the schema has them."""
+        if isinstance(schema, bool):
+            if not schema:
+                raise Unsatisfiable("no value fits")
+            return {}
+        if depth > MAX_MERGES:
+            raise OtherSchemaError("has too many schemas in one another")
+        found = validating(schema)
+        rest = {key: value for key, value in found.items() if key not in ("$ref", "allOf")}
+        parts: list[Schema] = []
+        for key, value in found.items():
+            if key == "allOf":
+                parts += (self._flat(each, depth + 1) for each in _schemas(value))
+            elif key == "$ref":
+                parts.append(self._flat(self._target(value), depth + 1))
+            elif rest not in parts:
+                parts.append(rest)
+        return functools.reduce(merged, parts, {})
+
+    def _typed(self, kind: str, schema: Schema) -> str:
+        match kind:
+            case "null":
+                return '"null"'
+            case "boolean":
+                return self._rule('"true" | "false"')
+            case "string":
+                return self._string(schema)
+            case "array":
+                return self._array(schema)
+            case "object":
+                return self._object(schema)
+            case _:
+                return self._number(kind, schema)
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def _listed(self, schema: Schema) -> str:
+        values = schema["enum"] if "enum" in schema else [schema["const"]]
+        if not isinstance(values, list) or schema.keys() - {"enum", "const", "type"}:
+            raise OtherSchemaError("has values, and limits for them")
+        if "type" in schema:
+            kinds = types_of(schema["type"])
+            values = [each for each in values if any(is_of(each, kind) for kind in kinds)]
+        if not values:
+            raise Unsatisfiable("no value fits")
+        texts = [each for each in values if isinstance(each, str)]
+        found = [self._texts(texts)] if texts else []
+        return self._rule(" | ".join([*found, *(self._literal(each) for each in values if not isinstance(each, str))]))
+
+    def _literal(self, value: Any) -> str:
+        """A value itself."""
+        if isinstance(value, str):
+            return self._texts([value])
+        if isinstance(value, list):
+            return self._rule(f'"[" {_listing(map(self._literal, value))} "]"')
+        if isinstance(value, dict):
+            members = (f'{self._texts([key])} ":" {self._literal(each)}' for key, each in value.items())
+            return self._rule(f'"{{" {_listing(members)} "}}"')
+        if isinstance(value, float):
+            plain = format(Decimal(json.dumps(value)), "f")
+            short = {json.dumps(value), plain, *([plain.removesuffix(".0")] if plain.endswith(".0") else [])}
+            return f"({' | '.join(json.dumps(each) for each in sorted(short))})"
+        return json.dumps(json.dumps(value))
+
+    def _texts(self, texts: Sequence[str]) -> str:
+        """One of these strings. Letters, digits and what JSON never escapes are written as they are."""
+        if len(texts) == 1 and is_plain(texts[0]):
+            return json.dumps(f'"{texts[0]}"')
+        return self._terminal(regex(f'"(?:{"|".join(map(spelled, texts))})"'))
+
+    def _number(self, kind: str, schema: Schema) -> str:
+        bounds = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+        given = {key: schema[key] for key in schema if key in bounds}
+        if all(not isinstance(value, int) or is_double(value) for value in given.values()):
+            numeric = {key: schema[key] for key in schema if key in {*bounds, "multipleOf"}}
+            return self._leaf({"type": kind, **numeric})
+        if kind != "integer" or "multipleOf" in schema or not all(isinstance(each, int) for each in given.values()):
+            raise ValueError("has a bound above 2^53 that is not one of integers only")
+        low = max([*(_given(given, "minimum", 0)), *(_given(given, "exclusiveMinimum", 1))], default=None)
+        high = min([*(_given(given, "maximum", 0)), *(_given(given, "exclusiveMaximum", -1))], default=None)
+        return self._terminal(regex(integers(low, high)))
+
+    def _string(self, schema: Schema) -> str:
+        if "format" in schema:
+            return self._leaf_string(schema)
+        least, most = _size(schema, "minLength", 0), _size(schema, "maxLength", None)
+        if most is not None and least > most:
+            raise Unsatisfiable("minLength is above maxLength")
+        patterns = schema.get("pattern", [])
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        try:
+            parts = [regex(f'"{whole(pattern, in_json)}"') for pattern in patterns]
+        except OtherPatternError:
+            return self._leaf_string(schema)
+        if (least, most) != (0, None) or not parts:
+            parts.append(regex(f'"{_repeated(in_json(ALL), least, most)}"'))
+        if any(not can_be_long(pattern, least, most) for pattern in patterns):
+            raise Unsatisfiable("no string is as long as it must be")
+        return self._terminal(" & ".join(parts))
+
+    def _leaf_string(self, schema: Schema) -> str:
+        return self._leaf(_leaf_of(schema))
+
+    def _array(self, schema: Schema) -> str:
+        first, rest = schema.get("prefixItems", []), schema.get("items", True)
+        least, most = _size(schema, "minItems", 0), _size(schema, "maxItems", None)
+        if not isinstance(first, list) or isinstance(rest, list):
+            raise OtherSchemaError("has a list of items")
+        items: list[str] = []
+        for each in first[:most]:
+            try:
+                items.append(self._value(each))
+            except Unsatisfiable:
+                most = len(items)
+                break
+        more = None
+        if most is None or most > len(items):
+            try:
+                more = self._value(rest)
+            except Unsatisfiable:
+                most = len(items)
+        if most is not None and least > most:
+            raise Unsatisfiable("an item is required that does not fit")
+        if not items:
+            if more is None:
+                return self._rule('"[" "]"')
+            later = f"{more} {self._more(more, least, most)}"
+            return self._rule(f'"[" {later} "]"' if least else f'"[" ({later})? "]"')
+        tail = ""
+        if more is not None:
+            tail = self._more(more, least - len(items) + 1, None if most is None else most - len(items) + 1)
+        for number in range(len(items) - 1, -1, -1):
+            comma = '"," ' if number else ""
+            tail = f"{comma}{items[number]} {tail}"
+            tail = tail if number < least else self._rule(f"({tail})?")
+        return self._rule(f'"[" {tail} "]"')
+
+    def _more(self, item: str, least: int, most: int | None) -> str:
+        """The items after the first one."""
+        return _repeated(f'("," {item})', max(least - 1, 0), None if most is None else most - 1)
+
+    # -- objects -------------------------------------------------------------------------------------------------------
+
+    def _object(self, schema: Schema) -> str:
+        given, must = schema.get("properties", {}), schema.get("required", [])
+        by_pattern, others = schema.get("patternProperties", {}), schema.get("additionalProperties", True)
+        if not isinstance(given, dict) or not isinstance(must, list) or not isinstance(by_pattern, dict):
+            raise OtherSchemaError("has properties of another kind")
+        names = list(dict.fromkeys([*given, *(name for name in must if isinstance(name, str))]))
+        if len(by_pattern) > 1 or (by_pattern and names):
+            raise OtherSchemaError("has patterns of properties, and other properties")
+        items: list[tuple[bool, str]] = []
+        for name in names:
+            try:
+                value = self._value(given.get(name, others))
+            except Unsatisfiable:
+                if name in must:
+                    raise Unsatisfiable(f"required property {name!r} is unsatisfiable") from None
+                continue
+            items.append((name in must, self._rule(f'{self._texts([name])} ":" {value}')))
+        least = _size(schema, "minProperties", 0) - sum(required for required, _ in items)
+        most = _size(schema, "maxProperties", None)
+        most = None if most is None else most - sum(required for required, _ in items)
+        if (least > 0 or most is not None) and not all(required for required, _ in items):
+            raise OtherSchemaError("has a number of properties, and optional ones")
+        more = list(self._other_pairs(names, by_pattern, others))
+        if most is not None and (most < 0 or (not more and least > 0) or least > most):
+            raise Unsatisfiable("the properties are too many, or too few")
+        if not more and least > 0:
+            raise Unsatisfiable("the properties are too few")
+        if more and most != 0:
+            pair = self._rule(" | ".join(more))
+            items.append((least > 0, self._rule(f"{pair} {self._more(pair, least, most)}")))
+        return self._rule(f'"{{" {self._members(items)} "}}"')
+
+    def _other_pairs(self, names: Sequence[str], by_pattern: Mapping[str, Any], others: Any) -> Iterator[str]:
+        """The members with keys that are not listed."""
+        taken = []
+        if names:
+            taken.append(regex(f'"(?:{"|".join(map(spelled, names))})"'))
+        for pattern, schema in by_pattern.items():
+            try:
+                key = regex(f'"{whole(pattern, in_json)}"')
+            except OtherPatternError:
+                raise OtherSchemaError("has a pattern of another kind") from None
+            taken.append(key)
+            try:
+                yield f'{self._terminal(key)} ":" {self._value(schema)}'
+            except Unsatisfiable:
+                continue
+        try:
+            value = self._value(others)
+        except Unsatisfiable:
+            return
+        every = regex(f'"{in_key() if names else in_json(ALL)}*"')
+        yield f'{self._terminal(" & ~".join([every, *taken]))} ":" {value}'
+
+    def _members(self, items: Sequence[tuple[bool, str]]) -> str:
+        """Members in this order. Before the first that must be there, nothing tells whether a comma is needed."""
+        begin = next((number for number, (must, _) in enumerate(items) if must), len(items))
+        later = " ".join(f'"," {item}' if must else f'("," {item})?' for must, item in items[begin + 1 :])
+        alone = f"{items[begin][1]} {later}" if begin < len(items) else ""
+        after = f'"," {alone}' if alone else ""
+        for must, item in reversed(items[:begin]):
+            assert not must
+            after_rule = self._rule(after) if after else ""
+            alone_rule = self._rule(alone) if alone else ""
+            alone = f"{item} {after_rule} | {alone_rule}" if alone_rule else f"({item} {after_rule})?"
+            after = f'("," {item})? {after_rule}'
+        return f"({alone})" if alone else ""
+
+
+def regex(text: str) -> str:
+    """An expression of a terminal. Of llguidance's notation, only the slash needs a backslash."""
+    escaped = text.replace("/", "\\/")
+    return f"/{escaped}/"
+
+
+def _listing(items: Iterable[str]) -> str:
+    return ' "," '.join(items)
+
+
+def _repeated(text: str, least: int, most: int | None) -> str:
+    """A group so many times. In Lark's notation, no count is 0."""
+    if most == 0:
+        return ""
+    return f"{text}*" if (least, most) == (0, None) else f"{text}{{{least},{'' if most is None else most}}}"
+
+
+def _size(schema: Schema, key: str, default: Any) -> Any:
+    """The value of a keyword that is a count."""
+    value = schema.get(key, default)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if value is not default and (type(value) is not int or value < 0):
+        raise OtherSchemaError(f"has {key} that is no count")
+    return value
+
+
+def _schemas(given: Any) -> list[Any]:
+    if not isinstance(given, list):
+        raise OtherSchemaError("has no list of schemas")
+    return given
+
+
+def _leaf_of(schema: Schema) -> Schema:
+    """What a schema says of a string, for llguidance."""
+    patterns = schema.get("pattern", [])
+    patterns = patterns if isinstance(patterns, list) else [patterns]
+    words: Schema = {key: schema[key] for key in ("minLength", "maxLength", "format") if key in schema}
+    rest = {"pattern": patterns[0]} if len(patterns) == 1 else {"allOf": [{"pattern": each} for each in patterns]}
+    return {"type": "string", **words, **(rest if patterns else {})}
+
+
+def _given(bounds: Mapping[str, int], key: str, offset: int) -> list[int]:
+    return [bounds[key] + offset] if key in bounds else []
+
+
+def is_of(value: Any, kind: str) -> bool:
+    """Whether a value has a type of JSON schemas."""
+    if isinstance(value, bool) or value is None:
+        return kind == ("null" if value is None else "boolean")
+    if isinstance(value, int | float):
+        return kind == "number" or (kind == "integer" and value == int(value))
+    return kind == ("string" if isinstance(value, str) else "array" if isinstance(value, list) else "object")
+
+
+@functools.lru_cache(maxsize=1024)
+def check_leaf(schema: str) -> None:
+    """Raises Unsatisfiable if llguidance finds that no value fits a schema, and OtherSchemaError if it refuses it."""
+    error, _ = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(schema), None)
+    if error:
+        raise Unsatisfiable(schema) if "nsatisfiable" in str(error) else OtherSchemaError(schema)

@@ -1,0 +1,213 @@
+"""A string in enforced JSON has every escape of RFC 8259, and a grammar allows an answer if and only if it is valid."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import unicodedata
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from mlxpaged.engine.constraint import Constraint
+from mlxpaged.engine.grammar import grammar_text
+from tests.engine.json_cases import VOCABULARY, Case, matcher_of, written
+
+SEED = int(os.environ.get("MLXPAGED_FUZZ_SEED", "1"))
+FIRST = int(os.environ.get("MLXPAGED_FUZZ_FIRST", "0"))
+MANY = int(os.environ.get("MLXPAGED_FUZZ_SCHEMAS", "50000"))
+PARTS = 8
+VALUES = 4
+MOST_TOKENS = 300
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(VOCABULARY))
+
+
+def accepts(schema: Any, text: str, tokenizer: LLTokenizer, seed: int = 0) -> bool:
+    matcher = matcher_of(schema, tokenizer)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = VOCABULARY.cut(text, random.Random(seed))
+    return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+
+
+STRINGS: dict[str, dict[str, Any]] = {
+    "plain": {"type": "string"},
+    "with a length": {"type": "string", "minLength": 1, "maxLength": 12},
+    "with a pattern": {"type": "string", "pattern": "^.+$"},
+    "with both": {"type": "string", "pattern": "[^x]", "minLength": 1, "maxLength": 20},
+    "optional": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "of any type": {},
+}
+ESCAPED = (
+    r'"caf\u00e9"',
+    r'"it\u2019s"',
+    r'"\ud83d\ude42"',
+    r'"\uD83D\uDE42!"',
+    r'"a\/b"',
+    r'"\"\\\/\b\f\n\r\t"',
+    r'"\u0041\u000a\u001F"',
+    '"caf\u00e9 \U0001f642/"',
+)
+
+
+@pytest.mark.parametrize("name", STRINGS)
+@pytest.mark.parametrize("text", ESCAPED)
+def test_a_string_may_have_every_escape(tokenizer: LLTokenizer, name: str, text: str) -> None:
+    if name == "with a pattern":
+        text = re.sub(r"\\n|\\r|\\u000a", "", text)  # a dot is no line feed
+    for seed in range(4):
+        assert accepts(STRINGS[name], text, tokenizer, seed), text
+        json.loads(text)
+
+
+@pytest.mark.parametrize(
+    "text", [r'"\ud83d"', r'"\ude42"', r'"\ud83dx"', r'"\ud83d\u0041"', r'"\x41"', r'"\u00g0"', '"\n"']
+)
+def test_what_is_no_escape_or_half_of_a_pair_is_not_allowed(tokenizer: LLTokenizer, text: str) -> None:
+    for schema in STRINGS.values():
+        assert not accepts(schema, text, tokenizer)
+
+
+def test_a_length_counts_characters_and_not_how_they_are_written(tokenizer: LLTokenizer) -> None:
+    schema = {"type": "string", "minLength": 2, "maxLength": 3}
+    for text in (r'"\ud83d\ude42\u00e9"', r'"\/\""', r'"🙂é\n"'):
+        assert accepts(schema, text, tokenizer)
+    for text in (r'"\ud83d\ude42"', r'"\u00e9"', r'"abc\/"', r'"\u0061\u0062\u0063\u0064"'):
+        assert not accepts(schema, text, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        ({"pattern": "^cat|dog$"}, ['"catx"', '"hotdog"', r'"\u0063at"'], ['"xcat"', '"dogs"']),
+        ({"pattern": "^[a-é]+$"}, [r'"\u00e9"', r'"\u00E0"', '"z"'], [r'"\u00ea"', r'"\u0060"', r'"\u0009"']),
+        (
+            {"pattern": "^[😀-🙏]$"},
+            [r'"\ud83d\ude00"', '"🙂"', r'"\uD83D\uDE4F"'],
+            [r'"\ud83d\udeff"', r'"\ud83e\ude00"'],
+        ),
+        ({"pattern": "a/b"}, [r'"xa\/b"', '"a/b"', r'"a\u002fb"'], ['"ab"']),
+        ({"enum": ["café", "caf\tx"]}, [r'"caf\u00e9"', '"café"', r'"caf\tx"', r'"caf\u0009x"'], [r'"caf\u0009"']),
+        ({"const": "a/b"}, [r'"a\/b"', '"a/b"'], ['"a"']),
+        ({"type": "string", "format": "date"}, ['"2024-02-29"'], [r'"2024\u002d02-29"']),
+        ({"type": "string", "pattern": "^(?=a)"}, [], []),
+    ],
+)
+def test_limits_hold_for_the_text_and_not_for_its_spelling(
+    tokenizer: LLTokenizer, schema: dict[str, Any], allowed: list[str], refused: list[str]
+) -> None:
+    for text in allowed:
+        assert accepts({"type": "string", **schema}, text, tokenizer), text
+    for text in refused:
+        assert not accepts({"type": "string", **schema}, text, tokenizer), text
+
+
+def test_a_key_that_is_not_listed_is_not_a_listed_one_in_another_spelling(tokenizer: LLTokenizer) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "additionalProperties": {"type": "integer"}}
+    assert accepts(schema, r'{"city": "Rome", "caf\u00e9": 1, "a\/b": 2}', tokenizer)
+    assert not accepts(schema, r'{"c\u0069ty": 1}', tokenizer)
+    listed = {"type": "object", "properties": {"größe": {}}, "additionalProperties": False}
+    assert accepts(listed, r'{"gr\u00f6\u00DFe": 1}', tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        ({"const": 9007199254740993}, ["9007199254740993"], ["9007199254740992", "9007199254740994"]),
+        ({"enum": [2**63 - 1, -(2**63)]}, ["9223372036854775807", "-9223372036854775808"], ["9223372036854775808"]),
+        (
+            {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**60 + 1},
+            ["9007199254740993", "1152921504606846977", "99999999999999999"],
+            ["9007199254740992", "1152921504606846978"],
+        ),
+        (
+            {"type": "integer", "exclusiveMinimum": 2**53 + 1},
+            ["9007199254740994", "123456789012345678901"],
+            ["9007199254740993"],
+        ),
+        ({"type": "integer", "exclusiveMaximum": -(2**53) - 1}, ["-9007199254740994"], ["-9007199254740993", "0", "7"]),
+        ({"const": [1, {"id": 2**64 + 1}]}, ['[1,{"id":18446744073709551617}]'], ['[1,{"id":18446744073709551616}]']),
+    ],
+)
+def test_large_integers_are_exact(
+    tokenizer: LLTokenizer, schema: dict[str, Any], allowed: list[str], refused: list[str]
+) -> None:
+    assert all(accepts(schema, text, tokenizer) for text in allowed)
+    assert not any(accepts(schema, text, tokenizer) for text in refused)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "number", "maximum": 2**53 + 1},
+        {"type": "integer", "minimum": 2**53 + 1, "multipleOf": 2},
+        {"patternProperties": {"^a": {"const": 2**53 + 1}, "^b": {}}},
+    ],
+)
+def test_large_integers_that_cannot_be_exact_are_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"above 2\^53|9007199254740993"):
+        grammar_text(Constraint("json_schema", json.dumps(schema)))
+
+
+def pattern_of(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+    """As ECMAScript has it: Python's expressions have no categories, and find an end before the last line feed."""
+    upper = value[:1] if isinstance(value, str) and unicodedata.category(value[:1] or " ") == "Lu" else "[^\\s\\S]"
+    own = pattern.replace("$", r"\Z").replace(r"\p{Lu}", upper)
+    if isinstance(value, str) and not re.search(own, value, re.ASCII):
+        yield jsonschema.ValidationError(f"{value!r} does not match")
+
+
+Validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"pattern": pattern_of})
+
+
+def check(seed: int, tokenizer: LLTokenizer) -> tuple[int, int]:
+    """How many values of a random schema were allowed, and refused. What the grammar allows is what is valid."""
+    case = Case(seed)
+    validator = Validator(case.root)
+    counts = [0, 0]
+    matcher = matcher_of(case.root, tokenizer)
+    where = f"seed {seed}: {json.dumps(case.root, ensure_ascii=False)}"
+    assert not matcher.is_error(), f"{where}: {matcher.get_error()}"
+    for _ in range(VALUES):
+        value = case.value(case.root)
+        text = written(value, case.rng)
+        assert json.loads(text) == value
+        tokens = VOCABULARY.cut(text, case.rng)
+        one = matcher.deep_copy()
+        allowed = one.validate_tokens(tokens) == len(tokens) and one.consume_tokens(tokens) and one.is_accepting()
+        valid = validator.is_valid(value)
+        assert allowed == valid, f"{where}: {text} is {'valid' if valid else 'not valid'}"
+        counts[not valid] += 1
+    tokens = []
+    while len(tokens) < MOST_TOKENS:
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        allowed_tokens = np.flatnonzero(mask[: len(VOCABULARY.tokens)]).tolist()
+        assert allowed_tokens, f"{where}: nothing follows {VOCABULARY.text(tokens)!r}"
+        if matcher.is_accepting() and (matcher.is_stopped() or case.rng.random() < 0.5):
+            text = VOCABULARY.text(tokens)
+            assert validator.is_valid(json.loads(text)), f"{where}: {text}"
+            break
+        closing = [token for token in allowed_tokens if VOCABULARY.tokens[token] in (b'"', b"}", b"]")]
+        options = [token for token in allowed_tokens if token != VOCABULARY.eos_token_id]
+        token = case.rng.choice(closing if closing and case.rng.random() < 0.3 else options)
+        tokens.append(token)
+        assert matcher.consume_token(token), f"{where}: {VOCABULARY.text(tokens)!r}"
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize(
+    "numbers", [range(250), *(pytest.param(range(part, MANY, PARTS), marks=pytest.mark.slow) for part in range(PARTS))]
+)
+def test_a_grammar_allows_what_is_valid_and_nothing_else(tokenizer: LLTokenizer, numbers: range) -> None:
+    counts = [check(SEED * 1_000_000 + FIRST + number, tokenizer) for number in numbers]
+    assert sum(valid for valid, _ in counts) > 2 * len(counts)
+    assert sum(invalid for _, invalid in counts) > len(counts) // 4
