@@ -9,7 +9,9 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 
+from mlxpaged.engine.characters import as_it_is
 from mlxpaged.engine.constraint import StructuredOutput, ToolCallForm, constraints_in
+from mlxpaged.engine.patterns import whole
 from mlxpaged.formats.pieces import Json, Lark, Listed, Piece, Raw
 
 Pieces = Callable[[str], Sequence[str | int]]
@@ -67,7 +69,7 @@ def lark(form: StructuredOutput, pieces: Pieces) -> str:
         count = f"(?s:.){{{least},{'' if most is None else most}}}"
         text = f"/{count}{tag}/"
         if piece.pattern:
-            text += f" & /{search(piece.pattern)}{tag}/"
+            text += f" & {in_text(piece.pattern, tag)}"
         rules.append(f"{name}: {name.upper()}{'' if tag else ' ' + written(piece.end)}")
         rules.append(f"{name.upper()}: {text} & {once(piece.end) if tag else text_without(piece.end)}")
         return name
@@ -119,13 +121,11 @@ def once(tag: str) -> str:
     return f"~/(?s:.*){in_regex(tag)}(?s:.+)/"
 
 
-def search(pattern: str) -> str:
-    """A regular expression for the texts in which another one finds something."""
-    begin = "" if pattern.startswith("^") else "(?s:.*)"
-    end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
-    inside = pattern.removeprefix("^")
-    inside = inside if end else inside[:-1]
-    return f"{begin}({inside.replace('/', chr(92) + '/')}){end}"
+def in_text(pattern: str, tag: str) -> str:
+    """A terminal for the texts in which a regular expression finds something, with a tag after them. tag: in the
+    notation of regular expressions. Raises OtherPatternError."""
+    slash = whole(pattern, as_it_is).replace("/", "\\/")
+    return f"/{slash}{tag}/"
 
 
 def text_without(*texts: str) -> str:

@@ -38,6 +38,10 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "🙂|日": ("x🙂", "日"),
     "^a?$": ("", "a"),
     "(^x|y$)": ("xa", "ay"),
+    "(^a|b)c$": ("ac", "xbc"),
+    "^(x|y$)": ("xz", "y"),
+    "^$": ("",),
+    "": ("", "é"),
 }
 """With texts in a part of which each is found."""
 KEYS = ("city", "größe", "a/b", 'quo"te', "x y", "日", "type", "properties", "🙂", "back\\", "n")

@@ -144,12 +144,21 @@ WRITE: dict[str, Any] = {
 def test_a_grammar_allows_what_models_write(model: tuple[str, ServedModel]) -> None:
     """Otherwise it would force them to write what they were not trained for. Llama 3 may leave out its first tag, which
     a grammar needs to tell calls from text. In Python, texts are in double quotes. MiniCPM5's numbers are bare."""
-    name, served = model
+    check_allowed(*model, WRITE, ARGUMENTS)
+
+
+@pytest.mark.parametrize("text", ["catx", "hotdog", "cat"])
+def test_each_alternative_of_a_pattern_has_its_own_anchor(model: tuple[str, ServedModel], text: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^cat|dog$"}}, "required": ["a"]}
+    check_allowed(*model, schema, {"a": text})
+
+
+def check_allowed(name: str, served: ServedModel, schema: dict[str, Any], arguments: dict[str, Any]) -> None:
     form, grammars = FORMATS[name], Grammars(served.tokenizer, served.vocab_size)
-    calls = (ToolCallForm(form.pieces("write_file", WRITE)),)
+    calls = (ToolCallForm(form.pieces("write_file", schema)),)
     held = StructuredOutput("never", "", "", None, form.call_start, calls, one_call=True)
     matcher, before = grammars.start(held, ignore_eos=False), ""
-    text = WRITTEN[name]("write_file", ARGUMENTS)
+    text = WRITTEN[name]("write_file", arguments)
     text = text.replace("'", '"') if name in ("pythonic", "llama4") else text
     text = re.sub(r"<!\[CDATA\[(3|true)\]\]>", r"\1", text) if name == "minicpm5" else text
     text = text[text.index(form.call_start) :] if form.call_start in text else form.call_start + text
