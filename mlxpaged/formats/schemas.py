@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from mlxpaged.formats.source import NotACall
@@ -26,6 +26,9 @@ TYPES: dict[type, str] = {
 }
 
 Schema = Mapping[str, Any]
+
+NOTES = {"title", "description", "default", "examples", "deprecated", "$comment"}
+"""Words of a schema that forbid nothing."""
 
 
 def refuse(*_: object) -> NoReturn:
@@ -77,6 +80,63 @@ def required(schema: Schema) -> list[Any]:
     """Returns the keys that an object must have. Some clients write `true`, as in JSON Schema's third draft."""
     given = schema.get("required")
     return given if isinstance(given, list) else []
+
+
+IN_PLACE = {"$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "not"}
+"""Words whose schemas are for the value itself. They may name members that the schema beside them does not."""
+
+
+def closed(schema: Schema) -> dict[str, Any]:
+    """Returns a tool's schema in which an object has no members but those that are listed, if nothing is said of
+    others: a model that must call would invent some. An object without a list is a map, and stays one."""
+    joined = _mentions(schema, {"allOf"}) or any(len(each) > 1 for each in _referring(schema))
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        made = dict(value)
+        for word in ("properties", *(() if joined else ("$defs", "definitions"))):
+            if isinstance(given := value.get(word), Mapping):
+                made[word] = {key: moved(each) for key, each in given.items()}
+        for word in ("items", "additionalProperties"):
+            made |= {word: moved(value[word])} if word in value else {}
+        for word in ("prefixItems", *(() if joined or "properties" in value else ("anyOf", "oneOf"))):
+            if isinstance(given := value.get(word), list):
+                made[word] = list(map(moved, given))
+        if "properties" in value and not value.keys() & IN_PLACE and "patternProperties" not in value:
+            made.setdefault("additionalProperties", False)
+        return made
+
+    found: dict[str, Any] = moved(schema)
+    if not schema.keys() & IN_PLACE and "patternProperties" not in schema:
+        found.setdefault("additionalProperties", False)
+    return found
+
+
+def _referring(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Yields the objects that refer to another schema."""
+    waiting = [schema]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Mapping):
+            if "$ref" in each:
+                yield {key: value for key, value in each.items() if key not in NOTES}
+            waiting += each.values()
+        elif isinstance(each, list):
+            waiting += each
+
+
+def _mentions(schema: Any, words: set[str]) -> bool:
+    waiting = [schema]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Mapping):
+            if each.keys() & words:
+                return True
+            waiting += each.values()
+        elif isinstance(each, list):
+            waiting += each
+    return False
 
 
 def member(schema: Any, key: str) -> Any:

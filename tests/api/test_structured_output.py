@@ -333,6 +333,25 @@ def test_a_model_may_write_every_escape_of_json(tmp_path: Path) -> None:
                 assert (answer["content"], answer["finish_reason"]) == (text, "stop")
 
 
+def test_a_model_that_must_call_invents_no_arguments(tmp_path: Path) -> None:
+    """A tool that says nothing of other arguments has none. A map has any keys."""
+    invented = '{"city": "Rome", "type": "string", "properties": {"city": {}}, "where": {"any": 1}}'
+    script = {"Rome?": f'<tool_call>\n{{"name": "weather", "arguments": {invented}}}\n</tool_call>'}
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    place = {"type": "object", "properties": {"city": {"type": "string"}, "where": {"type": "object"}}}
+    with scripted_server(tmp_path, "json_tools", script) as server, server.client(timeout=DEADLINE) as client:
+        for choice in ("required", NAMED):
+            body = ask("Rome?", tools=[tool("weather", city)], tool_choice=choice, parallel_tool_calls=False)
+            assert both_ways(client, body)["calls"] == [("weather", {"city": "Rome"})]
+        body = ask("Rome?", tools=[tool("weather", city, strict=True)], parallel_tool_calls=False)
+        assert both_ways(client, body)["calls"] == [("weather", {"city": "Rome"})]
+        open_to_all = [tool("weather", city | {"additionalProperties": True})]
+        body = ask("Rome?", tools=open_to_all, tool_choice=NAMED)
+        assert both_ways(client, body)["calls"] == [("weather", json.loads(invented))]
+        [(_, arguments)] = both_ways(client, ask("Rome?", tools=[tool("weather", place)], tool_choice=NAMED))["calls"]
+        assert arguments.keys() <= {"city", "where"}
+
+
 ANY_NAMES = {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1}
 """Arguments of any names have no place in a format that lists them."""
 

@@ -10,6 +10,7 @@ from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
 from mlxpaged.engine.constraint import StructuredOutput, Thinking, ToolCallForm
 from mlxpaged.formats import HARMONY, Format, harmony
 from mlxpaged.formats.pieces import InexpressibleError
+from mlxpaged.formats.schemas import closed
 from mlxpaged.models.tokenizer import Tags
 
 
@@ -62,7 +63,7 @@ def call_form(form: Format, tool: Tool, enforced: bool, param: str) -> ToolCallF
     if enforced and given != "object":
         raise bad_parameter(tool.param, f"the type of the parameters must be 'object', got {given!r}")
     try:
-        pieces = form.pieces(tool.name, {**schema, "type": "object"} if enforced else None)
+        pieces = form.pieces(tool.name, closed({**schema, "type": "object"}) if enforced else None)
     except InexpressibleError as error:
         reason = f"calls of {tool.name!r} cannot be enforced in this model's format, {form.name}: {error}"
         raise bad_parameter(tool.param, reason) from None
