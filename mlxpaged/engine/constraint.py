@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mlxpaged.formats.pieces import Json, Lark, Listed, Piece
+from mlxpaged.formats.pieces import Either, Json, Lark, Listed, Piece
 
 ConstraintKind = Literal["json_schema", "regex", "choice", "grammar"]
 
@@ -86,3 +86,6 @@ def constraints_in(pieces: Iterable[Piece], param: str = "constraint") -> Iterat
             case Listed(items):
                 for _, item in items:
                     yield from constraints_in(item, param)
+            case Either(ways):
+                for way in ways:
+                    yield from constraints_in(way, param)

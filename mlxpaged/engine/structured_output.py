@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from mlxpaged.engine.characters import as_it_is
 from mlxpaged.engine.constraint import StructuredOutput, ToolCallForm, constraints_in
 from mlxpaged.engine.patterns import whole
-from mlxpaged.formats.pieces import Json, Lark, Listed, Piece, Raw
+from mlxpaged.formats.pieces import Either, Json, Lark, Listed, Piece, Raw
 
 Pieces = Callable[[str], Sequence[str | int]]
 """Splits a text into special tokens, as ids, and the texts between them."""
@@ -53,6 +53,8 @@ def lark(form: StructuredOutput, pieces: Pieces) -> str:
             return f"@part_{parts.index(part)} {written(piece.end) if isinstance(piece, Lark) else ''}".strip()
         if isinstance(piece, Listed):
             return listed(call, piece)
+        if isinstance(piece, Either):
+            return f"({' | '.join(pieces_of(call, way) for way in piece.ways)})"
         return raw(piece)
 
     def raw(piece: Raw) -> str:

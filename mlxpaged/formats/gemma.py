@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlxpaged.formats.format import Format
 from mlxpaged.formats.literals import Notation
-from mlxpaged.formats.pieces import Listed, Piece, argument, object_of, properties, self_contained
+from mlxpaged.formats.pieces import Either, Listed, Piece, argument, object_of, properties, self_contained, without_null
 from mlxpaged.formats.schemas import Schema
 from mlxpaged.formats.source import NotACall, Reading, Source
 from mlxpaged.formats.tools import Call, Tools
@@ -35,10 +35,12 @@ def gemma(name: str, models: str, start: str, end: str, quote: str) -> Format:
             return f"call:{name}", object_of(None), end
         items = []
         for key, (each, must) in properties(schema).items():
-            is_string, value = argument(each, schema, quote, is_told=True)
+            text = without_null(each, schema)
+            is_string, value = argument(each if text is None else text, schema, quote, is_told=True)
             if not is_string:
                 value = (object_of(self_contained(each, schema)),)
-            items.append((must, (f"{key}:{quote}" if is_string else f"{key}:", *value)))
+            written: tuple[Piece, ...] = (f"{key}:{quote}" if is_string else f"{key}:", *value)
+            items.append((must, written if text is None else (Either((written, (f"{key}:null",))),)))
         return f"call:{name}{{", Listed(tuple(items), ","), f"}}{end}"
 
     return Format(

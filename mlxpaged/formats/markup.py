@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mlxpaged.formats.pieces import Listed, Piece, Raw, argument, properties
+from mlxpaged.formats.pieces import Either, Listed, Piece, Raw, argument, properties, without_null
 from mlxpaged.formats.schemas import Schema, as_string, loads, types_of
 from mlxpaged.formats.source import NotACall, Reading, Source
 from mlxpaged.formats.tools import Call, Tools
@@ -78,15 +78,22 @@ class Markup:
         for key, (each, must) in properties(schema).items():
             value_end = self.value_end.format(key=key)
             around = ("\n", f"\n{value_end}") if self.line_feeds else ("", value_end)
-            is_string, value = argument(each, schema, around[1], self.is_told)
+            text = without_null(each, schema) if self.is_told else None
+            is_string, value = argument(each if text is None else text, schema, around[1], self.is_told)
             if is_string and self.cdata:
                 around = CDATA, f"]]>{value_end}"
                 is_string, value = argument(each, schema, around[1])
             kinds = sorted((types_of(each, schema) or {"object"}) - {"null"}) or ["null"]
             kind = "string" if is_string else kinds[0]
-            tag = f"{self.key[0]}{self.write_key(key, kind)}{self.key[1]}"
-            items.append((must, (*separated(tag, self.value), *filter(None, around[:1]), *value)))
+            written = (*self._before(key, kind), *filter(None, around[:1]), *value)
+            if text is not None:
+                written = (Either((written, (*self._before(key, "null"), f"null{value_end}"))),)
+            items.append((must, written))
         return (*begin, Listed(tuple(items)), *end)
+
+    def _before(self, key: str, kind: str) -> tuple[Raw, ...]:
+        """Returns what is before a value of this type."""
+        return separated(f"{self.key[0]}{self.write_key(key, kind)}{self.key[1]}", self.value)
 
     def read(self, source: Source, tools: Tools) -> Reading[list[Call]]:
         """Reads the calls of a section. If one is broken, the section is text. If it is not opened, they must fit."""

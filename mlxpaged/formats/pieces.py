@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlxpaged.formats.schemas import Schema, enumerated, required, resolved, types_of
+from mlxpaged.formats.schemas import NOTES, Schema, choices, enumerated, required, resolved, types_of
 
 ANY_OBJECT: Schema = {"type": "object"}
 ROOT = "root"
@@ -61,7 +61,14 @@ class Listed:
     separator: str = ""
 
 
-Piece = str | Json | Raw | Lark | Listed
+@dataclass(frozen=True)
+class Either:
+    """One of several ways to write the same."""
+
+    ways: tuple[tuple[Piece, ...], ...]
+
+
+Piece = str | Json | Raw | Lark | Listed | Either
 
 
 def object_of(schema: Schema | None) -> Json:
@@ -108,6 +115,18 @@ def properties(schema: Schema) -> dict[str, tuple[Any, bool]]:
     return {key: (each, key in must) for key, each in given.items()}
 
 
+def without_null(schema: Any, root: Schema) -> Any:
+    """Returns the schema of a text that may also be null, without the null; None for any other schema."""
+    own = resolved(schema, root)
+    if types_of(own, root) != {"string", "null"} or enumerated(own, root) is not None:
+        return None
+    if isinstance(own.get("type"), list):
+        return {**own, "type": "string"}
+    options = [each for each in choices(own) if types_of(each, root) != {"null"}]
+    rest = {word for word in own if word not in NOTES}
+    return options[0] if len(options) == 1 and len(rest) == 1 else None
+
+
 def argument(schema: Any, root: Schema, end: str, is_told: bool = False) -> tuple[bool, tuple[Piece, ...]]:
     """Returns whether an argument is written as a string, and its pieces, to the tag `end`. What may be a string is
     one, because that is how it is read. is_told: whether the tag says whether it is a string."""
@@ -123,6 +142,9 @@ def argument(schema: Any, root: Schema, end: str, is_told: bool = False) -> tupl
         return is_string, (Raw(end, texts),)
     if types is not None and "string" not in types:
         return False, (Json(json.dumps(self_contained(schema, root))), end)
+    if (text := without_null(schema, root)) is not None and not is_told:
+        written = argument(text, root, end)[1]
+        return True, written if written == (Raw(end),) else (Either((written, (f"null{end}",))),)
     own = resolved(schema, root)
     if any(OF_STRINGS & resolved(each, root).keys() for word in OF_UNIONS for each in own.get(word) or ()):
         raise InexpressibleError("limits of a string in a union")

@@ -19,9 +19,10 @@ def json_of(text: str, schema: Any, root: Schema) -> str:
     values, types = enumerated(schema, root), types_of(schema, root)
     if values is not None and text not in values:
         types = (types or set()) - {"string"} or types
-    if types is not None and "string" in types:
-        return as_string(text)
     value = text.strip()
+    if types is not None and "string" in types:
+        is_null = value == "null" and "null" in types and (values is None or "null" not in values)
+        return "null" if is_null else as_string(text)
     try:
         parsed = loads(value)
     except NotACall:

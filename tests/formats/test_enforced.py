@@ -147,6 +147,25 @@ def test_a_grammar_allows_what_models_write(model: tuple[str, ServedModel]) -> N
     check_allowed(*model, WRITE, ARGUMENTS)
 
 
+NULLABLE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "short": {"type": ["string", "null"], "maxLength": 3},
+        "limited": {"oneOf": [{"type": "null"}, {"type": "string", "pattern": "^cat|dog$"}], "default": None},
+    },
+    "required": ["text", "short", "limited"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("value", [None, "cat"])
+def test_an_optional_text_may_be_null(model: tuple[str, ServedModel], value: str | None) -> None:
+    name, _ = model
+    if name not in ("pythonic", "llama4"):  # where models write Python's null; a grammar allows that of JSON
+        check_allowed(*model, NULLABLE, dict.fromkeys(NULLABLE["properties"], value))
+
+
 @pytest.mark.parametrize("text", ["catx", "hotdog", "cat"])
 def test_each_alternative_of_a_pattern_has_its_own_anchor(model: tuple[str, ServedModel], text: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^cat|dog$"}}, "required": ["a"]}
@@ -213,7 +232,7 @@ def test_what_cannot_be_expressed_is_refused_with_the_reason() -> None:
     assert written is not None
     for schema, reason in (
         ({"properties": {"a": {"type": "string", "format": "date"}}}, "the format 'date'"),
-        ({"properties": {"a": {"anyOf": [{"type": "string", "maxLength": 1}, {"type": "null"}]}}}, "in a union"),
+        ({"properties": {"a": {"anyOf": [{"type": "string", "maxLength": 1}, DIGIT]}}}, "in a union"),
         ({"additionalProperties": {"type": "string"}}, "any names"),
         ({"anyOf": [{"required": ["a"]}], "properties": {"a": {}}}, "anyOf"),
         ({"properties": {}, "required": ["a"]}, "'a' is not among the properties"),

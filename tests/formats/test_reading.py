@@ -58,7 +58,12 @@ def new_parser(
     return TagParser(Tags(start, end, FORMATS[form], form in THOUGHTS), thinking, tools, one_call, held)
 
 
-def parse(pieces: Sequence[str], form: str = "json_tools", tools: Sequence[Any] = TOOLS, **options: Any) -> list[Delta]:
+def parse(
+    pieces: Sequence[str],
+    form: str = "json_tools",
+    tools: Sequence[Any] = TOOLS,
+    **options: Any,
+) -> list[Delta]:
     parser = new_parser(form, tools, **options)
     return [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
 
@@ -122,6 +127,25 @@ def test_a_call_has_the_values_that_the_model_wrote(form: str) -> None:
 def test_a_string_stays_as_it_is(form: str, text: str) -> None:
     arguments = {"path": "a", "content": text}
     assert calls_of(parse([WRITTEN[form]("write_file", arguments)], form)) == [("write_file", arguments)]
+
+
+NULLABLE = tool(
+    "note",
+    plain=STRING,
+    union={"anyOf": [STRING, {"type": "null"}], "default": None},
+    listed={"type": ["string", "null"], "maxLength": 9},
+    other={"oneOf": [{"type": "null"}, STRING]},
+    named={"enum": ["null", "x", None]},
+    several={"type": ["string", "integer", "null"]},
+)
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_null_is_no_text_where_the_schema_has_null(form: str) -> None:
+    arguments = {"plain": "null", "union": None, "listed": None, "other": None, "named": "null", "several": None}
+    assert calls_of(parse([WRITTEN[form]("note", arguments)], form, [NULLABLE])) == [("note", arguments)]
+    texts = dict.fromkeys(("union", "listed", "other", "several"), "nullable")
+    assert calls_of(parse([WRITTEN[form]("note", texts)], form, [NULLABLE])) == [("note", texts)]
 
 
 @pytest.mark.parametrize("form", WRITTEN)
