@@ -16,7 +16,7 @@ from anthropic import Anthropic, AsyncAnthropic
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from mlxpaged.engine.config import EngineConfig
-from tests.api.helpers import DEADLINE, side_by_side
+from tests.api.helpers import DEADLINE, side_by_side, tokens_of
 from tests.api.test_tools import streamed
 from tests.scripted import SPELLED, demo_with_tools, follow, scripted_server
 from tests.support import RunningServer, running_server
@@ -331,6 +331,16 @@ def test_a_model_may_write_every_escape_of_json(tmp_path: Path) -> None:
             for question, text in ESCAPED.items():
                 answer = both_ways(client, ask(question, response_format=form))
                 assert (answer["content"], answer["finish_reason"]) == (text, "stop")
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_what_is_cut_of_a_second_call_is_no_text(client: OpenAI, server: RunningServer, choice: str) -> None:
+    whole = len(tokens_of(server, CALL))
+    for more in (1, 2, 3, 20):
+        body = ask("Both?", tools=TOOLS, tool_choice=choice, max_tokens=whole + more)
+        answer = both_ways(client, body)
+        assert (answer["content"], answer["finish_reason"]) == ("", "length"), more
+        check_calls(answer["calls"], {"weather"})
 
 
 def test_a_model_that_must_call_invents_no_arguments(tmp_path: Path) -> None:

@@ -62,10 +62,11 @@ def parse(
     pieces: Sequence[str],
     form: str = "json_tools",
     tools: Sequence[Any] = TOOLS,
+    is_cut: bool = False,
     **options: Any,
 ) -> list[Delta]:
     parser = new_parser(form, tools, **options)
-    return [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+    return [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish(is_cut)
 
 
 def uncut(deltas: list[Delta]) -> list[Any]:
@@ -146,6 +147,16 @@ def test_null_is_no_text_where_the_schema_has_null(form: str) -> None:
     assert calls_of(parse([WRITTEN[form]("note", arguments)], form, [NULLABLE])) == [("note", arguments)]
     texts = dict.fromkeys(("union", "listed", "other", "several"), "nullable")
     assert calls_of(parse([WRITTEN[form]("note", texts)], form, [NULLABLE])) == [("note", texts)]
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_what_a_cut_answer_begins_after_a_call_is_no_text(form: str) -> None:
+    one = WRITTEN[form]("weather", {"city": "Rome"})
+    for between in ("", "\n"):
+        text = f"{one}{between}{one}"
+        for cut in range(len(one), len(text)):
+            deltas = parse([text[:cut]], form, is_cut=True)
+            assert (said(deltas), calls_of(deltas)[0]) == ("", ("weather", {"city": "Rome"})), text[len(one) : cut]
 
 
 @pytest.mark.parametrize("form", WRITTEN)

@@ -48,6 +48,7 @@ class AnswerParser(ABC):
         self._source = Source()  # the buffer, while it may be a call
         self._reading: Generator[None, None, Any] | None = None
         self._ids: set[str] = set()
+        self._is_cut = False
 
     @property
     def thinks(self) -> bool:
@@ -64,8 +65,10 @@ class AnswerParser(ABC):
         self._buffer += text
         return self._parse(ended=False)
 
-    def finish(self) -> list[Delta]:
-        """Ends the answer. Returns the deltas of the text that was held back."""
+    def finish(self, is_cut: bool = False) -> list[Delta]:
+        """Ends the answer. Returns the deltas of the text that was held back. is_cut: whether the model would have gone
+        on. What then began like another call after a call is dropped: no text comes after calls."""
+        self._is_cut = is_cut
         deltas = self._parse(ended=True)
         if self._section is Section.TEXT and self._space and not self._trim:
             deltas.append(Text(self._space))
@@ -85,11 +88,15 @@ class AnswerParser(ABC):
         """Take the buffer to the first of these tags, or as far as it is none. Returns the tag."""
         places = ((at, -len(mark), mark) for mark in marks if (at := self._buffer.find(mark)) >= 0)
         found = min(places, default=None)
-        keep = 0 if ended else max((overlap(self._buffer, mark) for mark in marks), default=0)
+        keep = 0 if ended and not self._drops_rest else max((overlap(self._buffer, mark) for mark in marks), default=0)
         at = len(self._buffer) - keep if found is None else found[0]
         before, self._buffer = self._buffer[:at], self._buffer[at:]
         self._take(before, deltas)
         return None if found is None else found[2]
+
+    @property
+    def _drops_rest(self) -> bool:
+        return self._is_cut and self.calls_made > 0
 
     def _begin(self, section: Section) -> None:
         self._section, self._space, self._trim = section, "", True
@@ -98,11 +105,12 @@ class AnswerParser(ABC):
         """Read on in what may be a call. Returns False if it waits for more text."""
         source = self._source
         source.text, source.ended = self._buffer, ended
+        is_whole = False
         try:
             next(reading)
             return False
         except StopIteration as result:
-            found = result.value
+            found, is_whole = result.value, True
             end = source.at
         except NotACall:
             found, end = source.complete if ended and not source.thinking else ([], 0)
@@ -110,7 +118,9 @@ class AnswerParser(ABC):
         if found:
             self._buffer = self._buffer[end:]
             self._found(found, deltas)
-        else:
+        if self._drops_rest and not is_whole:
+            self._buffer = ""
+        elif not found:
             first, self._buffer = self._buffer[:1], self._buffer[1:]
             self._take(first, deltas)
         return True

@@ -31,6 +31,7 @@ from mlxpaged.engine.request import RequestOutput
 from mlxpaged.engine.request_stream import RequestStream
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.timeline import Timeline
+from mlxpaged.scheduler.sequence import FinishReason
 
 Counts = tuple[int, int, int, int]
 """Tokens that were cached, made, drafted, and accepted of those."""
@@ -130,7 +131,7 @@ class Answers:
             deltas = parser.feed(output.text)
             thinking |= parser.thinks
             if output.finish_reason is not None:
-                deltas += parser.finish()
+                deltas += parser.finish(is_cut=output.finish_reason is FinishReason.LENGTH)
             num_calls = parser.calls_made
         if thinking:
             self._thinking_tokens += len(output.token_ids)
