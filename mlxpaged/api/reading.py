@@ -59,7 +59,7 @@ class Reading:
             if row.changes_nothing(value, fields):
                 continue
             if row.outcome is Outcome.REFUSED:
-                raise bad_parameter(place + name, row.refusal, "unsupported_parameter")
+                raise bad_parameter(place + name, row.refusal, row.code)
             if row.outcome is Outcome.ALIAS and not (row.yields and found.get(row.of) not in (None, value)):
                 set_alias(found, row, value)
             elif self._strict:

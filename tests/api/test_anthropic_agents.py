@@ -9,7 +9,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from anthropic import Anthropic
+from anthropic import Anthropic, beta_tool
 
 from mlxpaged.api.anthropic.schema import MessagesRequest
 from mlxpaged.api.anthropic.translation import EFFORT_TOKENS, translate
@@ -24,6 +24,8 @@ SCRIPT = {
     "Long?": f"<think>{'so ' * 60}</think>Yes.",
     "Title?": '{"title": "Rome"}',
     "Call?": '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>',
+    "Forecast?": '<tool_call>\n{"name": "forecast", "arguments": {"city": "Rome"}}\n</tool_call>',
+    "sunny in Rome": "Take a hat.",
     "Hello": "Hello.",
 }
 TOOLS: list[Any] = [
@@ -205,3 +207,32 @@ def test_a_template_that_takes_turns_only_gets_what_agents_say_in_a_row(
         ]
     assert "tool\n21 degrees\nUse the list.<|im_end|>\n<|im_start|>assistant\nOne.\nTwo.<|im_end|>" in prompt
     assert counts[0] == counts[1]
+
+
+@beta_tool
+def forecast(city: str) -> str:
+    """The weather of tomorrow."""
+    return f"sunny in {city}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_packages_tool_runner_goes_on_without_a_thread(client: Anthropic, stream: bool) -> None:
+    asked: list[Any] = [{"role": "user", "content": "Forecast?"}]
+    fields: dict[str, Any] = {"model": "scripted", "max_tokens": 200, "messages": asked, "tools": [forecast]}
+    runner = client.beta.messages.tool_runner(**fields, stream=stream)
+    assert runner.until_done().content[0].text == "Take a hat."  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_a_thread_is_refused_in_the_words_that_clients_read(
+    server: RunningServer, path: str, thread: dict[str, str]
+) -> None:
+    fields = body("Hello") | {"thread": thread}
+    with raw(server) as http:
+        answer = http.post(path, json=fields)
+        assert http.post(path, json=fields | {"thread": None}).status_code == 200
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert "send all messages" in error["message"]

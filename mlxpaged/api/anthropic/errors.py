@@ -8,11 +8,15 @@ from pydantic import BaseModel
 
 from mlxpaged.api.error_format import FORMATS, ErrorFormat
 from mlxpaged.api.errors import ApiError
+from mlxpaged.api.fields.messages import THREAD_REFUSED
 
 
 class AnthropicErrorDetail(BaseModel):
+    """details: an `error_code` that says more than the type, if there is one."""
+
     type: str
     message: str
+    details: dict[str, Any] | None = None
 
 
 class AnthropicErrorResponse(BaseModel):
@@ -36,7 +40,10 @@ def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     kind = TYPES.get(error.status, "invalid_request_error" if error.status < 499 else "api_error")
     if error.status == 503 and "Retry-After" in (error.headers or {}):
         kind = "overloaded_error"
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    found: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.code == THREAD_REFUSED:
+        found["details"] = {"error_code": THREAD_REFUSED, "unsupported": ["thread"]}
+    return {"type": "error", "error": found, "request_id": request_id}
 
 
 FORMATS.append(ErrorFormat("/messages", id_header="Request-Id", body=error_body, model=AnthropicErrorResponse))

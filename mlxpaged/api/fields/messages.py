@@ -5,6 +5,8 @@ from __future__ import annotations
 from mlxpaged.api.fields import shared
 from mlxpaged.api.fields.table import Row, Table, alias, ignored, label, refused
 
+THREAD_REFUSED = "thread_unsupported_request"
+"""The code with which Anthropic refuses a thread. Its packages then send the whole conversation, without `thread`."""
 HERE = "the model runs on this machine"
 
 PROMPT: tuple[Row, ...] = (
@@ -30,6 +32,12 @@ PROMPT: tuple[Row, ...] = (
     ignored("anthropic_beta", ["b"], "it is a header", ([],)),
     label("anthropic_version", "v"),
     refused("container", "c", shared.NO_TOOLS),
+    refused(
+        "thread",
+        {"type": "create"},
+        "the server keeps no conversations; send all messages, as Anthropic's packages then do",
+        code=THREAD_REFUSED,
+    ),
     refused("mcp_servers", [{"type": "url"}], shared.NO_TOOLS, ([],)),
 )
 

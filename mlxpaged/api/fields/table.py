@@ -22,7 +22,7 @@ class Row:
     field: its path, without the indices of lists; "*.name" is a field of any object in the body. example: these fields,
     added to the smallest body, have this outcome. note: why. of: the path of the field that an alias sets. neutral:
     values that change nothing, and are accepted. only_with: the field has an effect only if this one has a value other
-    than 0. yields: an alias that is ignored beside the field that it stands for.
+    than 0. yields: an alias that is ignored beside the field that it stands for. code: of the refusal.
     """
 
     field: str
@@ -33,6 +33,7 @@ class Row:
     neutral: tuple[Any, ...] = ()
     only_with: str = ""
     yields: bool = False
+    code: str = "unsupported_parameter"
 
     def changes_nothing(self, value: Any, fields: Mapping[str, Any]) -> bool:
         """fields: of the object that has this one."""
@@ -84,6 +85,12 @@ def ignored(field: str, value: Any, note: str, neutral: tuple[Any, ...] = (), **
 
 
 def refused(
-    field: str, value: Any, note: str = "", neutral: tuple[Any, ...] = (), only_with: str = "", **also: Any
+    field: str,
+    value: Any,
+    note: str = "",
+    neutral: tuple[Any, ...] = (),
+    only_with: str = "",
+    code: str = Row.code,
+    **also: Any,
 ) -> Row:
-    return row(Outcome.REFUSED, field, value, note, also, neutral=neutral, only_with=only_with)
+    return row(Outcome.REFUSED, field, value, note, also, neutral=neutral, only_with=only_with, code=code)
