@@ -114,6 +114,56 @@ def test_a_gguf_file_computes_what_the_mlx_directory_does(name: str, tmp_path: P
     assert greedy(own) == greedy(theirs)
 
 
+NEUTRAL = {
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": -1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+    "rope.scaling.type": "none",
+}
+SCALED = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "others"),
+    [
+        ("rope.scaling.attn_factor", 2.0, SCALED),
+        ("rope.scaling.attn_factor", 2.0, {}),
+        ("rope.scaling.attn_factor", 0.5, {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
+        ("rope.scaling.yarn_attn_factor", 2.0, SCALED),
+        ("rope.scaling.yarn_ext_factor", 0.0, SCALED),
+        ("rope.scaling.yarn_ext_factor", 1.0, {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
+        ("rope.scaling.yarn_log_multiplier", 0.1, SCALED),
+        ("rope.scaling.type", "longrope", {}),
+    ],
+)
+def test_a_scaling_that_the_rotations_do_not_have_is_refused(
+    key: str, value: Any, others: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each changes what the model says. Before, it was read over."""
+
+    def scaled(**more: Any) -> Any:
+        def change(metadata: dict[str, Any], _: dict[str, Stored]) -> None:
+            metadata.update({f"llama.{name}": each for name, each in {**others, **more}.items()})
+
+        return change
+
+    directory = make_architecture(tmp_path / "mlx", "llama", layer_types=None, sliding_window=None)
+    gguf_directory(as_gguf(directory, tmp_path / "neutral.gguf", change=scaled(**{key: NEUTRAL[key]})))
+    with pytest.raises(UnsupportedModelError, match=f"its key llama.{key} is {value!r}"):
+        gguf_directory(as_gguf(directory, tmp_path / "model.gguf", change=scaled(**{key: value})))
+
+
+def test_a_long_context_with_a_factor_of_its_own_is_refused(tmp_path: Path) -> None:
+    def change(metadata: dict[str, Any], _: dict[str, Stored]) -> None:
+        metadata["phi3.rope.scaling.attn_factor"] *= 1.1
+
+    model_type, changes = MODELS["phi3 with long contexts"]
+    directory = make_architecture(tmp_path / "mlx", model_type, **changes)
+    with pytest.raises(UnsupportedModelError, match=r"its key phi3.rope.scaling.attn_factor"):
+        gguf_directory(as_gguf(directory, tmp_path / "model.gguf", change=change))
+
+
 @pytest.mark.parametrize("key", ["rope.scale_linear", "rope.scaling.factor"])
 def test_a_file_that_names_no_kind_of_scaling_has_a_linear_one(key: str, tmp_path: Path) -> None:
     """Such as those of Llama 2 and Vicuna with longer contexts of 2023."""

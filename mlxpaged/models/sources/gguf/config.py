@@ -120,6 +120,7 @@ def rope_scaling(of: Metadata) -> dict[str, Any] | None:
     rope_scaling). Raises UnsupportedModelError for a kind that is not known."""
     factor = of.number("rope.scaling.factor", of.number("rope.scale_linear", 0.0))
     kind = of.get("rope.scaling.type") or ("linear" if factor else None)
+    check_magnitude(of, kind)
     if of.has("rope_freqs.weight") and of.architecture != "gemma4":  # which has other factors there
         return llama3_scaling(of)
     if kind in (None, "none", "longrope"):  # the factors of longrope are tensors
@@ -135,6 +136,27 @@ def rope_scaling(of: Metadata) -> dict[str, Any] | None:
             if of.get(f"rope.scaling.yarn_{name}") is not None:
                 scaling[name] = of.number(f"rope.scaling.yarn_{name}")
     return scaling
+
+
+LONG = "rope_factors_long.weight"
+OWN_MULTIPLIER = ("deepseek2", "mistral3")
+"""Architectures whose models take YaRN's logarithmic multiplier."""
+
+
+def check_magnitude(of: Metadata, kind: Any) -> None:
+    """Raises UnsupportedModelError for what changes the length of rotated vectors (llama-context.cpp, yarn_attn_factor)
+    and is not in the rotations of mlx-lm, and for YaRN without its own frequencies."""
+    is_long = of.architecture == "phi3" and of.has(LONG)  # `phi3` checks its factor
+    if kind == "longrope" and not is_long:
+        raise of.wrong("rope.scaling.type")
+    for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
+        if not is_long and of.number(key, 1.0) != 1.0:
+            raise of.wrong(key)
+    own_frequencies = of.number("rope.scaling.yarn_ext_factor", -1.0)  # below 0: as the kind says
+    if own_frequencies >= 0 and own_frequencies != (1.0 if kind == "yarn" else 0.0):
+        raise of.wrong("rope.scaling.yarn_ext_factor")
+    if of.architecture not in OWN_MULTIPLIER and of.number("rope.scaling.yarn_log_multiplier", 0.0):
+        raise of.wrong("rope.scaling.yarn_log_multiplier")
 
 
 def llama3_scaling(of: Metadata) -> dict[str, Any]:
@@ -326,13 +348,17 @@ def gemma4(of: Metadata) -> dict[str, Any]:
 
 def phi3(of: Metadata) -> dict[str, Any]:
     config: dict[str, Any] = {"model_type": "phi3", "partial_rotary_factor": partial_rotary(of)}
-    if of.has("rope_factors_long.weight") and of.has("rope_factors_short.weight"):
+    if of.has(LONG) and of.has("rope_factors_short.weight"):
         config["original_max_position_embeddings"] = of.integer("rope.scaling.original_context_length")
         config["rope_scaling"] = {
             "type": "longrope",
-            "long_factor": of.factors("rope_factors_long.weight"),
+            "long_factor": of.factors(LONG),
             "short_factor": of.factors("rope_factors_short.weight"),
         }
+        before, longer = config["original_max_position_embeddings"], of.integer("context_length")
+        expected = math.sqrt(1 + math.log(longer / before) / math.log(before)) if longer > before > 1 else 1.0
+        if not math.isclose(of.number("rope.scaling.attn_factor", expected), expected, rel_tol=1e-3):
+            raise of.wrong("rope.scaling.attn_factor")
     return config
 
 
