@@ -7,7 +7,7 @@ messages handles strings. `generation/images.py` decides what becomes of it when
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -111,7 +111,9 @@ class ImageBlock(MediaPart):
 
 
 class OtherPart(MediaPart):
-    """A part that no model here takes. Only its type is kept."""
+    """A part that no model here takes. Only its type is kept, and the text of a document that has one.
+
+    shown_text: the title, the context and the text of such a document, in lines of their own."""
 
     type: Literal[
         "audio",
@@ -124,12 +126,33 @@ class OtherPart(MediaPart):
         "input_file",
         "document",
     ]
+    shown_text: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, value: Any, info: ValidationInfo) -> Any:
         """No other field is read, so none is ignored."""
-        return {"type": value["type"]} if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        text = document_text(value) if value["type"] == "document" else None
+        return {"type": value["type"], "shown_text": text}
+
+    @property
+    def text(self) -> str:
+        return self._sentinel if self.shown_text is None else self.shown_text
+
+
+def document_text(document: Mapping[str, Any]) -> str | None:
+    """Returns what the model is shown of a document block of Anthropic's API; None if its source is no text."""
+    source = document.get("source")
+    if not isinstance(source, dict) or source.get("type") not in ("text", "content"):
+        return None
+    content = source.get("data" if source["type"] == "text" else "content")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or any(not isinstance(each, dict) or each.get("type") != "text" for each in blocks):
+        return None
+    pieces = [document.get("title"), document.get("context"), *(each.get("text") for each in blocks)]
+    return "\n".join(each for each in pieces if isinstance(each, str) and each)
 
 
 Medium = ImageUrlPart | InputImagePart | ImageBlock | OtherPart
@@ -193,7 +216,8 @@ def parts_of(item: BaseModel) -> Iterator[tuple[MediaPart, tuple[str | int, ...]
         parts = getattr(item, name, None)
         for j, part in enumerate(parts if isinstance(parts, list) else ()):
             if isinstance(part, MediaPart):
-                yield part, (name, j), False
+                if not (isinstance(part, OtherPart) and part.shown_text is not None):
+                    yield part, (name, j), False
             elif getattr(part, "type", None) == "tool_result":
                 yield from ((inner, (name, j, *path), True) for inner, path, _ in parts_of(part))
     for j, part in enumerate(getattr(item, "shown_images", ())):  # Ollama's

@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from mlxpaged.api.anthropic.schema import MessagesRequest
+from mlxpaged.api.anthropic.translation import messages_of
 from mlxpaged.api.body import validate
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation.images import with_texts
@@ -149,6 +150,46 @@ def test_what_no_model_takes_is_an_error_in_the_newest_turn(part: dict[str, Any]
     with pytest.raises(ApiError) as caught:
         media_of(conversation_of(chat(USER, ANSWER, looked(part))), "messages")
     assert caught.value.message == f"messages.2.content.1: {said}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"source": {"type": "text", "media_type": "text/plain", "data": "It rains."}}, "It rains."),
+        ({"source": {"type": "text", "data": "It rains."}, "title": "Rome", "context": "May"}, "Rome\nMay\nIt rains."),
+        ({"source": {"type": "content", "content": "It rains."}, "title": None}, "It rains."),
+        (
+            {"source": {"type": "content", "content": [{"type": "text", "text": t} for t in ("It", "rains")]}},
+            "It\nrains",
+        ),
+    ],
+)
+def test_the_text_of_a_document_is_shown_in_each_turn(fields: dict[str, Any], shown: str) -> None:
+    document = {"type": "document", **fields}
+    body = claude(looked(document), CLAUDE_CALL, result(document), looked(document))
+    assert media_of(body.messages, "x") == []  # type: ignore[attr-defined]
+    assert isinstance(body, MessagesRequest)
+    asked, _, answered, newest = messages_of(body)
+    assert asked["content"] == newest["content"] == f"Look.\n{shown}"
+    assert answered["content"] == shown
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"type": "base64", "media_type": "application/pdf", "data": "aGk="},
+        {"type": "url", "url": "https://localhost/a.pdf"},
+        {"type": "file", "file_id": "f"},
+        {"type": "content", "content": [{"type": "text", "text": "a"}, IMAGE]},
+        {"type": "text", "data": 5},
+        {},
+    ],
+)
+def test_a_document_that_is_no_text_is_left_out_or_refused(source: dict[str, Any]) -> None:
+    document = {"type": "document", "source": source}
+    assert [each.is_newest for each in media_of(claude(looked(document), ANSWER, USER).messages, "x")] == [False]  # type: ignore[attr-defined]
+    with pytest.raises(ApiError, match="documents are not supported"):
+        media_of(claude(looked(document)).messages, "x")  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,15 @@ PROMPT: tuple[Claim, ...] = (
         [{"role": "user", "content": [{"type": "image", "source": {"type": "base64", "data": "aGk="}}]}],
         "if the model takes images; in a `tool_result` too; `source` is `base64`: PNG, JPEG, WEBP or GIF",
     ),
+    honoured(
+        "messages",
+        [{"role": "user", "content": [{"type": "document", "source": {"type": "text", "data": "x"}}]}],
+        "a document of text, with its title and context; `source` is `text`, or `content` with text blocks only",
+    ),
     refused(
         "messages",
         [{"role": "user", "content": [{"type": "document", "source": {}}]}],
-        "documents and files are not supported; in earlier turns and results they are left out",
+        "other documents and files are not supported; in earlier turns and results they are left out",
     ),
     ignored(
         "messages.content.image",
