@@ -29,7 +29,8 @@ from mlxpaged.daemon_thread import in_daemon_thread
 from mlxpaged.engine.constraint import Constraint, GrammarError, StructuredOutput
 from mlxpaged.engine.grammar_check import checker
 from mlxpaged.engine.grammar_limits import check_size
-from mlxpaged.engine.json_grammar import lark_of_schema
+from mlxpaged.engine.json_grammar import JSON_OPTIONS, lark_of_schema
+from mlxpaged.engine.json_in_lark import with_own_json
 from mlxpaged.engine.json_schema import check_integers, check_schema, enforceable, has_limited_strings
 from mlxpaged.engine.schema_limits import parsed
 from mlxpaged.engine.schema_merge import OtherSchemaError
@@ -60,21 +61,8 @@ PARTS_SECONDS = 2.0
 """Time limit for compiling each part of a structured output alone, before the whole. A part that cannot be enforced may
 come late in the answer, where no trial of the whole gets to."""
 
-WHITESPACE = r"( |\n[ \t]{0,64})?"
-"""White space between the tokens of JSON. If any amount is allowed, some models write it until max_tokens."""
-
 STACK_BYTES = 2 * checker.STACK_BYTES
 """Bytes of the stack on which grammars are compiled. Without it, the size depends on the system, and on `ulimit -s`."""
-
-JSON_OPTIONS: dict[str, Any] = {
-    "lenient": False,
-    "coerce_one_of": False,
-    "whitespace_flexible": True,
-    "whitespace_pattern": WHITESPACE,
-    "json_allow_general_unicode_escapes": True,
-}
-"""What a schema may say to llguidance in `x-guidance`. A request may not: the first two would allow answers that
-violate the schema."""
 
 LIMITS: dict[str, Any] = {
     "verbose_errors": False,
@@ -273,14 +261,14 @@ def grammar_text(constraint: Constraint) -> str:
     """A constraint in llguidance's notation. Raises ValueError."""
     if constraint.kind == "grammar":
         is_lark = LARK_START.search(constraint.text) is not None
-        return grammar_from("lark", constraint.text if is_lark else lark_of(constraint.text))
+        return grammar_from("lark", with_own_json(constraint.text) if is_lark else lark_of(constraint.text))
     if constraint.kind != "json_schema":
         return grammar_from(constraint.kind, constraint.text)
     schema = parsed(constraint.text)
     check_schema(schema)
     schema = enforceable(schema)
     try:
-        return lark_of_schema(schema, JSON_OPTIONS)
+        return lark_of_schema(schema)
     except (OtherSchemaError, RecursionError):
         check_integers(schema)
     # In some strings, llguidance knows `\\u` for control characters only, and would force these on a model that begins

@@ -23,6 +23,19 @@ from mlxpaged.engine.patterns import OtherPatternError, can_be_long, whole
 from mlxpaged.engine.schema_limits import target
 from mlxpaged.engine.schema_merge import OtherSchemaError, Schema, Unsatisfiable, all_of, merged, types_of, validating
 
+WHITESPACE = r"( |\n[ \t]{0,64})?"
+"""White space between the tokens of JSON. If any amount is allowed, some models write it until max_tokens."""
+
+JSON_OPTIONS: dict[str, Any] = {
+    "lenient": False,
+    "coerce_one_of": False,
+    "whitespace_flexible": True,
+    "whitespace_pattern": WHITESPACE,
+    "json_allow_general_unicode_escapes": True,
+}
+"""What a schema may say to llguidance in `x-guidance`. A request may not: the first two would allow answers that
+violate the schema."""
+
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 MAX_CHARS = 2**22
 """Most characters of a grammar. 128 Ki characters of a schema become half a million, if they have no large classes."""
@@ -30,16 +43,16 @@ MAX_MERGES = 200
 """Schemas that are merged one in another."""
 
 
-def lark_of_schema(schema: Schema, options: Mapping[str, Any]) -> str:
-    """A grammar for the JSON of the values that fit a schema. options: llguidance's. Raises OtherSchemaError if
-    llguidance has to compile the schema, and ValueError."""
-    return _Grammar(schema, options).text()
+def lark_of_schema(schema: Schema, whitespace: str = WHITESPACE) -> str:
+    """A grammar for the JSON of the values that fit a schema. whitespace: what may be between its tokens, as a regular
+    expression. Raises OtherSchemaError if llguidance has to compile the schema, and ValueError."""
+    return _Grammar(schema, whitespace).text()
 
 
 class _Grammar:
-    def __init__(self, root: Schema, options: Mapping[str, Any]) -> None:
+    def __init__(self, root: Schema, whitespace: str) -> None:
         self._root = root
-        self._options = dict(options)
+        self._options = {**JSON_OPTIONS, "whitespace_pattern": whitespace}
         self._rules: list[str] = []
         self._names: dict[str, str] = {}
         """Names of rules and terminals, found by their bodies."""

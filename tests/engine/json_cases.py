@@ -3,9 +3,10 @@ vocabulary with tokens of several bytes, some of which begin or end in an escape
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -115,6 +116,18 @@ def written(value: Any, rng: random.Random, spell: Callable[[str, random.Random]
         members = (f"{spell(key, rng)}{space()}:{space()}{written(each, rng, spell)}" for key, each in value.items())
         return "{" + space() + f"{space()},{space()}".join(members) + space() + "}"
     return json.dumps(value)
+
+
+def reordered(value: Any) -> Iterator[Any]:
+    """The same value with the members of its objects in each order."""
+    if isinstance(value, list):
+        yield from map(list, itertools.product(*(list(reordered(each)) for each in value)))
+    elif isinstance(value, dict):
+        members = [[(key, each) for each in reordered(inner)] for key, inner in value.items()]
+        for order in itertools.permutations(members):
+            yield from map(dict, itertools.product(*order))
+    else:
+        yield value
 
 
 class Case:
