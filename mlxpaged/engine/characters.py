@@ -104,10 +104,13 @@ def spelled(text: str) -> str:
     return "".join((as_it_is if is_plain(char) else in_json)(of(char)) for char in text)
 
 
-def in_key() -> str:
-    """A regular expression for a character of a key that is not listed. It has no spelling that a listed key lacks, so
-    that it can be told from these."""
-    return f"(?:{as_it_is(PLAIN)}|{in_json(others(PLAIN))})"
+@functools.lru_cache(maxsize=1024)
+def in_key(characters: Characters) -> str:
+    """The same as `in_json` for a key beside listed ones. It has no spelling that those lack, so that it can be told
+    from them."""
+    plain, rest = both(characters, PLAIN), both(characters, others(PLAIN))
+    found = [*([as_it_is(plain)] if plain else []), *([in_json(rest)] if rest else [])]
+    return f"(?:{'|'.join(found)})"
 
 
 def is_plain(text: str) -> bool:

@@ -8,6 +8,7 @@ have no escapes, and it compiles, or refuses, what raises OtherSchemaError.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from llguidance import LLMatcher
 from mlxpaged.engine.characters import ALL, in_json, in_key, is_plain, spelled
 from mlxpaged.engine.integers import integers
 from mlxpaged.engine.json_schema import is_double
-from mlxpaged.engine.patterns import OtherPatternError, can_be_long, whole
+from mlxpaged.engine.patterns import OtherPatternError, can_be_long, is_found, whole
 from mlxpaged.engine.schema_limits import target
 from mlxpaged.engine.schema_merge import OtherSchemaError, Schema, Unsatisfiable, all_of, merged, types_of, validating
 
@@ -285,6 +286,8 @@ class _Grammar:
 
     def _array(self, schema: Schema) -> str:
         first, rest = schema.get("prefixItems", []), schema.get("items", True)
+        if isinstance(rest, list) and "prefixItems" not in schema:  # as in earlier drafts of JSON Schema
+            first, rest = rest, schema.get("additionalItems", True)
         least, most = _size(schema, "minItems", 0), _size(schema, "maxItems", None)
         if not isinstance(first, list) or isinstance(rest, list):
             raise OtherSchemaError("has a list of items")
@@ -329,12 +332,13 @@ class _Grammar:
         if not isinstance(given, dict) or not isinstance(must, list) or not isinstance(by_pattern, dict):
             raise OtherSchemaError("has properties of another kind")
         names = list(dict.fromkeys([*given, *(name for name in must if isinstance(name, str))]))
-        if len(by_pattern) > 1 or (by_pattern and names):
-            raise OtherSchemaError("has patterns of properties, and other properties")
+        if len(by_pattern) > 1:
+            raise OtherSchemaError("has several patterns of properties")
         items: list[tuple[bool, str]] = []
         for name in names:
+            found = [each for pattern, each in by_pattern.items() if is_found(pattern, name)]
             try:
-                value = self._value(given.get(name, others))
+                value = self._value(all_of(given[name], *found) if name in given else all_of(*found or [others]))
             except Unsatisfiable:
                 if name in must:
                     raise Unsatisfiable(f"required property {name!r} is unsatisfiable") from None
@@ -343,17 +347,21 @@ class _Grammar:
         least = _size(schema, "minProperties", 0) - sum(required for required, _ in items)
         most = _size(schema, "maxProperties", None)
         most = None if most is None else most - sum(required for required, _ in items)
-        if (least > 0 or most is not None) and not all(required for required, _ in items):
-            raise OtherSchemaError("has a number of properties, and optional ones")
         more = list(self._other_pairs(names, by_pattern, others))
+        has_optional = not all(required for required, _ in items)
+        if not more and most is not None and most >= len(items):
+            most = None
+        if has_optional and (most is not None or least > 1):
+            raise OtherSchemaError("has a number of properties, and optional ones")
         if most is not None and (most < 0 or (not more and least > 0) or least > most):
             raise Unsatisfiable("the properties are too many, or too few")
-        if not more and least > 0:
+        if not more and least > 0 and not has_optional:
             raise Unsatisfiable("the properties are too few")
         if more and most != 0:
             pair = self._rule(" | ".join(more))
-            items.append((least > 0, self._rule(f"{pair} {self._more(pair, least, most)}")))
-        return self._rule(f'"{{" {self._members(items)} "}}"')
+            must_follow = least > 0 and not has_optional
+            items.append((must_follow, self._rule(f"{pair} {self._more(pair, least, most)}")))
+        return self._rule(f'"{{" {self._members(items, is_empty=least < 1)} "}}"')
 
     def _other_pairs(self, names: Sequence[str], by_pattern: Mapping[str, Any], others: Any) -> Iterator[str]:
         """The members with keys that are not listed."""
@@ -362,23 +370,22 @@ class _Grammar:
             taken.append(regex(f'"(?:{"|".join(map(spelled, names))})"'))
         for pattern, schema in by_pattern.items():
             try:
-                key = regex(f'"{whole(pattern, in_json)}"')
+                key = regex(f'"{whole(pattern, in_key if names else in_json)}"')
             except OtherPatternError:
                 raise OtherSchemaError("has a pattern of another kind") from None
+            with contextlib.suppress(Unsatisfiable):
+                yield f'{self._terminal(" & ~".join([key, *taken]))} ":" {self._value(schema)}'
             taken.append(key)
-            try:
-                yield f'{self._terminal(key)} ":" {self._value(schema)}'
-            except Unsatisfiable:
-                continue
         try:
             value = self._value(others)
         except Unsatisfiable:
             return
-        every = regex(f'"{in_key() if names else in_json(ALL)}*"')
+        every = regex(f'"{(in_key if names else in_json)(ALL)}*"')
         yield f'{self._terminal(" & ~".join([every, *taken]))} ":" {value}'
 
-    def _members(self, items: Sequence[tuple[bool, str]]) -> str:
-        """Members in this order. Before the first that must be there, nothing tells whether a comma is needed."""
+    def _members(self, items: Sequence[tuple[bool, str]], is_empty: bool) -> str:
+        """Members in this order. Before the first that must be there, nothing tells whether a comma is needed.
+        is_empty: whether there may be none, if none must be there."""
         begin = next((number for number, (must, _) in enumerate(items) if must), len(items))
         later = " ".join(f'"," {item}' if must else f'("," {item})?' for must, item in items[begin + 1 :])
         alone = f"{items[begin][1]} {later}" if begin < len(items) else ""
@@ -387,7 +394,8 @@ class _Grammar:
             assert not must
             after_rule = self._rule(after) if after else ""
             alone_rule = self._rule(alone) if alone else ""
-            alone = f"{item} {after_rule} | {alone_rule}" if alone_rule else f"({item} {after_rule})?"
+            last = f"({item} {after_rule})?" if is_empty else f"{item} {after_rule}"
+            alone = f"{item} {after_rule} | {alone_rule}" if alone_rule else last
             after = f'("," {item})? {after_rule}'
         return f"({alone})" if alone else ""
 

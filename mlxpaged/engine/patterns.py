@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from mlxpaged.engine.characters import ALL, Characters, both, category, of, others, united
+from mlxpaged.engine.schema_merge import OtherSchemaError
 
 Spelling = Callable[[Characters], str]
 
@@ -26,7 +27,7 @@ MAX_SHOWN = 60
 """Characters of an expression in an error."""
 
 
-class OtherPatternError(ValueError):
+class OtherPatternError(OtherSchemaError):
     """An expression has what this module does not read: look-around, a reference to a group, and the like."""
 
 
@@ -256,6 +257,15 @@ def _has_anchor(item: Item) -> bool:
             return _has_anchor(item.item)
         case _:
             return isinstance(item, Anchor)
+
+
+def is_found(pattern: str, text: str) -> bool:
+    """Whether an expression matches a part of a text. Raises OtherSchemaError for one that Python reads otherwise."""
+    try:
+        _Reader(pattern).whole()
+        return re.search(pattern, text, re.ASCII) is not None
+    except (OtherPatternError, re.error):
+        raise OtherSchemaError("has a pattern of another kind") from None
 
 
 def can_be_long(pattern: str, least: int, most: int | None) -> bool:

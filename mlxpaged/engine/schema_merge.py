@@ -13,6 +13,7 @@ ANNOTATIONS |= {"writeOnly", "examples", "example", "deprecated", "contentMediaT
 
 KNOWN = {"$ref", "allOf", "anyOf", "type", "const", "enum", "properties", "required", "additionalProperties"}
 KNOWN |= {"patternProperties", "minProperties", "maxProperties", "items", "prefixItems", "minItems", "maxItems"}
+KNOWN |= {"additionalItems"}
 KNOWN |= {"minLength", "maxLength", "pattern", "format", "multipleOf"}
 KNOWN |= {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 

@@ -187,6 +187,10 @@ class Case:
         more: Any = self.rng.choice([False, False, True, None, {"type": "boolean"}])
         found: dict[str, Any] = {"type": "object", "properties": {name: self.schema(depth) for name in names}}
         found["required"] = [name for name in names if self.rng.random() < 0.5]
+        if self.rng.random() < 0.2:
+            found["patternProperties"] = {self.rng.choice(["^t", "y", "é|/"]): self.string()}
+        if self.rng.random() < 0.2 and len(found["required"]) in (0, len(names)):
+            found["minProperties"] = 1
         return found if more is None else found | {"additionalProperties": more}
 
     def array(self, depth: int) -> dict[str, Any]:
