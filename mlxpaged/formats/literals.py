@@ -26,6 +26,8 @@ ESCAPES = {
 }
 HEX = {"x": 2, "u": 4, "U": 8}
 NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?\Z")
+PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+"""The halves of a character that JSON writes as two escapes."""
 MAX_DEPTH = 60
 MAX_WORD = 400
 """Characters of a number, a constant, or a key."""
@@ -141,7 +143,7 @@ def string(source: Source, quote: str) -> Reading[str]:
         part, end = yield from source.until(quote, "\\")
         text += part
         if end == quote:
-            return text
+            return PAIR.sub(lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), text)
         while source.at == len(source.text):
             yield from source.more()
         code = source.text[source.at]

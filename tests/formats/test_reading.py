@@ -130,6 +130,25 @@ def test_a_string_stays_as_it_is(form: str, text: str) -> None:
     assert calls_of(parse([WRITTEN[form]("write_file", arguments)], form)) == [("write_file", arguments)]
 
 
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("gemma4", "<|tool_call>call:mixed{items:[STRING]}<tool_call|>"),
+        ("function_gemma", "<start_function_call>call:mixed{items:[STRING]}<end_function_call>"),
+        ("pythonic", "<|tool_call_start|>[mixed(items=[STRING])]<|tool_call_end|>"),
+        ("json_tools", '<tool_call>\n{"name": "mixed", "arguments": {"items": [STRING]}}\n</tool_call>'),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=mixed>\n<parameter=items>\n[STRING]\n</parameter>\n</function>\n</tool_call>",
+        ),
+    ],
+)
+def test_a_string_in_a_list_may_have_every_escape_of_json(form: str, text: str) -> None:
+    written, meant = r'"\ud83d\ude42 \uD834\uDD1E \u00e9 it\u2019s a\/b \"\\ \u0009"', '🙂 𝄞 é it\u2019s a/b "\\ \t'
+    assert calls_of(parse([text.replace("STRING", written)], form)) == [("mixed", {"items": [meant]})]
+    assert calls_of(parse([text.replace("STRING", r'"\ud83d"')], form)) == []
+
+
 NULLABLE = tool(
     "note",
     plain=STRING,
