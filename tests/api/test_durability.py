@@ -23,7 +23,8 @@ from mlxpaged.api.app import create_app
 from mlxpaged.api.batches import runner
 from mlxpaged.api.batches.lines import FileCheck, LinePlace
 from mlxpaged.api.batches.records import BatchRecord, FileRecord, LineError, LineErrors, OutputLine
-from mlxpaged.api.batches.runner import BatchRunner, response_line
+from mlxpaged.api.batches.requests import LineRequests, response_line
+from mlxpaged.api.batches.runner import BatchRunner
 from mlxpaged.api.batches.store import Store
 from mlxpaged.api.ignored_fields import IgnoredFields
 from mlxpaged.engine.config import EngineConfig
@@ -63,20 +64,23 @@ class ScriptedModels:
         return response_line(place, "req", 200, {"text": place.custom_id})
 
 
-class ScriptedRunner(BatchRunner):
-    """Runs all batches of a store with scripted answers, until all are finished or the server ends."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.ended = asyncio.Event()
-        self._task.add_done_callback(lambda _: self.ended.set())
-
-    async def _answer(self, batch: BatchRecord, place: LinePlace, body: Any) -> OutputLine:
+class ScriptedRequests(LineRequests):
+    async def answer(self, batch: BatchRecord, place: LinePlace, body: Any) -> OutputLine:
         models: Any = self._registry
         if models.watch is not None:
             await asyncio.sleep(0.01)
             models.watch(place)
         return models.answer(place)  # type: ignore[no-any-return]
+
+
+class ScriptedRunner(BatchRunner):
+    """Runs all batches of a store with scripted answers, until all are finished or the server ends."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.requests = ScriptedRequests(*args)
+        self.ended = asyncio.Event()
+        self._task.add_done_callback(lambda _: self.ended.set())
 
     @staticmethod
     def run(store: Store, num_answers: int = 99, watch: Callable[[LinePlace], object] | None = None) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.api.batches import runner
+from mlxpaged.api.batches import requests
 from mlxpaged.api.errors import ApiError, no_room
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.errors import EngineState
@@ -209,7 +209,7 @@ def test_lines_of_a_batch_may_name_models_that_are_not_loaded_together(
         return no_room(name, error)
 
     monkeypatch.setattr("mlxpaged.api.server.no_room", noting)
-    monkeypatch.setattr(runner, "NO_ROOM_SECONDS", 0.05)
+    monkeypatch.setattr(requests, "NO_ROOM_SECONDS", 0.05)
     bodies = [run_on("x", 3, model=name) for name in ("demo", "small", "demo")]
     with server.client() as client, StepGate(server) as gate:
         batch = submit(client, jsonl(bodies))

@@ -17,7 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 from mlxpaged.api import ignored_fields
 from mlxpaged.api.access.caller import may_use, owner_of
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
-from mlxpaged.api.batches.runner import BatchRunner, now
+from mlxpaged.api.batches.requests import now
+from mlxpaged.api.batches.runner import BatchRunner
 from mlxpaged.api.batches.store import ERRORS, OUTPUT, Store, result_id
 from mlxpaged.api.body import pieces, read_json, read_query, validate
 from mlxpaged.api.endpoint import BYTES

@@ -6,55 +6,40 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
 
 from mlxpaged.api.batches.line_queue import IDLE_SECONDS, LineQueue
-from mlxpaged.api.batches.lines import FileCheck, LinePlace, read_line
+from mlxpaged.api.batches.lines import FileCheck, LinePlace
 from mlxpaged.api.batches.records import BatchRecord, LineError, LineErrors, OutputLine, RequestCounts, Status
+from mlxpaged.api.batches.requests import (
+    LineBody,
+    LineRequests,
+    client_of,
+    failure_line,
+    now,
+    num_sequences,
+    response_line,
+)
 from mlxpaged.api.batches.store import ERRORS, OUTPUT, Store
-from mlxpaged.api.body import validate
-from mlxpaged.api.errors import NO_ROOM, NOT_STORED, OUT_OF_MEMORY, RETRY, ApiError, bad_parameter, from_engine
-from mlxpaged.api.openai import chat, completions
-from mlxpaged.api.openai.responses import routes as responses
-from mlxpaged.api.openai.responses.schema import ResponseRequest
-from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
-from mlxpaged.api.reading import Reading
+from mlxpaged.api.errors import NOT_STORED, ApiError
 from mlxpaged.api.request_id import new_id
-from mlxpaged.api.turns import Rules, Turn, TurnRefusedError, Turns
-from mlxpaged.engine.errors import EngineState, EngineUnavailableError, QueueFullError
+from mlxpaged.api.turns import Rules, Turn, Turns
+from mlxpaged.engine.errors import EngineUnavailableError
 from mlxpaged.journal import Journal
 from mlxpaged.library_errors import public_reason
 from mlxpaged.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-Respond = Callable[[Request, Any], Awaitable[Response]]
 Result = TypeVar("Result")
-
-LineBody = ChatRequest | CompletionRequest | ResponseRequest
-BATCH_ENDPOINTS: dict[str, tuple[type[LineBody], Respond]] = {
-    "/v1/chat/completions": (ChatRequest, chat.respond),
-    "/v1/completions": (CompletionRequest, completions.respond),
-    "/v1/responses": (ResponseRequest, responses.respond),
-}
-
-CLIENT = "batches"
-"""The client of a batch's requests in the log, if the batch has no owner."""
 
 POLL_SECONDS = 0.1
 """A batch checks at this interval whether there is room, and whether the batch or the server has to stop."""
-
-PASSING_STATES = (EngineState.STALLED, EngineState.LOADING)
-"""A line waits while its model is in one of these: its ranks start again, or the load of the model was ended and begins
-anew. A line of the default model waits too while that is dead, which only another load or a restart of the server
-ends."""
 
 DISK_SECONDS = 2.0
 """What could not be saved is tried again after this time."""
@@ -76,9 +61,6 @@ DISK = Rules("changes of files and batches", at_once=1, places=16)
 MAX_GROUP = 100
 """Most refused requests whose lines are saved together."""
 
-NO_ROOM_SECONDS = 2.0
-"""A request whose model does not fit beside models that run others tries again after this time."""
-
 READING = "reading"
 """The name of the work before the first request, in a batch's journal. Requests have names of digits there."""
 
@@ -93,9 +75,9 @@ class BatchRunner:
     """
 
     def __init__(self, app: Starlette, registry: Registry, store: Store) -> None:
-        self._app = app
         self._registry = registry
         self._store = store
+        self.requests = LineRequests(app, registry, store)
         self._wake = asyncio.Event()  # set when there is a new batch
         self._unsaved = set[str]()  # ids of new batches
         self._current = set[str]()  # ids of batches that have their turn
@@ -342,7 +324,8 @@ class BatchRunner:
                 if place is not None:
                     await self._written(batch, partial(journal.begin, place.name))
                     try:
-                        request = place, await self._parse(batch, place)
+                        body, ignored = await self._on_disk(batch.id, partial(self.requests.read, batch, place))
+                        request = place, self.requests.accepted(batch, body, ignored)
                     except ApiError as error:
                         refused.append((place, response_line(place, new_id("req"), error.status, error.body())))
                         if waiting and len(refused) < MAX_GROUP and not waiting.next_is_suspect:
@@ -356,7 +339,7 @@ class BatchRunner:
                     asked = True
                 self.line_turns.begin()
                 if request is not None and turn is not None and turn.has_begun:
-                    task = asyncio.ensure_future(self._answer(batch, *request))
+                    task = asyncio.ensure_future(self.requests.answer(batch, *request))
                     task.add_done_callback(partial(self._end_line, turn))
                     tasks[task] = request[0]
                     request = turn = None
@@ -388,19 +371,10 @@ class BatchRunner:
 
     def _is_over(self, batch: BatchRecord) -> bool:
         """Whether the batch was cancelled or has expired. Raises EngineUnavailableError."""
-        self._require_server()
+        self.requests.require_server()
         if batch.status != "cancelling" and batch.expired_at is None and now() >= batch.expires_at:
             batch.expired_at = now()
         return batch.status == "cancelling" or batch.expired_at is not None
-
-    def _require_server(self) -> None:
-        """Raises EngineUnavailableError if the server ends. A stall may end, ranks start again, and a model that failed
-        may be loaded again."""
-        try:
-            self._registry.require_ready()
-        except EngineUnavailableError as error:
-            if error.state is EngineState.DRAINING:
-                raise
 
     def _has_room(self, count: int) -> bool:
         """Whether `count` sequences may start: batches use at most half of the slots, unless nothing else runs."""
@@ -408,67 +382,6 @@ class BatchRunner:
         in_flight = self.line_turns.size
         alone = unfinished == in_flight == 0
         return alone or (in_flight + count <= limit // 2 and unfinished + count <= limit)
-
-    async def _parse(self, batch: BatchRecord, place: LinePlace) -> LineBody:
-        """Returns the request of a line, with a batch's priority and timeouts. Raises ApiError."""
-        path, (model, _) = self._store.content(batch.input_file_id), BATCH_ENDPOINTS[batch.endpoint]
-        server = self._app.state.server
-        reading = Reading(model, server.http.strict)
-        body = await self._on_disk(batch.id, lambda: validate(read_line(path, place).body, model, reading))
-        server.ignored_fields.note(client_of(batch), reading.ignored)
-        if body.stream:
-            raise bad_parameter("stream", "must be false in a batch")
-        if body.service_tier == "priority":
-            raise bad_parameter("service_tier", "must not be 'priority' in a batch; its requests run as 'flex'")
-        limit = self._registry.base.max_num_seqs
-        if (count := num_sequences(body)) > limit:
-            message = f"asks for {count} answers; the limit of a batch's request is {limit} (--max-num-seqs)"
-            raise bad_parameter(body.multiplier or "prompt", message)
-        window = float(max(1, batch.expires_at - now()))  # instead of the default timeouts of interactive requests
-        update: dict[str, Any] = {
-            "service_tier": "flex",
-            "timeout": body.timeout or window,
-            "ttft_timeout": body.ttft_timeout or window,
-        }
-        if isinstance(body, ResponseRequest):  # by default a batch stores nothing: it would evict other responses
-            update["store"] = bool(body.store)
-        return body.model_copy(update=update)
-
-    async def _answer(self, batch: BatchRecord, place: LinePlace, body: LineBody) -> OutputLine:
-        """Run one request. Raises EngineUnavailableError if it has to run again after a restart."""
-        keys = self._app.state.server.keys
-        caller = keys.named(batch.owner) if keys is not None and batch.owner is not None else None
-        if keys is not None and batch.owner is not None and caller is None:  # it would run without limits
-            message = f"the API key {batch.owner!r} was removed before this request was run"
-            return failure_line(place, "api_key_removed", message)
-        headers = [(b"user-agent", CLIENT.encode())]
-        scope = {"type": "http", "method": "POST", "path": batch.endpoint, "headers": headers, "query_string": b""}
-        state: dict[str, Any] = {"request_id": new_id("req"), "caller": caller, "body_size": place.size}
-        state["ignored"] = []
-        request = Request(scope | {"app": self._app, "state": state})
-        _, respond = BATCH_ENDPOINTS[batch.endpoint]
-        content: Mapping[str, Any] | bytes | memoryview
-        while True:
-            request.state.body_size = place.size  # responding adds what a stored conversation has
-            try:
-                response = await respond(request, body)
-                status, content = response.status_code, response.body
-            except (QueueFullError, TurnRefusedError):  # another request took the room, or the turn
-                await asyncio.sleep(POLL_SECONDS)
-                continue
-            except Exception as error:
-                if isinstance(error, EngineUnavailableError):
-                    self._require_server()  # it may be the line's model alone
-                    is_default = self._registry.served(body.model) is self._registry.default
-                    if error.state in PASSING_STATES or (is_default and self._registry.state is EngineState.DEAD):
-                        await asyncio.sleep(POLL_SECONDS)
-                        continue
-                answer = from_engine(error)
-                if answer.code in (NO_ROOM, OUT_OF_MEMORY) and answer.headers == RETRY:
-                    await asyncio.sleep(NO_ROOM_SECONDS)
-                    continue
-                status, content = answer.status, answer.body()
-            return response_line(place, request.state.request_id, status, content)
 
     def _publish(self, batch: BatchRecord) -> None:
         """Publish the finished lines, and end the batch. The next start of the server can repeat this."""
@@ -484,30 +397,3 @@ class BatchRunner:
         """Returns the fields of the batch that name its results."""
         output, errors = (self._store.publish_results(batch, kind, now()) for kind in (OUTPUT, ERRORS))
         return {"output_file_id": output, "error_file_id": errors}
-
-
-def response_line(
-    place: LinePlace, request_id: str, status: int, content: Mapping[str, Any] | bytes | memoryview
-) -> OutputLine:
-    response = {"status_code": status, "request_id": request_id, "body": content}
-    return OutputLine(id=new_id("batch_req"), custom_id=place.custom_id, response=response)
-
-
-def failure_line(place: LinePlace, code: str, message: str) -> OutputLine:
-    error = {"code": code, "message": message}
-    return OutputLine(id=new_id("batch_req"), custom_id=place.custom_id, error=error)
-
-
-def client_of(batch: BatchRecord) -> str:
-    """Who takes turns with others: the batch's key."""
-    return batch.owner or CLIENT
-
-
-def num_sequences(body: LineBody) -> int:
-    """How many sequences a request takes in the engine."""
-    return body.num_candidates * (len(body.prompt) if isinstance(body, CompletionRequest) else 1)
-
-
-def now() -> int:
-    """Returns seconds since 1970: batches outlive the monotonic clock of a process."""
-    return int(time.time())
