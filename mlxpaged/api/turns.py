@@ -100,7 +100,7 @@ class Turns:
         self.waiting: dict[str, list[Turn]] = {}
         self._running: list[Turn] = []
         self.used: dict[str, tuple[float, float]] = {}  # by client: seconds, and when that was counted
-        self._most_clients = 64  # in `_used`, before those are looked for that may be forgotten
+        self._most_clients = 64  # in `used`, before those are looked for that may be forgotten
         self._rests_until = -math.inf
         self._end_of_rest: asyncio.TimerHandle | None = None
 
@@ -173,7 +173,6 @@ class Turns:
         while (turn := self._next()) is not None:
             self._stop_waiting(turn)
             turn.has_begun, turn.since = True, self.clock()
-            turn.is_heavy = self.is_heavy(turn.client, turn.since)
             self._running.append(turn)
             if turn.waiter is not None and not turn.waiter.done():
                 turn.waiter.set_result(None)
@@ -195,13 +194,14 @@ class Turns:
         """The turn that may begin now."""
         if not self.waiting or len(self._running) >= self.rules.at_once:
             return None
-        now, places = self.clock(), list[tuple[float, int, Turn, bool]]()
+        now, places = self.clock(), list[tuple[float, int, Turn]]()
         for client, (first, *_) in self.waiting.items():
             used = self.use(client, now)
             order, number = first.order
-            places.append((min(MAX_USE, used) + order, number, first, used >= self.rules.free_seconds))
-        for _, _, turn, is_heavy in sorted(places):
-            if is_heavy and not self._heavy_may_begin(turn, now):
+            places.append((min(MAX_USE, used) + order, number, first))
+            first.is_heavy = used >= self.rules.free_seconds
+        for _, _, turn in sorted(places):
+            if turn.is_heavy and not self._heavy_may_begin(turn, now):
                 continue
             if self._has_room(turn.size):
                 return turn
