@@ -18,9 +18,10 @@ from typing import Any
 from llguidance import LLMatcher
 
 from mlxpaged.engine.characters import ALL, in_json, in_key, is_plain, spelled
+from mlxpaged.engine.grammar_check import checker
 from mlxpaged.engine.integers import integers
 from mlxpaged.engine.json_schema import is_double
-from mlxpaged.engine.patterns import OtherPatternError, can_be_long, is_found, whole
+from mlxpaged.engine.patterns import OtherPatternError, is_found, whole
 from mlxpaged.engine.schema_limits import target
 from mlxpaged.engine.schema_merge import OtherSchemaError, Schema, Unsatisfiable, all_of, merged, types_of, validating
 
@@ -78,6 +79,13 @@ class _Grammar:
 
     def _terminal(self, body: str) -> str:
         return self._named("T", body)
+
+    def _checked_terminal(self, parts: Sequence[str]) -> str:
+        """A terminal for what fits all of these. Raises Unsatisfiable if that is nothing: an answer could begin one."""
+        body = " & ".join(parts)
+        if len(parts) > 1 and checker.is_empty(f"start: T\nT: {body}\n"):
+            raise Unsatisfiable("no text fits")
+        return self._terminal(body)
 
     def _named(self, prefix: str, body: str) -> str:
         """The name of the rule, or of the terminal, with this body."""
@@ -277,9 +285,7 @@ class _Grammar:
             return self._leaf_string(schema)
         if (least, most) != (0, None) or not parts:
             parts.append(regex(f'"{_repeated(in_json(ALL), least, most)}"'))
-        if any(not can_be_long(pattern, least, most) for pattern in patterns):
-            raise Unsatisfiable("no string is as long as it must be")
-        return self._terminal(" & ".join(parts))
+        return self._checked_terminal(parts)
 
     def _leaf_string(self, schema: Schema) -> str:
         return self._leaf(_leaf_of(schema))
@@ -367,21 +373,19 @@ class _Grammar:
         """The members with keys that are not listed."""
         taken = []
         if names:
-            taken.append(regex(f'"(?:{"|".join(map(spelled, names))})"'))
+            taken.append("~" + regex(f'"(?:{"|".join(map(spelled, names))})"'))
         for pattern, schema in by_pattern.items():
             try:
                 key = regex(f'"{whole(pattern, in_key if names else in_json)}"')
             except OtherPatternError:
                 raise OtherSchemaError("has a pattern of another kind") from None
             with contextlib.suppress(Unsatisfiable):
-                yield f'{self._terminal(" & ~".join([key, *taken]))} ":" {self._value(schema)}'
-            taken.append(key)
-        try:
-            value = self._value(others)
-        except Unsatisfiable:
-            return
+                yield f'{self._checked_terminal([key, *taken])} ":" {self._value(schema)}'
+            taken.append(f"~{key}")
         every = regex(f'"{(in_key if names else in_json)(ALL)}*"')
-        yield f'{self._terminal(" & ~".join([every, *taken]))} ":" {value}'
+        with contextlib.suppress(Unsatisfiable):
+            key = self._checked_terminal([every, *taken]) if by_pattern else self._terminal(" & ".join([every, *taken]))
+            yield f'{key} ":" {self._value(others)}'
 
     def _members(self, items: Sequence[tuple[bool, str]], is_empty: bool) -> str:
         """Members in this order. Before the first that must be there, nothing tells whether a comma is needed.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlxpaged.engine.characters import ALL, Characters, both, category, of, others, united
@@ -52,7 +52,6 @@ class Repeated:
 Item = Characters | Anchor | Choice | Repeated
 
 START, END = Anchor(is_start=True), Anchor(is_start=False)
-COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 DIGITS = of("0123456789")
 WORD = united([*DIGITS, (ord("A"), ord("Z")), *of("_"), (ord("a"), ord("z"))])
 SPACE = united([(9, 13), *of(" \xa0\u1680\u2028\u2029\u202f\u205f\u3000"), (0x2000, 0x200A)])
@@ -266,41 +265,3 @@ def is_found(pattern: str, text: str) -> bool:
         return re.search(pattern, text, re.ASCII) is not None
     except (OtherPatternError, re.error):
         raise OtherSchemaError("has a pattern of another kind") from None
-
-
-def can_be_long(pattern: str, least: int, most: int | None) -> bool:
-    """Whether the texts of an expression may have so many characters, as far as its parts tell. Raises
-    OtherPatternError."""
-    expression = _Reader(pattern).whole()
-    shortest, longest = _lengths(expression)
-    if not all(option[:1] == (START,) and option[-1:] == (END,) for option in expression.options):
-        longest = None
-    return (most is None or shortest <= most) and (longest is None or least <= longest)
-
-
-def _lengths(item: Item) -> tuple[int, int | None]:
-    match item:
-        case Anchor():
-            return 0, 0
-        case Choice():
-            options = [_sum(map(_lengths, option)) for option in item.options]
-            longest = [most for _, most in options]
-            return min(least for least, _ in options), None if None in longest else max(most or 0 for most in longest)
-        case Repeated():
-            least, most = _lengths(item.item)
-            times, at_most = COUNTS.get(item.count) or _counts(item.count)
-            return least * times, None if most is None or at_most is None else most * at_most
-        case _:
-            return 1, 1
-
-
-def _sum(lengths: Iterable[tuple[int, int | None]]) -> tuple[int, int | None]:
-    total: tuple[int, int | None] = 0, 0
-    for least, most in lengths:
-        total = total[0] + least, None if most is None or total[1] is None else total[1] + most
-    return total
-
-
-def _counts(quantifier: str) -> tuple[int, int | None]:
-    least, comma, most = quantifier[1:-1].partition(",")
-    return int(least), int(most) if most else None if comma else int(least)

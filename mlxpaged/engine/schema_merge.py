@@ -41,9 +41,11 @@ def validating(schema: Any) -> Schema:
 
 def merged(first: Schema, second: Schema) -> Schema:
     """A schema for the values that fit both, of their validating keywords without references. The properties are in
-    the order of the first schema. Raises OtherSchemaError if it cannot be written."""
+    the order of the first schema. Raises Unsatisfiable, and OtherSchemaError if it cannot be written."""
     if not first or not second:
         return first or second
+    if "type" in first and "type" in second and not _common_types(first["type"], second["type"]):
+        raise Unsatisfiable("no type fits")
     result = {**first, **second}
     for key in first.keys() & second.keys():
         one, other = first[key], second[key]

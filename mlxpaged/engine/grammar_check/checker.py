@@ -6,6 +6,7 @@ compiled does not overflow the stack here, and needs no more time and memory tha
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,12 @@ def lark_of(grammar: str) -> str:
     if "error" in reply:
         raise ValueError(f"the grammar in GBNF's notation cannot be read: {reply['error']}")
     return str(reply["lark"])
+
+
+@functools.lru_cache(maxsize=1024)
+def is_empty(grammar: str) -> bool:
+    """Whether no text fits a grammar in Lark's notation, of one terminal. Raises what `check` raises."""
+    return bool(_ask({"terminal": grammar})["is_empty"])
 
 
 def _ask(request: Mapping[str, Any]) -> dict[str, Any]:
