@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from mlxpaged.api.access.caller import allows, caller_of, is_local
 from mlxpaged.api.access.key_ring import KeyRing
+from mlxpaged.api.answer_thread import AnswerThread
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.downloads import Downloads
 from mlxpaged.api.errors import ApiError, bad_parameter, load_failed, model_not_found, no_room
@@ -88,7 +89,7 @@ class Server:
         self.body_turns, self.huge_body_turns = Turns(BODIES), Turns(HUGE_BODIES)
         self._body_threads = ThreadPoolExecutor(BODIES.at_once, thread_name_prefix="mlxpaged-body")
         self._huge_body_thread = ThreadPoolExecutor(HUGE_BODIES.at_once, thread_name_prefix="mlxpaged-body-huge")
-        self._answer_thread = ThreadPoolExecutor(1, thread_name_prefix="mlxpaged-answer")
+        self._answer_thread = AnswerThread()
         self.images = ImageThreads()
         self.image_hosts = ImageHosts(http.image_hosts)
         self.file_turns = Turns(FILES)
@@ -222,9 +223,8 @@ class Server:
         return await self.body_turns.run(program_of(request), size, self._body_threads, function)
 
     async def render(self, function: Callable[[], Result]) -> Result:
-        """Run a function that renders a large answer. One runs at a time: several would leave the interpreter lock to
-        the streams less often."""
-        return await asyncio.get_running_loop().run_in_executor(self._answer_thread, function)
+        """Run a function that renders a large answer, on a thread."""
+        return await self._answer_thread.run(function)
 
     async def change_file(self, request: Request, size: int, function: Callable[[], Result]) -> Result:
         """Run a function that writes or deletes a file. size: bytes. Raises TurnRefusedError."""
@@ -288,8 +288,9 @@ class Server:
         return self._clock() - self._started
 
     async def close(self) -> None:
-        for threads in (self._body_threads, self._huge_body_thread, self._answer_thread, self._file_threads):
+        for threads in (self._body_threads, self._huge_body_thread, self._file_threads):
             threads.shutdown(wait=False, cancel_futures=True)
+        self._answer_thread.close()
         self.images.close()
         self.image_hosts.close()
         self.tokenizer_lanes.close()

@@ -1,10 +1,17 @@
-"""What is kept of log-probabilities until an answer is complete."""
+"""What is kept of log-probabilities until an answer is complete, and how it is rendered then."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import math
+import time
+from types import SimpleNamespace
 
+import pytest
+
+from mlxpaged.api import answer_thread
+from mlxpaged.api.answer_thread import AnswerThread, give_way
 from mlxpaged.api.generation.logprob_table import LogprobTable
 from mlxpaged.engine.logprobs import TokenLogprobs
 
@@ -33,3 +40,18 @@ def test_a_table_keeps_no_object_for_each_token() -> None:
     gc.collect()
     assert not [each for each in gc.get_objects() if isinstance(each, TokenLogprobs)]
     assert len(list(table)) == 1000
+
+
+def test_the_thread_of_large_answers_rests_and_no_other_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+    clock = SimpleNamespace(sleep=rests.append, perf_counter=time.perf_counter)
+    monkeypatch.setattr(answer_thread, "time", clock)
+    monkeypatch.setattr(answer_thread, "WORK_SECONDS", -1.0)
+    give_way()
+    assert rests == []
+    thread = AnswerThread()
+    asyncio.run(thread.run(lambda: [give_way() for _ in range(3)]))
+    thread.close()
+    assert len(rests) == 3
+    give_way()
+    assert len(rests) == 3

@@ -178,6 +178,25 @@ async def tokens(context: Context) -> None:
         must(reply.status == status, reply.status)
 
 
+# Work in each step
+
+
+@attack("16 answers with a bias for 300 tokens, 1,000 stop tokens and long stop strings")
+async def sampling(context: Context) -> None:
+    fields = {"logit_bias": {str(i): 1 for i in range(300)}, "min_tokens": 90, "stop": ["x" * 1023 + "y"] * 2}
+    fields |= {"stop_token_ids": list(range(300, 500)) * 5, "frequency_penalty": 0.1}
+    path, body = chat("x", 100, stream=False, n=16, ignore_eos=True, **fields)
+    reply = await context.post(path, body)
+    must(reply.status == 200, reply)
+
+
+@attack("16 answers with 20 log-probabilities for each token")
+async def logprobs(context: Context) -> None:
+    path, body = chat("x", 150, stream=False, n=16, ignore_eos=True, logprobs=True, top_logprobs=20)
+    reply = await context.post(path, body)
+    must(reply.status == 200, reply)
+
+
 # Constraints
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mlxpaged.api.answer_thread import give_way
 from mlxpaged.engine.logprobs import TokenLogprobs
 from mlxpaged.models.tokenizer import Tokenizer
 
@@ -24,4 +25,5 @@ def described(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> Iterator
         }
 
     for token in tokens:
+        give_way()
         yield entry(token.token_id, token.logprob) | {"top_logprobs": [entry(*candidate) for candidate in token.top]}

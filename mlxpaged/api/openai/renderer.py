@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any, ClassVar
 
+from mlxpaged.api.answer_thread import give_way
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation.answers import Answer, Answers, Renderer, progress_field, timeline_field
 from mlxpaged.api.generation.deltas import Usage
@@ -144,6 +145,7 @@ def completion_logprobs(
     logprobs: list[float | None] = [None] * len(texts)
     tops: list[dict[str, float] | None] = [None] * len(texts)
     for token in chain(() if prompt is None else prompt.tokens(num_top), tokens):
+        give_way()
         texts.append(tokenizer.token_text(token.token_id))
         logprobs.append(max(token.logprob, MIN_LOGPROB))
         tops.append(top_logprobs(tokenizer, token))
@@ -171,6 +173,7 @@ def prompt_logprobs(tokenizer: Tokenizer, prompt: PromptLogprobs, num_top: int) 
 
     yield None
     for token, own_rank in zip(prompt.tokens(num_top), prompt.ranks.tolist(), strict=True):
+        give_way()
         entries = {str(token.token_id): entry(token.token_id, token.logprob, own_rank)}
         for rank, (candidate, logprob) in enumerate(token.top, 1):
             entries.setdefault(str(candidate), entry(candidate, logprob, rank))
