@@ -106,8 +106,9 @@ class OpenRequests:
         return self._by_name.get(name)
 
     def named(self, request_id: str) -> list[OpenRequest]:
-        """Returns the requests of all keys with this id, or with a choice of this id."""
-        return [each for each in self if request_id in each.ids]
+        """Returns the requests of all keys with this id, or with a choice of this id or a sequence of this name. The
+        status shows these names to admin keys."""
+        return [each for each in self if request_id in (*each.ids, *each.names)]
 
     def held_beside(self, request: OpenRequest) -> int:
         """Returns how many sequences the owner of a request has in the queue of its engine, without this request."""

@@ -349,7 +349,7 @@ def start(server: RunningServer, body: dict[str, Any], request_id: str, **header
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     pending = Background.post(server, path, body, X_Request_Id=request_id, **headers)
     requests = server.app.state.server.open_requests
-    wait_until(lambda: bool(found := requests.named(request_id)) and found[-1].submitted)
+    wait_until(lambda: any(each.request_id == request_id and each.submitted for each in list(requests)))
     return pending
 
 

@@ -109,6 +109,12 @@ def test_ids_are_private_to_a_key(tmp_path: Path) -> None:
             ended = within_one_step(server, gate, "DELETE", f"{path}/mine-0", headers=headers["ben"])
             assert [choice["id"] for choice in ended.json()["choices"]] == ["mine-0"]
             assert his.result().status_code == 499
+            other = start(server, body, "mine-1", **headers["ben"])
+            names = {name for each in server.app.state.server.open_requests for name in each.names}
+            [unlike] = names - {"mine-0", "mine-1"}
+            ended = within_one_step(server, gate, "DELETE", f"{path}/{unlike}", headers=headers["root"])
+            assert [choice["id"] for choice in ended.json()["choices"]] == ["mine-1"]
+            assert other.result().status_code == 499
             again = start(server, body, "mine", **headers["ben"])
             gate.open()
             assert [each.result().json()["id"] for each in (hers, again)] == ["mine", "mine"]
