@@ -1,10 +1,11 @@
-"""Deadlines of requests hold while ranks start again. The ranks here are no processes."""
+"""Requests while ranks start again: deadlines, cancelled ones, and one that kills. The ranks here are no processes."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from mlxpaged.cluster import cluster_engine
 from mlxpaged.cluster.cluster_engine import ClusterEngine
 from mlxpaged.cluster.hosts import LOCAL, Host, Hosts
-from mlxpaged.cluster.messages import Hello, Ready, Stepped, Submit, versions
+from mlxpaged.cluster.messages import Hello, Ready, Run, Stepped, Submit, versions
+from mlxpaged.engine import commands
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.engine_thread import Callbacks, ModelSlot
@@ -56,58 +58,123 @@ class Ranks:
         return [each.request_id for message in self.sent if isinstance(message, Submit) for each in message.requests]
 
 
-def test_a_request_whose_deadline_passes_while_the_ranks_start_again_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(kv_cache_bytes=4_000_000)
-    core = build_engine(config, load_model("demo"))
-    started: list[Ranks] = []
-    outputs: list[RequestOutput] = []
+class Scene:
+    """An engine with such a rank, its outputs, and all ranks that it has started."""
 
-    def start(*args: Any) -> Ranks:
-        started.append(Ranks(*args))
-        return started[-1]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = EngineConfig(kv_cache_bytes=4_000_000)
+        self.core = build_engine(config, load_model("demo"))
+        self.started: list[Ranks] = []
+        self.outputs: list[RequestOutput] = []
+        monkeypatch.setattr(cluster_engine, "Processes", self.start)
+        callbacks = Callbacks(
+            lambda progress: None,
+            lambda info, stats: None,
+            lambda found, stats: self.outputs.extend(found),
+            lambda failure: None,
+        )
+        self.slot = ModelSlot(config, lambda report: self.core, callbacks)
+        hosts = Hosts("ring", (Host(LOCAL, (LOCAL,)),), "[]")
+        self.engine = ClusterEngine(hosts, StallLimits(), restarts=True, log_level="info")
+        self.engine.start()
+        self.engine.load(self.slot)
 
-    monkeypatch.setattr(cluster_engine, "Processes", start)
-    callbacks = Callbacks(
-        lambda progress: None,
-        lambda info, stats: None,
-        lambda found, stats: outputs.extend(found),
-        lambda failure: None,
-    )
-    slot = ModelSlot(config, lambda report: core, callbacks)
-    hosts = Hosts("ring", (Host(LOCAL, (LOCAL,)),), "[]")
-    engine = ClusterEngine(hosts, StallLimits(), restarts=True, log_level="info")
-    engine.start()
-    engine.load(slot)
+    def start(self, *args: Any) -> Ranks:
+        self.started.append(Ranks(*args))
+        return self.started[-1]
 
-    def become_ready(number: int) -> Ranks:
-        wait_until(lambda: len(started) == number)
-        started[-1].join()
-        started[-1].say(Ready(core.info(config), core.stats(), None))
-        return started[-1]
+    def become_ready(self, number: int) -> Ranks:
+        wait_until(lambda: len(self.started) == number)
+        self.started[-1].join()
+        self.started[-1].say(Ready(self.core.info(self.slot.config), self.core.stats(), None))
+        return self.started[-1]
 
-    ranks = become_ready(1)
-    ago, params = time.monotonic() - 100, SamplingParams()
+    def submit(self, *names: str, **limits: dict[str, float]) -> None:
+        requests = [Request(name, [1, 2], SamplingParams(), AGO, **limits.get(name, {})) for name in names]
+        self.engine.submit(self.slot, requests)
+
+    def give(self, name: str) -> None:
+        """The rank gives a token of a request."""
+        self.started[-1].say(Stepped([RequestOutput(name, AGO, token_ids=(3,))], self.core.stats()))
+
+
+AGO = time.monotonic() - 100
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    scene = Scene(monkeypatch)
+    yield scene
+    assert scene.engine.stop(60)
+
+
+def test_a_request_whose_deadline_passes_while_the_ranks_start_again_ends(scene: Scene) -> None:
+    ranks = scene.become_ready(1)
     limits: dict[str, dict[str, float]] = {
         "late": {"timeout": 50},
-        "no token": {"ttft_timeout": 50},
+        "no_token": {"ttft_timeout": 50},
         "begun": {"ttft_timeout": 50},
-        "in time": {"timeout": 1000},
+        "in_time": {"timeout": 1000},
         "none": {},
     }
-    engine.submit(slot, [Request(name, [1, 2], params, ago, **each) for name, each in limits.items()])
+    scene.submit(*limits, **limits)
     wait_until(lambda: len(ranks.submitted) == len(limits))
-    ranks.say(Stepped([RequestOutput("begun", ago, token_ids=(3,))], core.stats()))
-    wait_until(lambda: len(outputs) == 1)
+    scene.give("begun")
+    wait_until(lambda: len(scene.outputs) == 1)
     ranks.die()
-    wait_until(lambda: len(outputs) == 3)
-    assert {each.request_id: each.finish_reason for each in outputs[1:]} == dict.fromkeys(
-        ("late", "no token"), FinishReason.TIMEOUT
+    wait_until(lambda: len(scene.outputs) == 3)
+    ended = scene.outputs[1:]
+    assert {each.request_id: each.finish_reason for each in ended} == dict.fromkeys(
+        ("late", "no_token"), FinishReason.TIMEOUT
     )
-    assert [str(each.error).partition(" passed")[0] for each in outputs[1:]] == [
-        "timeout of 50 s",
-        "ttft_timeout of 50 s",
-    ]
-    ranks = become_ready(2)
+    reasons = ["timeout of 50 s", "ttft_timeout of 50 s"]
+    assert [str(each.error).partition(" passed")[0] for each in ended] == reasons
+    ranks = scene.become_ready(2)
+    names = ["begun", "in_time", "none"]
+    for i, name in enumerate(names):  # one of them may be what the ranks have died of
+        wait_until(lambda: len(ranks.submitted) > i)  # noqa: B023
+        assert ranks.submitted == names[: i + 1]
+        scene.give(name)
+
+
+def test_a_request_whose_deadline_passes_before_the_new_ranks_get_it_ends(scene: Scene) -> None:
+    ranks = scene.become_ready(1)
+    scene.submit("first")
     wait_until(lambda: ranks.submitted)
-    assert sorted(ranks.submitted) == ["begun", "in time", "none"]
-    assert engine.stop(60)
+    ranks.die()
+    ranks = scene.become_ready(2)
+    wait_until(lambda: ranks.submitted)
+    scene.submit("late", late={"timeout": 50})
+    wait_until(lambda: scene.outputs)
+    assert [(each.request_id, each.finish_reason) for each in scene.outputs] == [("late", FinishReason.TIMEOUT)]
+    assert ranks.submitted == ["first"]
+
+
+def test_requests_that_are_cancelled_are_given_to_the_ranks_before(scene: Scene) -> None:
+    ranks = scene.become_ready(1)
+    scene.submit("first", "second")
+    wait_until(lambda: len(ranks.submitted) == 2)
+    ranks.die()
+    ranks = scene.become_ready(2)
+    wait_until(lambda: ranks.submitted == ["first"])
+    scene.engine.send(scene.slot, partial(commands.abort, request_id="second"))
+    wait_until(lambda: any(isinstance(each, Run) for each in ranks.sent))
+    told = [type(each) for each in ranks.sent if isinstance(each, Submit | Run)]
+    assert told == [Submit, Submit, Run]
+    assert ranks.submitted == ["first", "second"]
+
+
+def test_a_request_of_which_the_ranks_die_fails_and_the_others_go_on(scene: Scene) -> None:
+    ranks = scene.become_ready(1)
+    scene.submit("deadly", "other")
+    wait_until(lambda: len(ranks.submitted) == 2)
+    ranks.die()
+    ranks = scene.become_ready(2)
+    wait_until(lambda: ranks.submitted == ["deadly"])
+    ranks.die()
+    wait_until(lambda: scene.outputs)
+    (output,) = scene.outputs
+    assert (output.request_id, output.finish_reason) == ("deadly", FinishReason.ERROR)
+    assert output.error == "the ranks died of this request again and again, so it is not run any more"
+    ranks = scene.become_ready(3)
+    wait_until(lambda: ranks.submitted == ["other"])
