@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from llguidance import LLMatcher
-
 from mlxpaged.engine.characters import ALL, in_json, in_key, is_plain, spelled
 from mlxpaged.engine.grammar_check import checker
 from mlxpaged.engine.integers import integers
@@ -112,8 +110,8 @@ class _Grammar:
 
     def _leaf(self, schema: Schema) -> str:
         """A value without escapes, by llguidance."""
-        if len(schema) > 1 and not {"pattern", "allOf"} & schema.keys():
-            check_leaf(json.dumps(schema))
+        if len(schema) > 1 and checker.is_empty(f"start: %json {json.dumps(schema)}\n"):
+            raise Unsatisfiable("no value fits")
         options = {**self._options, "json_allowed_escapes": 'nrbtf"\\'}
         return self._rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
 
@@ -457,11 +455,3 @@ def is_of(value: Any, kind: str) -> bool:
     if isinstance(value, int | float):
         return kind == "number" or (kind == "integer" and value == int(value))
     return kind == ("string" if isinstance(value, str) else "array" if isinstance(value, list) else "object")
-
-
-@functools.lru_cache(maxsize=1024)
-def check_leaf(schema: str) -> None:
-    """Raises Unsatisfiable if llguidance finds that no value fits a schema, and OtherSchemaError if it refuses it."""
-    error, _ = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(schema), None)
-    if error:
-        raise Unsatisfiable(schema) if "nsatisfiable" in str(error) else OtherSchemaError(schema)

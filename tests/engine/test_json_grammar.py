@@ -312,3 +312,20 @@ def test_a_member_whose_text_is_impossible_is_not_begun(tokenizer: LLTokenizer, 
     assert matcher_of(schema, tokenizer).validate_tokens(VOCABULARY('{"a')) == 1
     only_listed = {"properties": {"t": {}}, "patternProperties": {"^t$": {}}, "additionalProperties": False}
     assert matcher_of({"type": "object", **only_listed}, tokenizer).validate_tokens(VOCABULARY('{"t":1,"')) == 6
+
+
+@pytest.mark.parametrize(
+    "impossible",
+    [
+        {"type": "integer", "minimum": 2, "maximum": 1},
+        {"type": "integer", "minimum": 2**53 + 3, "maximum": 2**53 + 1},
+        {"type": "number", "minimum": 0.5, "exclusiveMaximum": 0.5},
+        {"type": "string", "format": "date", "maxLength": 3},
+        {"type": "string", "enum": [1, 2]},
+    ],
+)
+def test_a_member_that_no_value_fits_is_not_begun(tokenizer: LLTokenizer, impossible: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"a": impossible, "b": {"type": "null"}}, "additionalProperties": False}
+    assert grammar_text(Constraint("json_schema", json.dumps(schema))).startswith("%llguidance")
+    assert accepts(schema, '{"b": null}', tokenizer)
+    assert matcher_of(schema, tokenizer).validate_tokens(VOCABULARY('{"a')) == 2

@@ -45,8 +45,8 @@ def lark_of(grammar: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def is_empty(grammar: str) -> bool:
-    """Whether no text fits a grammar in Lark's notation, of one terminal. Raises what `check` raises."""
-    return bool(_ask({"terminal": grammar})["is_empty"])
+    """Whether no text fits a grammar in Lark's notation, of a part of an answer. Raises what `check` raises."""
+    return bool(_ask({"part": grammar})["is_empty"])
 
 
 def _ask(request: Mapping[str, Any]) -> dict[str, Any]:

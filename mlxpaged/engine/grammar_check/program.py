@@ -7,8 +7,8 @@ of its output the reply, both in JSON.
 A request has `grammars`, texts in llguidance's notation, and `limits`, those of its parser. The reply says nothing: who
 asks wants to know whether this process survives. What is wrong with a grammar is found again, with the model's
 tokenizer. This process has one of bytes, which takes no time to make. Or a request has `gbnf`, a grammar in that
-notation; then the reply has the same in `lark`'s, or an `error`. Or it has `terminal`, a grammar in `lark`'s notation;
-then the reply says whether it `is_empty`.
+notation; then the reply has the same in `lark`'s, or an `error`. Or it has `part`, a grammar in `lark`'s notation; then
+the reply says whether it `is_empty`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ def compile_all(grammars: list[str], limits: dict[str, Any]) -> None:
 
 
 def is_empty(grammar: str) -> bool:
-    """Whether no text fits a grammar in Lark's notation."""
+    """Whether no text fits a grammar in Lark's notation. What else is wrong with it is found later."""
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
-    return not matcher.is_error() and not any(matcher.compute_bitmask()[: 256 // 8])
+    if matcher.is_error():
+        return "Unsatisfiable schema" in matcher.get_error()
+    return not any(matcher.compute_bitmask()[: 256 // 8])
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    if "terminal" in request:
-        return {"is_empty": is_empty(request["terminal"])}
+    if "part" in request:
+        return {"is_empty": is_empty(request["part"])}
     if "gbnf" not in request:
         compile_all(**request)
         return {}
