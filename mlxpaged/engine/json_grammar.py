@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from mlxpaged.engine.characters import ALL, in_json, in_key, is_plain, spelled
+from mlxpaged.engine.characters import ALL, as_it_is, in_json, in_key, is_plain, spelled
 from mlxpaged.engine.grammar_check import checker
 from mlxpaged.engine.integers import integers
 from mlxpaged.engine.json_schema import is_double
-from mlxpaged.engine.patterns import OtherPatternError, is_found, whole
+from mlxpaged.engine.patterns import OtherPatternError, Spelling, whole
 from mlxpaged.engine.schema_limits import target
 from mlxpaged.engine.schema_merge import OtherSchemaError, Schema, Unsatisfiable, all_of, merged, types_of, validating
 
@@ -339,8 +339,7 @@ class _Grammar:
         if len(by_pattern) > 1:
             raise OtherSchemaError("has several patterns of properties")
         items: list[tuple[bool, str]] = []
-        for name in names:
-            found = [each for pattern, each in by_pattern.items() if is_found(pattern, name)]
+        for name, found in zip(names, self._places(by_pattern, names), strict=True):
             try:
                 value = self._value(all_of(given[name], *found) if name in given else all_of(*found or [others]))
             except Unsatisfiable:
@@ -367,16 +366,31 @@ class _Grammar:
             items.append((must_follow, self._rule(f"{pair} {self._more(pair, least, most)}")))
         return self._rule(f'"{{" {self._members(items, is_empty=least < 1)} "}}"')
 
+    def _places(self, by_pattern: Schema, names: Sequence[str]) -> list[list[Any]]:
+        """For each name, the schemas of the patterns that are found in it. The child process finds out, by an engine
+        whose time grows with the text: Python's `re` would hold the interpreter lock, and for some patterns for
+        hours."""
+        places: list[list[Any]] = [[] for _ in names]
+        for pattern, schema in by_pattern.items():
+            fits = checker.matches(f"start: {self._pattern(pattern, as_it_is)}\n", tuple(names))
+            for place, fit in zip(places, fits, strict=True):
+                place.extend([schema] if fit else [])
+        return places
+
+    def _pattern(self, pattern: str, spelling: Spelling, quote: str = "") -> str:
+        """Texts in a part of which an expression is found."""
+        try:
+            return regex(f"{quote}{whole(pattern, spelling)}{quote}")
+        except OtherPatternError:
+            raise OtherSchemaError("has a pattern of another kind") from None
+
     def _other_pairs(self, names: Sequence[str], by_pattern: Mapping[str, Any], others: Any) -> Iterator[str]:
         """The members with keys that are not listed."""
         taken = []
         if names:
             taken.append("~" + regex(f'"(?:{"|".join(map(spelled, names))})"'))
         for pattern, schema in by_pattern.items():
-            try:
-                key = regex(f'"{whole(pattern, in_key if names else in_json)}"')
-            except OtherPatternError:
-                raise OtherSchemaError("has a pattern of another kind") from None
+            key = self._pattern(pattern, in_key if names else in_json, '"')
             with contextlib.suppress(Unsatisfiable):
                 yield f'{self._checked_terminal([key, *taken])} ":" {self._value(schema)}'
             taken.append(f"~{key}")

@@ -256,12 +256,3 @@ def _has_anchor(item: Item) -> bool:
             return _has_anchor(item.item)
         case _:
             return isinstance(item, Anchor)
-
-
-def is_found(pattern: str, text: str) -> bool:
-    """Whether an expression matches a part of a text. Raises OtherSchemaError for one that Python reads otherwise."""
-    try:
-        _Reader(pattern).whole()
-        return re.search(pattern, text, re.ASCII) is not None
-    except (OtherPatternError, re.error):
-        raise OtherSchemaError("has a pattern of another kind") from None

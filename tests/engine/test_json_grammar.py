@@ -329,3 +329,24 @@ def test_a_member_that_no_value_fits_is_not_begun(tokenizer: LLTokenizer, imposs
     assert grammar_text(Constraint("json_schema", json.dumps(schema))).startswith("%llguidance")
     assert accepts(schema, '{"b": null}', tokenizer)
     assert matcher_of(schema, tokenizer).validate_tokens(VOCABULARY('{"a')) == 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("^a", ["abc"]),
+        ("c$", ["abc", "bac"]),
+        ("^b|/", ["bac", "b12", "x/y"]),
+        (r"^[a-c]\d+$", ["b12"]),
+        ("", ["abc", "bac", "b12", "x/y", 'q"é']),
+        (r'"\u00e9', ['q"é']),
+    ],
+)
+def test_a_listed_name_has_the_schemas_of_the_patterns_that_are_found_in_it(
+    tokenizer: LLTokenizer, pattern: str, found: list[str]
+) -> None:
+    names = ["abc", "bac", "b12", "x/y", 'q"é']
+    schema = {"type": "object", "properties": {key: {} for key in names}, "patternProperties": {pattern: {"const": 1}}}
+    for name in names:
+        assert accepts(schema, json.dumps({name: 1}), tokenizer)
+        assert accepts(schema, json.dumps({name: 2}), tokenizer) == (name not in found), name

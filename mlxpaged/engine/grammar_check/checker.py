@@ -49,6 +49,12 @@ def is_empty(grammar: str) -> bool:
     return bool(_ask({"part": grammar})["is_empty"])
 
 
+@functools.lru_cache(maxsize=256)
+def matches(grammar: str, texts: tuple[str, ...]) -> tuple[bool, ...]:
+    """Whether each text fits a grammar in Lark's notation. Raises what `check` raises."""
+    return tuple(_ask({"part": grammar, "texts": texts})["matches"])
+
+
 def _ask(request: Mapping[str, Any]) -> dict[str, Any]:
     line = json.dumps(request).encode() + b"\n"
     try:

@@ -8,7 +8,7 @@ A request has `grammars`, texts in llguidance's notation, and `limits`, those of
 asks wants to know whether this process survives. What is wrong with a grammar is found again, with the model's
 tokenizer. This process has one of bytes, which takes no time to make. Or a request has `gbnf`, a grammar in that
 notation; then the reply has the same in `lark`'s, or an `error`. Or it has `part`, a grammar in `lark`'s notation; then
-the reply says whether it `is_empty`.
+the reply says whether it `is_empty`. With `texts`, it says which of them it `matches`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,19 @@ def is_empty(grammar: str) -> bool:
     return not any(matcher.compute_bitmask()[: 256 // 8])
 
 
+def matches(grammar: str, texts: list[str]) -> list[bool]:
+    """Whether each text fits a grammar in Lark's notation."""
+    matcher, found = LLMatcher(LLTokenizer("byte"), grammar, log_level=0), []
+    for text in texts:
+        tokens, fresh = list(text.encode()), matcher.deep_copy()
+        found.append(fresh.validate_tokens(tokens) == len(tokens) and fresh.consume_tokens(tokens))
+        found[-1] = found[-1] and fresh.is_accepting()
+    return found
+
+
 def answer(request: dict[str, Any]) -> dict[str, Any]:
+    if "texts" in request:
+        return {"matches": matches(request["part"], request["texts"])}
     if "part" in request:
         return {"is_empty": is_empty(request["part"])}
     if "gbnf" not in request:
