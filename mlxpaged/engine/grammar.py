@@ -75,6 +75,9 @@ LARK_START = re.compile(r"(?m)^[^\S\n]*(%llguidance\b|start[^\S\n]*:)")
 """What makes a grammar one in Lark's notation. llguidance's own expression is the same but for line feeds, for which it
 takes quadratic time: 30 seconds for 30,000 of them, while no other thread of Python runs."""
 
+CONTROL = re.compile(r"\\u00[01]|\\u007f")
+"""A control character in JSON."""
+
 Mask = npt.NDArray[np.int32]
 """[W]: one bit for each of 32 * W tokens, the lowest bit first. A set bit means that the token is allowed."""
 
@@ -273,8 +276,10 @@ def grammar_text(constraint: Constraint) -> str:
         check_integers(schema)
     # In some strings, llguidance knows `\\u` for control characters only, and would force these on a model that begins
     # to write another character.
-    escapes = {"json_allowed_escapes": 'nrbtf"\\'} if has_limited_strings(schema) else {}
     text = json.dumps(schema)
+    # Without `\\u`, it writes a listed control character as no character.
+    limited = has_limited_strings(schema) and CONTROL.search(text) is None
+    escapes = {"json_allowed_escapes": 'nrbtf"\\'} if limited else {}
     return LLMatcher.grammar_from_json_schema(text, overrides={**JSON_OPTIONS, **escapes})  # type: ignore[arg-type]
 
 

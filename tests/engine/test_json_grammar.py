@@ -182,12 +182,10 @@ def check(seed: int, tokenizer: LLTokenizer) -> tuple[int, int]:
         matcher = matcher_of(case.root, tokenizer)
     except ValueError:  # it is left to llguidance, and has large integers
         return 0, 0
-    if "nsatisfiable" in matcher.get_error():
-        assert not any(validator.is_valid(case.value(case.root)) for _ in range(50)), where
+    is_own = grammar_text(Constraint("json_schema", json.dumps(case.root))).startswith("%llguidance")
+    if matcher.is_error() and not is_own:
         return 0, 0
     assert not matcher.is_error(), f"{where}: {matcher.get_error()}"
-
-    is_own = grammar_text(Constraint("json_schema", json.dumps(case.root))).startswith("%llguidance")
 
     def allows(value: Any) -> bool:
         text = written(value, case.rng)
@@ -350,3 +348,13 @@ def test_a_listed_name_has_the_schemas_of_the_patterns_that_are_found_in_it(
     for name in names:
         assert accepts(schema, json.dumps({name: 1}), tokenizer)
         assert accepts(schema, json.dumps({name: 2}), tokenizer) == (name not in found), name
+
+
+def test_a_listed_control_character_is_not_left_out(tokenizer: LLTokenizer) -> None:
+    """In schemas that llguidance compiles, too."""
+    patterns = {"patternProperties": {"^a": {}, "^b": {}}}
+    schema = {"type": "object", "properties": {"k": {"enum": ["x\x7f", "y\x01"]}}, "required": ["k"], **patterns}
+    assert not grammar_text(Constraint("json_schema", json.dumps(schema))).startswith("%llguidance")
+    assert accepts(schema, r'{"k": "y\u0001"}', tokenizer)
+    assert not accepts(schema, '{"k": "x"}', tokenizer)
+    assert not accepts(schema, '{"k": "y"}', tokenizer)
