@@ -23,8 +23,14 @@ REFERENCE = "the reference BLAS of MLX's wheel"
 INSTALL = "install OpenBLAS for a many times faster CPU path (Debian, Ubuntu: apt install libopenblas0)"
 TOO_LATE = "import mlxpaged before mlx, so that it can load a faster one"
 
+WITH_SMALL_PRODUCTS = ("SkylakeX", "Cooperlake", "SapphireRapids")
+"""Routines of OpenBLAS 0.3.17 and newer that compute small products of float32 without packing (kernel/x86_64)."""
+
 loaded: str | None = None
 """The BLAS library in use, with its routines; None for the BLAS of MLX's wheel."""
+
+small_products = False
+"""Whether it computes small products without packing their matrices."""
 
 hint = INSTALL
 """How to get a faster one."""
@@ -32,7 +38,7 @@ hint = INSTALL
 
 def prepare() -> None:
     """Call it before mlx is imported: after that, OpenBLAS is used only if the process had loaded it before."""
-    global loaded, hint, _reserved
+    global loaded, small_products, hint, _reserved
     if sys.platform != "linux":
         return
     late = "mlx.core" in sys.modules
@@ -41,6 +47,7 @@ def prepare() -> None:
     with contextlib.suppress(OSError):
         routines, _reserved = load(only_if_loaded=late)
         loaded = f"OpenBLAS ({routines})" if routines else "OpenBLAS"
+        small_products = routines.startswith(WITH_SMALL_PRODUCTS)
         use_threads(1)
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt

@@ -19,13 +19,14 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from mlxpaged.cpu.small_products import LinearInTiles
 from mlxpaged.cpu.split_linear import OUTPUTS, LinearByInput, SplitFeedForward, precede
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 JOINT = "joint_proj"
 """The name of the joint layer in the module of these."""
 
-KINDS = (Linear, LinearByInput, QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
+KINDS = (Linear, LinearByInput, LinearInTiles, QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
 AXES = {**OUTPUTS, "matrix": -1}
 """The output axis of each parameter of these."""
 

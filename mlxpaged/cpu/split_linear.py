@@ -22,7 +22,7 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlxpaged.cpu import streams
+from mlxpaged.cpu import small_products, streams
 from mlxpaged.trials import Trials, record_all
 
 WEIGHT_BYTE = 0.25e-9
@@ -174,7 +174,7 @@ def add_up(network: Any, parts: Sequence[Any], x: mx.array) -> bool:
 def split_layer(layer: Module) -> None:
     slices = slices_of(layer.weight.shape[-2], [layer])
     if len(slices) == 1:
-        store_by_input(layer)
+        choose_form(layer)
         return
     layer.parts = [part_of(layer, outputs, OUTPUTS) for outputs in slices]
     for name in list(layer.parameters().keys() & OUTPUTS.keys()):
@@ -184,9 +184,11 @@ def split_layer(layer: Module) -> None:
 
 def split_head(embedding: Module) -> None:
     slices = slices_of(embedding.weight.shape[0], [embedding])
-    if len(slices) > 1:
-        embedding._parts = [part_of(embedding, outputs, OUTPUTS) for outputs in slices]
-        precede(embedding, SplitHead)
+    if len(slices) == 1:
+        choose_form(embedding)
+        return
+    embedding._parts = [part_of(embedding, outputs, OUTPUTS) for outputs in slices]
+    precede(embedding, SplitHead)
 
 
 def precede(module: Module, base: type[Module], prefix: str = "Split") -> None:
@@ -210,13 +212,16 @@ def part_of(layer: Module, units: slice, axes: Mapping[str, int]) -> Module:
         if whole is not None:
             some = whole[..., units] if axis == -1 else whole[..., units, :]
             part[name] = some if whole.ndim + axis == 0 else mx.contiguous(some)
-    store_by_input(part)
+    choose_form(part)
     mx.eval(part.parameters())
     return part
 
 
-def store_by_input(layer: Module) -> None:
-    if type(layer) is Linear and layer.weight.dtype == mx.float32:
+def choose_form(layer: Module) -> None:
+    """Change a float32 layer to the form in which products of a few rows are fastest."""
+    if type(layer) in small_products.FORMS and small_products.takes(layer.weight):
+        layer.__class__ = small_products.FORMS[type(layer)]
+    elif type(layer) is Linear and layer.weight.dtype == mx.float32:
         layer.matrix = mx.contiguous(layer.weight.T)
         del layer["weight"]
         layer.__class__ = LinearByInput
