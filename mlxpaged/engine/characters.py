@@ -53,6 +53,8 @@ ALL: Characters = ((0, 0xD7FF), (0xE000, sys.maxunicode))
 QUOTED = others(united([(0, 0x1F), *of('"\\')]))
 """The characters that a string of JSON may have as they are."""
 PLAIN = of(PLAIN_TEXT)
+SMALL_CLASS = 8
+"""Ranges of a class that becomes less than a kilobyte."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -71,6 +73,18 @@ def _categories() -> dict[str, list[tuple[int, int]]]:
     return found
 
 
+def kept(function: Callable[[Characters], str]) -> Callable[[Characters], str]:
+    """Keeps the latest results. A class of Unicode becomes 40 kB, so few of large classes are kept."""
+    of_small = functools.lru_cache(maxsize=1024)(function)
+    of_large = functools.lru_cache(maxsize=16)(function)
+
+    @functools.wraps(function)
+    def found(characters: Characters) -> str:
+        return (of_small if len(characters) <= SMALL_CLASS else of_large)(characters)
+
+    return found
+
+
 def as_it_is(characters: Characters) -> str:
     """A regular expression for one of these characters."""
     if characters == ALL:
@@ -85,7 +99,7 @@ def _char(code: int) -> str:
     return chr(code) if code < 128 and chr(code).isalnum() else f"\\x{{{code:x}}}"
 
 
-@functools.lru_cache(maxsize=1024)
+@kept
 def in_json(characters: Characters) -> str:
     """The same in a string of JSON: as it is, in a short escape, or in one or two of four digits. Halves of pairs are
     not allowed without the other half: they are no text."""
@@ -104,7 +118,7 @@ def spelled(text: str) -> str:
     return "".join((as_it_is if is_plain(char) else in_json)(of(char)) for char in text)
 
 
-@functools.lru_cache(maxsize=1024)
+@kept
 def in_key(characters: Characters) -> str:
     """The same as `in_json` for a key beside listed ones. It has no spelling that those lack, so that it can be told
     from them."""

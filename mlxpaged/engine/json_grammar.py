@@ -81,7 +81,7 @@ class _Grammar:
     def _checked_terminal(self, parts: Sequence[str]) -> str:
         """A terminal for what fits all of these. Raises Unsatisfiable if that is nothing: an answer could begin one."""
         body = " & ".join(parts)
-        if len(parts) > 1 and checker.is_empty(f"start: T\nT: {body}\n"):
+        if len(parts) > 1 and f"T{body}" not in self._names and checker.is_empty(f"start: T\nT: {body}\n"):
             raise Unsatisfiable("no text fits")
         return self._terminal(body)
 
@@ -371,8 +371,8 @@ class _Grammar:
         whose time grows with the text: Python's `re` would hold the interpreter lock, and for some patterns for
         hours."""
         places: list[list[Any]] = [[] for _ in names]
-        for pattern, schema in by_pattern.items():
-            fits = checker.matches(f"start: {self._pattern(pattern, as_it_is)}\n", tuple(names))
+        for pattern, schema in by_pattern.items() if names else ():
+            fits = checker.matches(f"start: {self._pattern(pattern, as_it_is)}\n", names)
             for place, fit in zip(places, fits, strict=True):
                 place.extend([schema] if fit else [])
         return places

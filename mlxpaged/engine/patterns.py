@@ -195,7 +195,7 @@ class _Reader:
         return of(char)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=16)  # of up to MAX_CHARS each
 def whole(pattern: str, spelled: Spelling) -> str:
     """A regular expression for the texts in a part of which `pattern` is found. Raises OtherPatternError."""
     try:

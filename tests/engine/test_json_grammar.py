@@ -9,6 +9,7 @@ import random
 import re
 import unicodedata
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -16,8 +17,12 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from mlxpaged.engine import characters
+from mlxpaged.engine.characters import in_json
 from mlxpaged.engine.constraint import Constraint
 from mlxpaged.engine.grammar import grammar_text
+from mlxpaged.engine.grammar_check import checker
+from mlxpaged.watched_program import WatchedProgram
 from tests.engine.json_cases import VOCABULARY, Case, matcher_of, reordered, written
 
 SEED = int(os.environ.get("MLXPAGED_FUZZ_SEED", "1"))
@@ -358,3 +363,32 @@ def test_a_listed_control_character_is_not_left_out(tokenizer: LLTokenizer) -> N
     assert accepts(schema, r'{"k": "y\u0001"}', tokenizer)
     assert not accepts(schema, '{"k": "x"}', tokenizer)
     assert not accepts(schema, '{"k": "y"}', tokenizer)
+
+
+def test_the_latest_large_classes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of Unicode becomes 40 kB or more in each spelling. A client can make any number of them."""
+    large = [tuple((code, code) for code in range(start, start + 19, 2)) for start in range(0x4E00, 0x4E11)]
+    small = [((code, code),) for code in range(0x4E00, 0x4E11)]
+    computed: list[Any] = []
+    both = characters.both
+    monkeypatch.setattr(characters, "both", lambda one, other: computed.append(one) or both(one, other))
+    for classes, is_kept in ((large, False), (small, True)):
+        for each in (*classes, classes[0], classes[-1]):
+            in_json(each)
+        once = computed.count(classes[1])
+        assert once
+        assert computed.count(classes[0]) == (once if is_kept else 2 * once)
+        assert computed.count(classes[-1]) == once
+
+
+def test_only_small_questions_to_the_child_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def ask(program: WatchedProgram, path: Path, line: bytes, *limits: object) -> tuple[bytes, bytearray]:
+        asked.append(len(json.loads(line)["part"]))
+        return b'{"is_empty": false}\n', bytearray()
+
+    monkeypatch.setattr(WatchedProgram, "ask", ask)
+    for size in (100, checker.KEPT_CHARS + 1) * 2:
+        assert not checker.is_empty(f'start: "{"k" * (size - 9)}"')
+    assert asked == [100, checker.KEPT_CHARS + 1, checker.KEPT_CHARS + 1]

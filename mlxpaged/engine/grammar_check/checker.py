@@ -24,6 +24,8 @@ STACK_BYTES = 2**25
 """Bytes of its stack, half of those in this process. See MAX_DEPTH of schema_limits.py."""
 MAX_IDLE = 2
 """Children that wait for work. Two constraints are compiled at a time."""
+KEPT_CHARS = 4096
+"""The answer to a longer question is not kept: a client can make a new one of megabytes again and again."""
 
 _program = WatchedProgram("checks it", MAX_IDLE)
 end_children = _program.end
@@ -43,16 +45,19 @@ def lark_of(grammar: str) -> str:
     return str(reply["lark"])
 
 
-@functools.lru_cache(maxsize=1024)
 def is_empty(grammar: str) -> bool:
     """Whether no text fits a grammar in Lark's notation, of a part of an answer. Raises what `check` raises."""
+    return (_is_empty if len(grammar) <= KEPT_CHARS else _is_empty.__wrapped__)(grammar)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_empty(grammar: str) -> bool:
     return bool(_ask({"part": grammar})["is_empty"])
 
 
-@functools.lru_cache(maxsize=256)
-def matches(grammar: str, texts: tuple[str, ...]) -> tuple[bool, ...]:
+def matches(grammar: str, texts: Sequence[str]) -> list[bool]:
     """Whether each text fits a grammar in Lark's notation. Raises what `check` raises."""
-    return tuple(_ask({"part": grammar, "texts": texts})["matches"])
+    return list(_ask({"part": grammar, "texts": texts})["matches"])
 
 
 def _ask(request: Mapping[str, Any]) -> dict[str, Any]:
