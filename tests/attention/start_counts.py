@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import io
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -74,9 +75,11 @@ class Counted:
 
 
 class Counter:
-    """Counts by phase. A phase within another one is counted apart."""
+    """Counts by phase what its own thread does. A phase within another one is counted apart. Other engines of the
+    process use MLX on threads of their own, at any time."""
 
     def __init__(self) -> None:
+        self._thread = threading.get_ident()
         self.phases: dict[str, Counted] = {name: Counted() for name in (*PHASES, OTHER)}
         self._running = [OTHER]
         self._noted: list[tuple[mx.array, list[Any], Any]] = []
@@ -104,13 +107,17 @@ class Counter:
         self._settle()
 
     @property
+    def _is_own(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    @property
     def _now(self) -> Counted:
         return self.phases[self._running[-1]]
 
     def _counted(self, own: Any, shape_of: Callable[..., tuple[int, int, int]]) -> Any:
         def product(*args: Any, **options: Any) -> Any:
             out = own(*args, **options)
-            if isinstance(out, mx.array):
+            if isinstance(out, mx.array) and self._is_own:
                 self._noted.append((out, self._now.products, shape_of(out, *args, **options)))
             return out
 
@@ -121,14 +128,16 @@ class Counter:
             out: mx.array = own(queries, keys, values, *args, **options)
             batch, heads, rows, size = queries.shape
             shape = batch * rows, keys.shape[2], heads, size + values.shape[3]
-            self._noted.append((out, self._now.attention, shape))
+            if self._is_own:
+                self._noted.append((out, self._now.attention, shape))
             return out
 
         return attend
 
     def _evaluating(self, own: Any) -> Any:
         def evaluate(*args: Any, **options: Any) -> Any:
-            self._now.evaluations += any(is_pending(array) for array in arrays_in(args))
+            if self._is_own:
+                self._now.evaluations += any(is_pending(array) for array in arrays_in(args))
             return own(*args, **options)
 
         return evaluate
