@@ -68,7 +68,8 @@ def test_a_batch_survives_the_end_of_the_process(tmp_path: Path, number: signal.
         with http(command) as client:
             text = client.get(f"/v1/files/{batch_of(command, batch_id)['output_file_id']}/content").text
     assert text.splitlines()[:2] == kept
-    assert [json.loads(line)["custom_id"] for line in text.splitlines()] == ["0", "1", "2", "3"]
+    # What ran at a sudden end runs after what did not: whether line 3 had begun is a question of time.
+    assert sorted(json.loads(line)["custom_id"] for line in text.splitlines()[2:]) == ["2", "3"]
 
 
 def lines_of(command: Command, file_id: str) -> dict[str, dict[str, Any]]:
