@@ -1,6 +1,8 @@
-"""Counts what a reader of the code meets: lines, classes, and the files that run in a decode step.
+"""Counts what a reader of the code meets: lines, how the rooms are wired, and the files that run in a decode step.
 
-python benchmarks/house.py [CHECKOUT]
+python benchmarks/house.py [--list] [CHECKOUT]
+
+--list: what is counted, too.
 """
 
 from __future__ import annotations
@@ -13,8 +15,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-CORE = ("engine", "scheduler", "cache", "attention")
-"""Folders of mlxpaged/, without the CPU's."""
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.wiring import Wiring
+
+CLASSES = {
+    "engine/core.py": "EngineCore",
+    "engine/step_loop.py": "StepLoop",
+    "engine/model_runner.py": "ModelRunner",
+}
 
 STEPS = 3
 """Decode steps that are traced, of one sequence."""
@@ -61,17 +70,22 @@ def decode_files(package: Path) -> list[str]:
     return sorted(path[len(f"{package}/") :] for path in found if path.startswith(f"{package}/"))
 
 
-def main(checkout: Path) -> None:
+def main(checkout: Path, lists: bool) -> None:
     package = checkout / "mlxpaged"
     files = list(package.rglob("*.py"))
+    wiring = Wiring(package)
     print(f"mlxpaged/: {lines(files):,} lines in {len(files)} files")
-    print(f"the core ({', '.join(CORE)}): {lines(path for room in CORE for path in (package / room).rglob('*.py')):,}")
-    print(f"tests/: {lines((checkout / 'tests').rglob('*.py')):,}")
-    print(f"EngineCore: {lines_of_class(package / 'engine/core.py', 'EngineCore')}")
+    print(f"the core: {wiring.core_lines():,} lines in {len(wiring.core)} files")
+    print(f"tests/: {lines((checkout / 'tests').rglob('*.py')):,} lines")
+    for path, name in CLASSES.items():
+        print(f"{name}: {lines_of_class(package / path, name)} lines")
+    for title, found in wiring.counts().items():
+        print(f"{title}: {len(found)}", *(found if lists else ()), sep="\n  ")
     sys.path.insert(0, str(checkout))
     decode = decode_files(package)
     print(f"a decode step runs functions of {len(decode)} files:", *decode, sep="\n  ")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve() if sys.argv[1:] else Path(__file__).resolve().parents[1])
+    named = [argument for argument in sys.argv[1:] if argument != "--list"]
+    main(Path(named[0] if named else Path(__file__).parents[1]).resolve(), "--list" in sys.argv)
