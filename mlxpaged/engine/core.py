@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 
-from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.disk_tier import NO_TIER, DiskTier
 from mlxpaged.engine.drafting import Drafter, Drafting
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder
@@ -14,7 +13,6 @@ from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.image_encoder import ImageEncoder
 from mlxpaged.engine.images import Images
-from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.memory import StateMemory
 from mlxpaged.engine.memory_watch import POLL_SECONDS
 from mlxpaged.engine.model_runner import ModelRunner
@@ -189,9 +187,6 @@ class EngineCore(Worker):
             self.runner.swap.close()
         if self.tier is not None:
             self.tier.close()
-
-    def info(self, config: EngineConfig) -> EngineInfo:
-        return EngineInfo(self, config)
 
     # -- statistics --------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,9 @@ from mlxpaged.engine.memory import least_step
 from mlxpaged.engine.ranks import Ranks
 from mlxpaged.models.cache_groups import cache_layout
 from mlxpaged.models.draft_head import load_mtp
-from mlxpaged.models.draft_model import draft_model
+from mlxpaged.models.draft_model import DraftModel
 from mlxpaged.models.errors import AssistantError, UnsupportedModelError
+from mlxpaged.models.layers import KV, leaves
 from mlxpaged.models.loader import NO_HEADS_TO_READ, ServedModel, load_model, resolve_mtp
 from mlxpaged.models.sources.preflight import Reserved
 from mlxpaged.models.turns import Turns
@@ -49,6 +50,21 @@ def with_draft_model(
         logger.warning("%s decodes without a draft head or model: %s", served.name, reason)
         served = without_drafts(served, reason)
     return served
+
+
+def draft_model(draft: ServedModel, served: ServedModel) -> DraftModel:
+    """Raises UnsupportedModelError, with the reason, if a loaded model cannot draft for another one."""
+    reason = ""
+    if draft.tokenizer.reader.get_vocab() != served.tokenizer.reader.get_vocab():
+        reason = f"its vocabulary is not that of {served.name}"
+    elif not all(isinstance(spec, KV) for spec in leaves(draft.layers)):
+        reason = "its layers keep more than keys and values"
+    elif draft.rows is None:
+        reason = "its output head is not found"
+    if reason or draft.rows is None:
+        raise UnsupportedModelError(f"{draft.name} cannot draft: {reason}")
+    sizes = draft.vocab_size, served.vocab_size, draft.weight_bytes
+    return DraftModel(draft.name, draft.model, draft.rows, draft.layers, *sizes)
 
 
 def with_assistant(served: ServedModel, config: EngineConfig, name: str, turns: Turns) -> ServedModel:

@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.embedder import Embedder
-from mlxpaged.engine.info import EmbeddingInfo
 from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
 from mlxpaged.engine.memory_watch import POLL_SECONDS, MemoryWatch
 from mlxpaged.engine.worker import Worker
@@ -41,6 +39,3 @@ class EmbeddingCore(Worker):
         """Give back freed buffers."""
         self._watch.poll(device_is_idle)
         return False
-
-    def info(self, config: EngineConfig) -> EmbeddingInfo:
-        return EmbeddingInfo(self)

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, Protocol
 from mlxpaged.engine import commands
 from mlxpaged.engine.commands import Command, Question
 from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.embedding_core import EmbeddingCore
 from mlxpaged.engine.garbage import free_garbage, freezes
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.engine.load_journal import LoadJournal
@@ -372,7 +374,7 @@ class EngineThread(threading.Thread):
         else:
             slot.core.join(self._device)
             self._loaded += ((slot, slot.core),)
-            slot.callbacks.on_ready(slot.core.info(slot.config), slot.core.stats())
+            slot.callbacks.on_ready(info_of(slot.core, slot.config), slot.core.stats())
         finally:
             self._loading = None
         self._fit_limits()
@@ -442,3 +444,11 @@ def answer(core: Worker, question: Question, reply: Future[Any]) -> list[Request
     if is_awaited:
         reply.set_result(result)
     return outputs
+
+
+def info_of(model: Worker, config: EngineConfig) -> EngineInfo | EmbeddingInfo:
+    """The facts about a loaded model. They are no method of it: the API reads them and imports no engine."""
+    if isinstance(model, EngineCore):
+        return EngineInfo(model, config)
+    assert isinstance(model, EmbeddingCore)
+    return EmbeddingInfo(model)

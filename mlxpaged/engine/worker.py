@@ -7,9 +7,7 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
 from mlxpaged.cache.block_pool import BlockUsage
-from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder, EmbeddingRequest
-from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.engine.pool_resizer import REST_SECONDS
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.stall import StepSize
@@ -131,10 +129,6 @@ class Worker:
         """What is done instead of a step while there is no work: memory is given back. Returns whether it was.
         device_is_idle: whether no other model has work."""
         return False
-
-    def info(self, config: EngineConfig) -> EngineInfo | EmbeddingInfo:
-        """Facts that do not change while it lives."""
-        raise NotImplementedError
 
     def stats(self) -> EngineStats:
         return EngineStats(NO_SEQUENCES, embeddings=NO_EMBEDDINGS if self.embedder is None else self.embedder.stats())

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten, tree_reduce, tree_unflatten
 from mlx_lm.tuner.utils import load_adapters as load_with_mlx_lm
 
 from mlxpaged.cpu.float32 import Storage, widen
-from mlxpaged.models.adapted_layers import AdapterLayer, PartsOf, StepAdapters, adapt_layers, adapter_layer
+from mlxpaged.models.adapted_layers import AdapterLayer, PartsOf, adapt_layers, adapter_layer
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.errors import AdapterError, UnsupportedModelError
 from mlxpaged.models.json_files import read_object
@@ -24,6 +24,7 @@ from mlxpaged.models.probe import probe
 from mlxpaged.models.probe_steps import ROUNDING_TOKENS
 from mlxpaged.models.reference import Reference, forward, measure_rounding
 from mlxpaged.models.sources.weight_headers import read_shapes
+from mlxpaged.models.step_adapters import StepAdapters
 from mlxpaged.models.turns import Turns
 from mlxpaged.progress import Stage
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.head import RowSelection
-from mlxpaged.models.layers import KV, LayerSpec, leaves
-
-if TYPE_CHECKING:
-    from mlxpaged.models.loader import ServedModel
+from mlxpaged.models.layers import LayerSpec
 
 
 @dataclass(frozen=True)
@@ -39,18 +35,3 @@ class DraftModel:
         finally:
             self.rows.rows = None
         return logits[:, -1, : self.vocab_size]
-
-
-def draft_model(draft: ServedModel, served: ServedModel) -> DraftModel:
-    """Raises UnsupportedModelError, with the reason, if a loaded model cannot draft for another one."""
-    reason = ""
-    if draft.tokenizer.reader.get_vocab() != served.tokenizer.reader.get_vocab():
-        reason = f"its vocabulary is not that of {served.name}"
-    elif not all(isinstance(spec, KV) for spec in leaves(draft.layers)):
-        reason = "its layers keep more than keys and values"
-    elif draft.rows is None:
-        reason = "its output head is not found"
-    if reason or draft.rows is None:
-        raise UnsupportedModelError(f"{draft.name} cannot draft: {reason}")
-    sizes = draft.vocab_size, served.vocab_size, draft.weight_bytes
-    return DraftModel(draft.name, draft.model, draft.rows, draft.layers, *sizes)

@@ -31,12 +31,12 @@ from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.qkv import Norm, Qkv, Rope, row_size
 from mlxpaged.cpu.joined_linear import JOINT, PROJECTIONS, Join, make_joint
 from mlxpaged.cpu.split_linear import precede
+from mlxpaged.models.step_adapters import StepAdapters
 from mlxpaged.models.turns import Turns
 from mlxpaged.progress import Stage
 from mlxpaged.trials import Trials, on_host, record
 
 if TYPE_CHECKING:
-    from mlxpaged.models.adapted_layers import StepAdapters
     from mlxpaged.vision.embedding import FeatureRows
 
 logger = logging.getLogger(__name__)

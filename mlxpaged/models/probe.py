@@ -23,7 +23,6 @@ from mlxpaged.attention.latent import LatentLayer
 from mlxpaged.attention.layer import PagedLayer
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.qkv import Qkv, QkvKind
-from mlxpaged.models.adapted_layers import StepAdapters
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.head import RowSelection
@@ -39,6 +38,7 @@ from mlxpaged.models.probe_steps import (
     steps,
 )
 from mlxpaged.models.reference import Reference, differences
+from mlxpaged.models.step_adapters import StepAdapters
 from mlxpaged.models.turns import Turns
 from mlxpaged.progress import Stage
 from mlxpaged.step import Row

@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -26,7 +26,6 @@ from mlxpaged.step import Row
 
 if TYPE_CHECKING:
     from mlxpaged.attention.layer import StepContext
-    from mlxpaged.models.states import RecurrentLayer
 
 State = list[mx.array | None]
 """The arrays of one layer, [n, ...] each for n sequences. An entry that the layer never sets is None."""
@@ -58,13 +57,26 @@ ELSEWHERE = RowArgument(mx.array(0))
 """Stands for an argument that is kept elsewhere."""
 
 
+class StateLayer(Protocol):
+    """The states of one layer (states.py). alone: whether its modules get one sequence at a time. cache, lengths: what
+    its modules read and write."""
+
+    alone: bool
+    cache: Any
+    lengths: Any
+
+    def before_group(self, index: int) -> State: ...
+
+    def put(self, sequence_ids: list[int], state: State) -> None: ...
+
+
 class ModuleCall(NamedTuple):
     """A call of a module for a group. Its cache is the layer itself. layers: those whose states it changes."""
 
     call: partial[Any]
     args: list[Any]
     named: dict[str, Any]
-    layers: list[RecurrentLayer]
+    layers: Sequence[StateLayer]
 
 
 CallsOfGroups = dict[tuple[bool, int], list[ModuleCall]]
@@ -101,7 +113,7 @@ class KeptRows:
 
     rows: list[Row]
     members: dict[int, int]
-    before: dict[RecurrentLayer, State]
+    before: dict[StateLayer, State]
     calls: list[ModuleCall]
 
     @property

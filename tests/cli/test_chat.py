@@ -19,8 +19,9 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from mlxpaged.cli.chat.chat import Chat, uninterrupted
+from mlxpaged.cli.chat.chat import Chat
 from mlxpaged.cli.chat.conversation import EFFORTS, Conversation
+from mlxpaged.cli.chat.loop import talk, uninterrupted
 from mlxpaged.cli.chat.reader import Reader, SlashCompleter
 from mlxpaged.cli.client import Client
 from mlxpaged.models.generation_config import LIMITS
@@ -69,7 +70,7 @@ class Session:
             return text
 
         with uninterrupted():
-            self.chat.run(read)
+            talk(self.chat, read)
         return shown(self.out.getvalue()[before:])
 
 

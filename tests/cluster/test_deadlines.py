@@ -18,6 +18,7 @@ from mlxpaged.engine import commands
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.engine_thread import Callbacks, ModelSlot
+from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.watchdog import StallLimits
@@ -86,7 +87,7 @@ class Scene:
     def become_ready(self, number: int) -> Ranks:
         wait_until(lambda: len(self.started) == number)
         self.started[-1].join()
-        self.started[-1].say(Ready(self.core.info(self.slot.config), self.core.stats(), None))
+        self.started[-1].say(Ready(EngineInfo(self.core, self.slot.config), self.core.stats(), None))
         return self.started[-1]
 
     def submit(self, *names: str, **limits: dict[str, float]) -> None:

@@ -1,19 +1,15 @@
-"""The loop of a chat: read a message, show the answer."""
+"""A chat: asks, and shows the answers."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
-import termios
 import time
-from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from collections.abc import Iterable
 from typing import TextIO
 
 from rich.console import Console
 
 from mlxpaged.cli.answer import Answer, pieces
-from mlxpaged.cli.chat import slash
 from mlxpaged.cli.chat.conversation import SETTINGS, Conversation
 from mlxpaged.cli.chat.markdown import MarkdownStream
 from mlxpaged.cli.client import Client, ServerError
@@ -35,31 +31,6 @@ class Chat:
         self.line = StatusLine(out)
         self._out = out
         self._markdown = MarkdownStream(Console(file=out, highlight=False))
-
-    def run(self, read: Callable[[], str]) -> None:
-        """Talk until the user leaves. read: returns a message, and raises EOFError at Ctrl-D and KeyboardInterrupt at
-        Ctrl-C."""
-        while True:
-            try:
-                text = read()
-            except KeyboardInterrupt:
-                self.say("Ctrl-D or /bye leaves the chat.")
-                continue
-            except EOFError:
-                return
-            if not text:
-                continue
-            try:
-                with silent_keys(), interruptible():
-                    if not slash.carry_out(self, text):
-                        self.ask(text)
-            except slash.Leave:
-                return
-            except KeyboardInterrupt:
-                self.line.clear()
-            except (ServerError, slash.UsageError, OSError, ValueError) as error:
-                self.line.clear()
-                self.say(f"{error}")
 
     def ask(self, text: str) -> None:
         """Show the answer to a message and keep both in the conversation. An answer that is interrupted is kept as far
@@ -117,49 +88,3 @@ class Chat:
             with contextlib.suppress(ServerError):
                 return [entry["id"] for entry in generating(self.client)]
         return {"set": tuple(SETTINGS), "stats": ("on", "off")}.get(command, ())
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """The first Ctrl-C in the context raises KeyboardInterrupt there. Further ones do nothing, so none can leave the
-    chat by hitting what happens after the first."""
-    is_first = True
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal is_first
-        if is_first:
-            is_first = False
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        is_first = False
-        signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Ctrl-C does nothing in the context, except where something in it handles it."""
-    before = signal.signal(signal.SIGINT, lambda *_: None)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def silent_keys() -> Iterator[None]:
-    """The terminal does not show keys that are typed during an answer. They are read after it."""
-    try:
-        before = termios.tcgetattr(0)
-    except (termios.error, OSError):  # standard input is no terminal
-        yield
-        return
-    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
-    termios.tcsetattr(0, termios.TCSADRAIN, silent)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(0, termios.TCSADRAIN, before)

@@ -35,8 +35,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         with connected(args, args.model) as connection:
             # Imported only now: they take half a second, and there may be no server to talk to.
-            from mlxpaged.cli.chat.chat import Chat, uninterrupted
+            from mlxpaged.cli.chat.chat import Chat
             from mlxpaged.cli.chat.conversation import Conversation
+            from mlxpaged.cli.chat.loop import talk, uninterrupted
             from mlxpaged.cli.chat.reader import Reader
 
             conversation = Conversation(connection.model, args.system)
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             chat.say(f"{connection.model} at {connection.client.url}; /help lists the commands")
             reader = Reader(Path.home() / ".mlxpaged" / "chat_history", chat.words)
             with uninterrupted():
-                chat.run(reader.read)
+                talk(chat, reader.read)
     except ServerError as error:
         print(f"mlxpaged: {error}", file=sys.stderr)
         return 1

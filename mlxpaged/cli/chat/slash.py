@@ -10,15 +10,12 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from mlxpaged.cli.chat.chat import Chat
 from mlxpaged.cli.chat.conversation import SETTINGS
 from mlxpaged.cli.connection import chosen, generating
 from mlxpaged.vision.headers import ImageError, read_header
 from mlxpaged.vision.reading import MAX_BYTES
-
-if TYPE_CHECKING:
-    from mlxpaged.cli.chat.chat import Chat
 
 NAME = re.compile(r"/[a-z]+(\s|$)")
 """A message may begin with a path: /usr/bin is no command."""
