@@ -13,10 +13,10 @@ from pathlib import Path
 CORE = {
     "cache": "block_pool block_table groups prefix_cache table_rows",
     "scheduler": "admission block_manager config pool_size preemption prefill_budget queue row_table schedule_builder "
-    "scheduler sequence sequence_kv stats",
+    "scheduler sequence sequence_kv stats wait",
     "attention": "gather kv_cache layer layout metadata pool",
-    "engine": "async_engine builder commands core engine_thread errors model_runner recovery request request_stream "
-    "request_table row_times running_request sampler sampling_params step step_input step_loop",
+    "engine": "async_engine builder commands core engine_thread errors model_runner part recovery request "
+    "request_stream request_table row_times running_request sampler sampling_params step step_input step_loop",
 }
 """By room, the modules that every request of every model runs: scheduling, blocks, keys and values, the engine. Until
 they have a folder of their own, this is the list."""

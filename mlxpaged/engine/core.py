@@ -17,6 +17,7 @@ from mlxpaged.engine.memory import StateMemory
 from mlxpaged.engine.memory_watch import POLL_SECONDS
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.network_drafters import NetworkDrafter
+from mlxpaged.engine.part import Part
 from mlxpaged.engine.pool_resizer import REST_SECONDS, PoolResizer
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.request_table import RequestTable
@@ -84,23 +85,29 @@ class EngineCore(Worker):
             resizer.before_shrink, resizer.on_evicted = tier.end_load, tier.take_leaving
         config = scheduler.config
         self.states = StateMemory(state_bytes(served.layers), config.max_num_seqs, config.num_checkpoints)
-        self.requests = RequestTable(served, scheduler, grammars, clock, self._forget, images, tier)
-        self.drafting = None
-        if drafter is not None or network is not None:
-            self.drafting = Drafting(scheduler, self.requests, served.vocab_size, drafter, network)
-        encoder = None
+        # The order in which they are asked. Images that a prefix covers are not encoded, so they come after the tier.
+        # Drafts follow known tokens, so they come last: the encoder may have ended the step in flight.
+        self.parts: list[Part] = []
+        self.requests = RequestTable(served, scheduler, grammars, clock, self._forget, images, self.parts)
+        if tier is not None:
+            self.parts.append(tier)
         if images is not None:
             if scheduler.prefix_cache is not None:
                 scheduler.prefix_cache.content_of = images.content_of
             invariant = runner.tile_size is not None
-            encoder = ImageEncoder(images, scheduler, self.requests.end_held, clock, invariant)
-        parts = scheduler, runner, resizer, sampler, grammars, headroom, self.requests, clock
-        self.loop = StepLoop(*parts, encoder, tier, self.drafting)
+            self.parts.append(ImageEncoder(images, scheduler, self.requests.end_held, clock, invariant))
+        self.drafting = None
+        if drafter is not None or network is not None:
+            sizes = served.vocab_size, drafter, network
+            self.drafting = Drafting(scheduler, self.requests, *sizes, runner.overlaps, clock)
+            self.parts.append(self.drafting)
+        own = scheduler, runner, resizer, sampler, grammars, headroom, self.requests, clock
+        self.loop = StepLoop(*own, self.parts)
 
     def _forget(self, sequence_id: int) -> None:
         self.sampler.forget(sequence_id)
-        if self.drafting is not None:
-            self.drafting.forget(sequence_id)
+        for part in self.parts:
+            part.forget(sequence_id)
 
     def add(self, request: Request) -> None:
         """Queue a request, with the errors of `RequestTable.add`."""
@@ -129,8 +136,8 @@ class EngineCore(Worker):
         return self.requests.expire()
 
     def has_work(self) -> bool:
-        stores = self.tier is not None and self.tier.has_work
-        return stores or self.scheduler.has_unfinished() or self.loop.has_step_in_flight
+        has_requests = self.scheduler.has_unfinished() or self.loop.has_step_in_flight
+        return has_requests or any(part.has_work for part in self.parts)
 
     def step(self) -> list[RequestOutput]:
         return self.loop.step()
@@ -172,21 +179,21 @@ class EngineCore(Worker):
         return before - self.runner.kv_cache_bytes
 
     def clear_cache(self) -> int:
-        if self.tier is not None:
-            self.tier.clear()
+        for part in self.parts:
+            part.clear()
         return self.scheduler.clear_cache()
 
     def keep_prefixes(self) -> None:
-        if self.tier is not None:
-            self.loop.finish_in_flight()
-            self.tier.store_all()
+        self.loop.finish_in_flight()
+        for part in self.parts:
+            part.keep()
 
     def close(self) -> None:
         """Release the swap space, which may be a file, and the tier on the disk."""
         if self.runner.swap is not None:
             self.runner.swap.close()
-        if self.tier is not None:
-            self.tier.close()
+        for part in self.parts:
+            part.close()
 
     # -- statistics --------------------------------------------------------------------------------------------------
 

@@ -28,13 +28,19 @@ from mlxpaged.cache.table_rows import UNUSED
 from mlxpaged.engine.disk_share import STATE, DiskShare
 from mlxpaged.engine.disk_writer import DiskWriter, pieces
 from mlxpaged.engine.model_runner import DeviceError
+from mlxpaged.engine.part import Need, Part
 from mlxpaged.engine.rank_messages import StoredBlocks
 from mlxpaged.engine.ranks import RankLostError
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.step import InFlightStep
 from mlxpaged.scheduler.queue import ORDER
 from mlxpaged.scheduler.scheduler import Scheduler
 from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.scheduler.wait import Wait
 
 logger = logging.getLogger(__name__)
+
+PREFIX = Wait("prefix on the disk", brings_prefix=True)
 
 PIECES_AHEAD = 2
 """Pieces that are read before they are needed."""
@@ -99,7 +105,7 @@ class Load:
     again: bool = False
 
 
-class DiskTier:
+class DiskTier(Part):
     """clock: seconds. The share's store is this model's until `close`."""
 
     def __init__(self, share: DiskShare, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
@@ -122,8 +128,7 @@ class DiskTier:
         self._writer.discard()
         self.end_load()
 
-    def store_all(self) -> None:
-        """Store what is in memory: the model ends. No step may be in flight."""
+    def keep(self) -> None:
         self.end_load()
         self._writer.store_all()
 
@@ -134,10 +139,11 @@ class DiskTier:
 
     # -- loading -------------------------------------------------------------------------------------------------
 
-    def wants(self, sequence: Sequence) -> bool:
-        """Whether the prefix of a new sequence is to be loaded: it goes on on the disk, and reading takes less time
-        than computing."""
-        return sequence.fork_of is None and self._clock() >= self._paused_until and bool(self._on_disk(sequence)[1])
+    def wait_of(self, request: Request, sequence: Sequence) -> Wait | None:
+        """The prefix of a new sequence is loaded if it goes on on the disk, and reading takes less time than
+        computing."""
+        may_load = sequence.fork_of is None and self._clock() >= self._paused_until
+        return PREFIX if may_load and self._on_disk(sequence)[1] else None
 
     def _on_disk(self, sequence: Sequence) -> tuple[list[CachedBlock], list[Piece]]:
         """The leading records of a sequence in the pool, and what is to be loaded after them."""
@@ -190,9 +196,13 @@ class DiskTier:
         is_cached = end <= len(chain) and chain[end - 1] in self._checkpoints
         return not self.share.state_bytes or is_cached or self.share.can_read(Name(keys[end - 1], STATE))
 
+    def before_step(self, in_flight: InFlightStep | None) -> Need:
+        self.advance()
+        return Need.NOTHING
+
     def advance(self) -> None:
-        """Before a step: store what the last step has confirmed, and load a piece, or all that is read if nothing
-        runs. Raises DeviceError."""
+        """Store what the last step has confirmed, and load a piece, or all that is read if nothing runs. Raises
+        DeviceError."""
         last, self._step_seconds = self._step_seconds, self._clock() - self._advanced_at
         self._checkpoints.start_step()
         self._writer.store_taken()
@@ -203,7 +213,7 @@ class DiskTier:
             self._portion = max(1, int(STEP_SHARE * min(last, self._step_seconds) / self._record_seconds))
             goes_on: bool | None = None  # it has ended
             try:
-                if load.sequence.sequence_id in self._scheduler.loading:
+                if load.sequence.sequence_id in self._scheduler.held[PREFIX]:
                     goes_on = next(load.portions, None)
             except (DeviceError, RankLostError):  # the contents of all blocks are lost
                 raise
@@ -217,7 +227,7 @@ class DiskTier:
         self._advanced_at = self._clock()
 
     def after_schedule(self) -> None:
-        """Before the scheduled step runs: take the blocks that it overwrites. Ask for the room that a load needs."""
+        """Take the blocks that the step overwrites. Ask for the room that a load needs."""
         self.take_leaving()
         if self._missing:
             self._scheduler.blocks.size.ask(self._missing)
@@ -225,7 +235,7 @@ class DiskTier:
 
     def _begin(self) -> bool:
         """Begin the next load. Queue the sequences that need none, which is so if another load was for them too."""
-        for sequence in sorted(self._scheduler.loading.values(), key=ORDER):
+        for sequence in sorted(self._scheduler.held[PREFIX].values(), key=ORDER):
             chain, left = self._on_disk(sequence) if self._clock() >= self._paused_until else ([], [])
             while left and not self.share.look_up(contents(itertools.chain(*left))):
                 chain, left = self._on_disk(sequence)
@@ -323,7 +333,7 @@ class DiskTier:
         load, self._load = self._load, None
         if load is None:
             return
-        if load.sequence.sequence_id in self._scheduler.loading and not load.again:
+        if load.sequence.sequence_id in self._scheduler.held[PREFIX] and not load.again:
             self._scheduler.release(load.sequence.sequence_id)
         self._pool.release(reversed(load.held))
         if load.checkpoint is not None:
@@ -332,7 +342,7 @@ class DiskTier:
             self.share.drop_reads()
 
     def give_way(self) -> bool:
-        """End the load, whose blocks other sequences need. Returns whether there was one."""
+        """End the load, whose blocks other sequences need."""
         had_load = self._load is not None
         self.end_load()
         return had_load
@@ -340,14 +350,13 @@ class DiskTier:
     # -- the rest ------------------------------------------------------------------------------------------------
 
     @property
-    def has_work(self) -> bool:
-        """Whether `advance` has something to do, also if no sequence is left."""
+    def has_work(self) -> bool:  # type: ignore[override]
         return self._load is not None or self.share.has_taken
 
     def stats(self) -> TierStats:
         share = self.share
         counts = share.num_stored, self._loaded
-        return TierStats(str(share.store.directory), "", share.stats(), len(self._scheduler.loading), *counts)
+        return TierStats(str(share.store.directory), "", share.stats(), len(self._scheduler.held[PREFIX]), *counts)
 
     def close(self) -> None:
         close_store(self.share.store)

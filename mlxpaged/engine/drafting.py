@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
 from typing import NamedTuple, Protocol
 
@@ -17,10 +17,12 @@ import mlx.core as mx
 
 from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.network_drafters import MOST_BY_NETWORK, LaunchedDrafts, NetworkDrafter
+from mlxpaged.engine.part import Need, Part, Tokens
 from mlxpaged.engine.request_table import RequestTable
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken, SamplingRow
 from mlxpaged.engine.status import NO_DRAFTS
+from mlxpaged.engine.step import InFlightStep
 from mlxpaged.scheduler.acceptance import BY_NETWORK, MOST_DRAFTS
 from mlxpaged.scheduler.draft_budget import DraftBudget
 from mlxpaged.scheduler.scheduler import Scheduler, is_decoding
@@ -57,10 +59,11 @@ class Proposal(NamedTuple):
 NOTHING = Proposal([])
 
 
-class Drafting:
+class Drafting(Part):
     """Belongs to the engine thread. vocab_size: logits of the model. drafter: finds drafts in the text; None if only
-    grammars and the network draft. network: a draft head or a smaller model; None if there is none. budget: decides how
-    many drafts are verified."""
+    grammars and the network draft. network: a draft head or a smaller model; None if there is none. overlaps: whether
+    the device runs a step while the host prepares the next one. clock: seconds. budget: decides how many drafts are
+    verified."""
 
     def __init__(
         self,
@@ -68,8 +71,11 @@ class Drafting:
         requests: RequestTable,
         vocab_size: int,
         drafter: Drafter | None,
-        network: NetworkDrafter | None = None,
+        network: NetworkDrafter | None,
+        overlaps: bool,
+        clock: Callable[[], float],
     ) -> None:
+        self._overlaps, self._clock = overlaps, clock
         self._scheduler = scheduler
         self._requests = requests
         self._vocab_size = vocab_size
@@ -85,6 +91,46 @@ class Drafting:
         """What drafts, of DRAFTERS."""
         network = [] if self.network is None else [self.network.name]
         return ["grammar", *(["ngram"] if self.drafter is not None else []), *network]
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def before_step(self, in_flight: InFlightStep | None) -> Need:
+        """Choose what the next step verifies. How many tokens a step with drafts commits is known when its tokens are
+        read, and drafts follow a token that is known: so no step is in flight before or after one with drafts. But the
+        text of a step's tokens is made while the device runs the next one."""
+        if in_flight is not None and (in_flight.scheduled.has_drafts or in_flight.drafts is not None):
+            return Need.COMMITTED
+        started = self._clock()
+        if self.choose() and in_flight is not None:
+            return Need.COMMITTED
+        if not self._overlaps:
+            self.budget.note_choice(self._clock() - started)
+        return Need.NOTHING
+
+    def launched(self, step: Step, waited: float) -> None:
+        if step.has_drafts and self._overlaps:
+            self.budget.note_exposed(waited)
+
+    def sampled(self, step: InFlightStep, rows: ListOf[SamplingRow], tokens: mx.array | None) -> None:
+        step.drafts = self._launch_network(step.scheduled, rows, tokens)
+
+    def accept(self, rows: ListOf[Row], tokens: Tokens) -> Tokens:
+        with_drafts = [row for row in rows if row.drafts and row.sequence_id in tokens]
+        accepted = {row.sequence_id: self._count_accepted(row, tokens[row.sequence_id]) for row in with_drafts}
+        self.budget.count_step(accepted)
+        for row in with_drafts:
+            self._observe(row, accepted[row.sequence_id])
+        return tokens | {each: tokens[each][: number + 1] for each, number in accepted.items()}
+
+    def timed(self, step: Step, seconds: float) -> None:
+        if all(row.decodes for row in step.rows):
+            self.budget.note_step(len(step.rows), sum(row.start + 1 for row in step.rows), step.has_drafts, seconds)
+
+    def committed(self, step: InFlightStep, tokens: Tokens) -> None:
+        if step.drafts is not None:
+            self._draft_further({each: len(found) - 1 for each, found in tokens.items() if found}, step.drafts)
+
+    # -- what is drafted ---------------------------------------------------------------------------------------------
 
     def choose(self) -> bool:
         """Give running sequences the drafts of the next step. Returns whether any has one. If a step is in flight, its
@@ -132,7 +178,7 @@ class Drafting:
         chances = [each.chances(BY_NETWORK, MOST_BY_NETWORK) for each in acceptances]
         return any(self.budget.verified(contexts, chances, costs))
 
-    def launch_network(
+    def _launch_network(
         self, step: Step, sampling: ListOf[SamplingRow], tokens: mx.array | None
     ) -> LaunchedDrafts | None:
         """Let the head or the smaller model begin after a step that was launched last, if that pays."""
@@ -147,7 +193,7 @@ class Drafting:
             self._give_up()
             return None
 
-    def draft_further(self, accepted: Mapping[int, int], launched: LaunchedDrafts) -> None:
+    def _draft_further(self, accepted: Mapping[int, int], launched: LaunchedDrafts) -> None:
         """Let it draft after the tokens that a step has committed. accepted: its accepted drafts, by sequence. Raises
         DeviceError."""
         if self.network is None:
@@ -203,20 +249,6 @@ class Drafting:
             return proposal
         known = itertools.takewhile(lambda token: token < self._vocab_size, proposal.drafts)
         return proposal._replace(drafts=list(known))
-
-    def note_seconds(self, step: Step, seconds: float) -> None:
-        """A step has taken so long."""
-        if all(row.decodes for row in step.rows):
-            self.budget.note_step(len(step.rows), sum(row.start + 1 for row in step.rows), step.has_drafts, seconds)
-
-    def accept(self, rows: ListOf[Row], sampled: dict[int, list[SampledToken]]) -> dict[int, list[SampledToken]]:
-        """Returns what a step commits of the tokens that were sampled for each sequence."""
-        with_drafts = [row for row in rows if row.drafts and row.sequence_id in sampled]
-        accepted = {row.sequence_id: self._count_accepted(row, sampled[row.sequence_id]) for row in with_drafts}
-        self.budget.count_step(accepted)
-        for row in with_drafts:
-            self._observe(row, accepted[row.sequence_id])
-        return sampled | {each: sampled[each][: number + 1] for each, number in accepted.items()}
 
     def _count_accepted(self, row: Row, sampled: ListOf[SampledToken]) -> int:
         """Drafts that equal what was sampled, up to one that ends the answer."""

@@ -11,14 +11,20 @@ import mlx.core as mx
 
 from mlxpaged.cpu.streams import synchronize
 from mlxpaged.engine.images import Images
+from mlxpaged.engine.part import Need, Part
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.step import InFlightStep
 from mlxpaged.library_errors import public_reason
 from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.scheduler.queue import ORDER
 from mlxpaged.scheduler.scheduler import Scheduler
 from mlxpaged.scheduler.sequence import FinishReason, Sequence
+from mlxpaged.scheduler.wait import Wait
 from mlxpaged.vision.blocks import pace
 
 logger = logging.getLogger(__name__)
+
+IMAGES = Wait("images")
 
 MOST_SECONDS = 0.1
 """The encoder works at most so long between two steps, and at least for one part: streams keep the pace of reading."""
@@ -34,12 +40,12 @@ MAX_PIXELS = 2**20
 """Images of one size are encoded together, up to so many pixels."""
 
 
-class ImageEncoder:
+class ImageEncoder(Part):
     """Holds a sequence back until its images are encoded, except those that the prefix cache covers.
 
     Streams keep more than half of their pace, see MULTIPLE. The images of the first sequence in order come first.
     invariant: whether each image is encoded alone, in parts of one size, so that its features depend on nothing else.
-    fail: ends a sequence. clock: seconds. has_more: whether the time ended before the work in the last `advance`.
+    fail: ends a sequence. clock: seconds. is_busy: whether the time ended before the work in the last `advance`.
     """
 
     def __init__(
@@ -59,14 +65,24 @@ class ImageEncoder:
         self._numbers: list[int] = []  # of the images that are being encoded
         self._work: Iterator[mx.array] | None = None
         self._state: mx.array | None = None
-        self.has_more = False
+        self.is_busy = False
         self._alone = False  # whether the next image is encoded alone: several together have failed
         self._ended = clock()
         self._plain: deque[float] = deque(maxlen=PLAIN_STEPS)
 
+    def wait_of(self, request: Request, sequence: Sequence) -> Wait | None:
+        return IMAGES if request.images else None
+
+    def before_step(self, in_flight: InFlightStep | None) -> Need:
+        """The encoder's time is its own."""
+        if self.has_work and in_flight is not None:
+            return Need.FINISHED
+        self.advance()
+        return Need.NOTHING
+
     @property
-    def has_work(self) -> bool:
-        return bool(self._scheduler.held)
+    def has_work(self) -> bool:  # type: ignore[override]
+        return bool(self._scheduler.held[IMAGES])
 
     def advance(self) -> None:
         """Do a part of the work, and queue the sequences whose images are encoded."""
@@ -75,12 +91,12 @@ class ImageEncoder:
         if not self.has_work:
             self._plain.append(started - self._ended)
         self._ended, took, is_first = started, 0.0, True
-        self.has_more = False
+        self.is_busy = False
         while self.has_work:
             left = seconds - (self._ended - started)
             fits = None if self._is_invariant else pace.fit(left)
             if not is_first and not (took <= left if fits is None else fits):
-                self.has_more = True
+                self.is_busy = True
                 break
             if not self._next_part():
                 break
@@ -118,11 +134,11 @@ class ImageEncoder:
     def _begin(self) -> bool:
         """Choose the next images: the first that is missing of the first sequence, and others of its size."""
         self._release()
-        if not self._images.has_room(self._scheduler.held):
+        if not self._images.has_room(self._scheduler.held[IMAGES]):
             return False
         missing = dict.fromkeys(
             number
-            for sequence in sorted(self._scheduler.held.values(), key=ORDER)
+            for sequence in sorted(self._scheduler.held[IMAGES].values(), key=ORDER)
             for number in self._missing(sequence)
         )
         if not missing:
@@ -140,7 +156,7 @@ class ImageEncoder:
         return self._images.missing(sequence, self._scheduler.blocks.num_available_tokens(sequence))
 
     def _release(self) -> None:
-        for sequence in list(self._scheduler.held.values()):
+        for sequence in list(self._scheduler.held[IMAGES].values()):
             if not self._missing(sequence):
                 self._scheduler.release(sequence.sequence_id)
 
@@ -156,6 +172,6 @@ class ImageEncoder:
             return
         reason = FinishReason.MEMORY if is_out_of_memory(error) else FinishReason.ERROR
         message = f"an image could not be encoded: {type(error).__name__}: {public_reason(error)}"
-        for sequence in list(self._scheduler.held.values()):
+        for sequence in list(self._scheduler.held[IMAGES].values()):
             if set(self._numbers) & set(self._missing(sequence)):
                 self._fail(sequence, reason, message)

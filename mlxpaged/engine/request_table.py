@@ -10,9 +10,9 @@ from collections.abc import Sequence as ListOf
 from mlxpaged.cache.prefix_cache import salted
 from mlxpaged.engine.constraint import GrammarError
 from mlxpaged.engine.deadlines import Deadlines, set_deadlines
-from mlxpaged.engine.disk_tier import DiskTier
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.images import Images
+from mlxpaged.engine.part import Part
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken
@@ -32,7 +32,7 @@ class RequestTable:
     """The requests that have not ended, in the scheduler and as text.
 
     by_sequence: the requests by their sequences' ids. clock: seconds. forget: called with the id of each sequence that
-    has ended. outputs: of the running step; `take_outputs` empties it.
+    has ended. parts: what new sequences may wait for. outputs: of the running step; `take_outputs` empties it.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class RequestTable:
         clock: Callable[[], float],
         forget: Callable[[int], None],
         images: Images | None = None,
-        tier: DiskTier | None = None,
+        parts: ListOf[Part] = (),
     ) -> None:
-        self._tier = tier
+        self._parts = parts
         self._served = served
         self._scheduler = scheduler
         self._grammars = grammars
@@ -106,8 +106,7 @@ class RequestTable:
         set_deadlines(sequence, request)
         running = RunningRequest(request, sequence, self._served.tokenizer, matcher, parent)
         running.resume(request.resumed, self._clock())
-        is_loading = self._tier is not None and self._tier.wants(sequence)
-        self._scheduler.add(sequence, is_held=images is not None, is_loading=is_loading)
+        self._scheduler.add(sequence, [wait for part in self._parts if (wait := part.wait_of(request, sequence))])
         if images is not None:
             images.add(sequence, request)
         self.by_sequence[sequence.sequence_id] = running

@@ -8,12 +8,10 @@ from collections.abc import Sequence as ListOf
 
 import mlx.core as mx
 
-from mlxpaged.engine.disk_tier import DiskTier
-from mlxpaged.engine.drafting import Drafting
 from mlxpaged.engine.grammar import GrammarMatcher, Grammars, Mask
 from mlxpaged.engine.headroom import Headroom
-from mlxpaged.engine.image_encoder import ImageEncoder
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.engine.part import Need, Part
 from mlxpaged.engine.pool_resizer import PoolResizer
 from mlxpaged.engine.prompt_logits import INVARIANT_TOP
 from mlxpaged.engine.prompt_progress import PromptChunk, prompt_chunks
@@ -38,8 +36,9 @@ logger = logging.getLogger(__name__)
 
 class StepLoop:
     """Runs the requests of a model. One call of `step` launches at most one forward pass, unless it recovers from a
-    failure. clock: seconds. waits_for_memory: whether the last step was empty because the pool has to grow, and cannot
-    yet, and no image is being encoded. prompt_chunks: of the step that was processed last."""
+    failure. clock: seconds. parts: in the order in which they are asked. waits_for_memory: whether the last step was
+    empty because the pool has to grow, and cannot yet, and no part is busy. prompt_chunks: of the step that was
+    processed last."""
 
     def __init__(
         self,
@@ -51,13 +50,9 @@ class StepLoop:
         headroom: Headroom,
         requests: RequestTable,
         clock: Callable[[], float],
-        encoder: ImageEncoder | None = None,
-        tier: DiskTier | None = None,
-        drafting: Drafting | None = None,
+        parts: ListOf[Part] = (),
     ) -> None:
-        self._tier = tier
-        self._drafting = drafting
-        self._encoder = encoder
+        self._parts = parts
         self._scheduler = scheduler
         self._runner = runner
         self._resizer = resizer
@@ -90,17 +85,11 @@ class StepLoop:
         """
         started = self._clock()
         self.resize_pools()
-        if self._encoder is not None:
-            if self._encoder.has_work:
-                self.finish_in_flight()  # so that the encoder's time is its own
-            self._encoder.advance()
-        if self._tier is not None:
-            self._load_prefixes(self._tier)
-        if self._drafting is not None:
-            self._choose_drafts(self._drafting)
+        for part in self._parts:
+            self._prepare(part)
         scheduled = self._schedule()
-        if self._tier is not None:
-            self._tier.after_schedule()
+        for part in self._parts:
+            part.after_schedule()
         try:
             if not self._move_blocks(scheduled):
                 self._finish_in_flight()
@@ -138,26 +127,14 @@ class StepLoop:
             self._sample(step)
         self._in_flight = step
 
-    def _choose_drafts(self, drafting: Drafting) -> None:
-        """Decide what the next step verifies. How many tokens a step with drafts commits is known when its tokens are
-        read, and drafts follow a token that is known: so no step is in flight before or after one with drafts. But the
-        text of a step's tokens is made while the device runs the next one."""
-        step = self._in_flight
-        if step is not None and (step.scheduled.has_drafts or step.drafts is not None):
-            self._commit_in_flight()
-        started = self._clock()
-        if drafting.choose() and self._in_flight is not None:
-            self._commit_in_flight()
-            drafting.choose()
-        if not self._runner.overlaps:
-            drafting.budget.note_choice(self._clock() - started)
-
-    def _commit_in_flight(self) -> None:
-        """Process the step in flight, and leave its text to `_deliver` where the next step does not depend on it."""
-        assert self._in_flight is not None
+    def _prepare(self, part: Part) -> None:
+        """Let a part do what comes before the next step. COMMITTED leaves the text of the step in flight to `_deliver`
+        where the next step does not depend on it."""
         try:
-            self._process(self._in_flight, delivers=False)
-            self._in_flight = None
+            while (need := part.before_step(self._in_flight)) is not Need.NOTHING:
+                assert self._in_flight is not None
+                self._process(self._in_flight, delivers=need is Need.FINISHED)
+                self._in_flight = None
         except DeviceError as error:
             self._rebuild_pools(error)
 
@@ -181,14 +158,14 @@ class StepLoop:
         self._scheduler.max_tokens = self._headroom.tokens(self._requests.longest)
         scheduled = self._scheduler.schedule()
         cannot_grow = self._is_stuck(scheduled) and not self._resizer.is_due
-        gives_way = cannot_grow and self._tier is not None and self._tier.give_way()
+        gives_way = cannot_grow and any(part.give_way() for part in self._parts)
         if gives_way and not scheduled.moves:
             scheduled = self._scheduler.schedule()
         self._log.start_step(scheduled, self._requests.by_sequence, self._clock())
         if scheduled.rows:
             self.num_steps += 1
-        is_encoding = self._encoder is not None and self._encoder.has_more
-        self.waits_for_memory = self._is_stuck(scheduled) and not self._resizer.is_due and not is_encoding
+        is_busy = any(part.is_busy for part in self._parts)
+        self.waits_for_memory = self._is_stuck(scheduled) and not self._resizer.is_due and not is_busy
         if self._is_stuck(scheduled) and not self._resizer.can_wait and not gives_way:
             raise RuntimeError(f"nothing can be scheduled: {self._scheduler.stats()}")
         return scheduled
@@ -232,8 +209,9 @@ class StepLoop:
         except Exception as error:
             raise HostError from error
         self._runner.start_step(*step.results)
-        if self._drafting is not None and scheduled.has_drafts and self._runner.overlaps:
-            self._drafting.budget.note_exposed(self._clock() - self.device.read_at)
+        waited = self._clock() - self.device.read_at
+        for part in self._parts:
+            part.launched(scheduled, waited)
         return step
 
     def _prompt_tokens(self, scheduled: Step, logits: mx.array) -> tuple[list[int], int]:
@@ -264,9 +242,8 @@ class StepLoop:
         sampling = self._sampling_rows(rows)
         samples = self._sampler.sample(step.logits_of(ids), sampling) if rows else None
         step.set_samples(ids, samples)
-        if self._drafting is not None:
-            tokens = None if samples is None else samples.tokens
-            step.drafts = self._drafting.launch_network(step.scheduled, sampling, tokens)
+        for part in self._parts:
+            part.sampled(step, sampling, None if samples is None else samples.tokens)
 
     def _sampling_rows(self, rows: ListOf[Row]) -> list[SamplingRow]:
         running = [(self._requests.by_sequence[row.sequence_id], row) for row in rows]
@@ -294,14 +271,14 @@ class StepLoop:
         can wait are left to `_deliver`."""
         self._deliver()  # the tokens before these
         tokens, invalid, prompt_logprobs = step.read()
-        if self._drafting is not None:
-            tokens = self._drafting.accept(step.rows, tokens)
+        for part in self._parts:
+            tokens = part.accept(step.rows, tokens)
         now = self._clock()
         # The device began the step when it was launched, or when the previous step was done if that was later.
         if step.is_usual:
             seconds = now - max(step.started, self.device.read_at)
-            if self._drafting is not None:
-                self._drafting.note_seconds(step.scheduled, seconds)
+            for part in self._parts:
+                part.timed(step.scheduled, seconds)
             self._scheduler.times.observe(step.scheduled, seconds)
         self.device.read_at = now
         self._headroom.note_success()
@@ -322,15 +299,15 @@ class StepLoop:
         self._scheduler.update(Step(step.rows), token_ids)
         # A step that only decodes samples every row, and pays nothing for prompts.
         self.prompt_chunks = ()
-        if invalid and self._tier is not None:
-            self._tier.discard()
+        if invalid:
+            self._discard()
         if prompt_logprobs or len(tokens) < len(step.rows):
             self._process_prompts(step.rows, prompt_logprobs, discarded)
         if not delivers:
             self._undelivered = {each: found for each, found in tokens.items() if self._can_wait(each, found)}
         self._requests.advance({each: found for each, found in tokens.items() if each not in self._undelivered})
-        if self._drafting is not None and step.drafts is not None:
-            self._drafting.draft_further({each: len(found) - 1 for each, found in tokens.items() if found}, step.drafts)
+        for part in self._parts:
+            part.committed(step, tokens)
 
     def _process_prompts(
         self, rows: ListOf[Row], prompt_logprobs: Mapping[int, PromptResult], discarded: set[int]
@@ -391,11 +368,9 @@ class StepLoop:
         request_ids = frozenset(row.request_id for row in rows)
         return StepSize(len(last), last.num_tokens, seconds, request_ids)
 
-    def _load_prefixes(self, tier: DiskTier) -> None:
-        try:
-            tier.advance()
-        except DeviceError as error:
-            self._rebuild_pools(error)
+    def _discard(self) -> None:
+        for part in self._parts:
+            part.discard()
 
     def _finish_in_flight(self) -> None:
         if self._in_flight is not None:
@@ -404,8 +379,7 @@ class StepLoop:
 
     def _recover(self, scheduled: Step, error: HostError) -> None:
         self._deliver()
-        if self._tier is not None:
-            self._tier.discard()
+        self._discard()
         try:
             self._finish_in_flight()
             self._recovery.recover(scheduled.rows, error)
@@ -416,7 +390,6 @@ class StepLoop:
         self._deliver()
         if self._runner.ranks is not None:  # another rank may be in another step: only all of them can begin anew
             raise RankLostError(f"a step of several ranks failed: {error}") from error
-        if self._tier is not None:
-            self._tier.discard()
+        self._discard()
         in_flight, self._in_flight = self._in_flight, None
         self._recovery.rebuild_pools([*([in_flight.scheduled] if in_flight is not None else ()), *steps], error)

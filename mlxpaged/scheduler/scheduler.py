@@ -21,6 +21,7 @@ import itertools
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from typing import NamedTuple
@@ -37,6 +38,7 @@ from mlxpaged.scheduler.queue import ORDER, SequenceQueue, WaitingQueue, short_f
 from mlxpaged.scheduler.schedule_builder import ScheduleBuilder
 from mlxpaged.scheduler.sequence import AGING_RATE, FinishReason, Sequence, SequenceStatus
 from mlxpaged.scheduler.stats import SchedulerStats
+from mlxpaged.scheduler.wait import Wait
 from mlxpaged.step import Row, Step
 
 logger = logging.getLogger(__name__)
@@ -74,9 +76,7 @@ class Scheduler:
         self.running = SequenceQueue()
         self.waiting = WaitingQueue(self._num_left)
         self._forks: dict[int, list[Sequence]] = {}  # by parent: forks that wait until its prompt is computed
-        self.held: dict[int, Sequence] = {}  # by id: those that wait for their images
-        self.loading: dict[int, Sequence] = {}  # by id: those whose prefix is read from a disk
-        self._held_later: set[int] = set()  # those of them that wait for their images then
+        self.held = defaultdict[Wait, dict[int, Sequence]](dict)  # by what they wait for first, and by id
         self.valuable_seconds = math.inf  # a prefix that takes longer to compute is worth storing
         self._changed: set[int] = set()  # sequences whose blocks get their contents in the step being scheduled
         self._preemption = Preemption(self.blocks, self.running, self.waiting, clock)
@@ -92,9 +92,9 @@ class Scheduler:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def add(self, sequence: Sequence, is_held: bool = False, is_loading: bool = False) -> None:
-        """Queue a sequence; a fork is queued once its parent's prompt is computed. is_held, is_loading: whether it is
-        queued by `release`. Raises PromptTooLongError if the sequence could never run."""
+    def add(self, sequence: Sequence, waits: ListOf[Wait] = ()) -> None:
+        """Queue a sequence; a fork is queued once its parent's prompt is computed. waits: what it waits for, one after
+        the other; the last `release` queues it. Raises PromptTooLongError if the sequence could never run."""
         check_fits(sequence.num_prompt_tokens, sequence.max_tokens, self.config)
         if sequence.sequence_id in self.sequences:
             raise ValueError(f"sequence {sequence.sequence_id} is already queued")
@@ -105,21 +105,19 @@ class Scheduler:
         parent = sequence.fork_of
         if parent is not None and parent.sequence_id in self.sequences and parent.num_output_tokens == 0:
             self._forks.setdefault(parent.sequence_id, []).append(sequence)
-        elif is_loading:
-            self.loading[sequence.sequence_id] = sequence
-            if is_held:
-                self._held_later.add(sequence.sequence_id)
-        elif is_held:
-            self.held[sequence.sequence_id] = sequence
         else:
-            self.waiting.add(sequence)
+            sequence.waits = list(waits)
+            self._queue(sequence)
 
     def release(self, sequence_id: int) -> None:
-        """Queue a sequence that was held or loading. One that was both is held first."""
-        sequence = (self.held if sequence_id in self.held else self.loading).pop(sequence_id)
-        if sequence_id in self._held_later:
-            self._held_later.remove(sequence_id)
-            self.held[sequence_id] = sequence
+        """The sequence has what it waited for first. It is queued if it waits for nothing else."""
+        sequence = self.sequences[sequence_id]
+        del self.held[sequence.waits.pop(0)][sequence_id]
+        self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        if sequence.waits:
+            self.held[sequence.waits[0]][sequence.sequence_id] = sequence
         else:
             self.waiting.add(sequence)
 
@@ -129,8 +127,8 @@ class Scheduler:
         siblings = self._forks.get(sequence.fork_of.sequence_id, []) if sequence.fork_of is not None else []
         if sequence in siblings:
             siblings.remove(sequence)
-        elif (self.held.pop(sequence_id, None) or self.loading.pop(sequence_id, None)) is not None:
-            self._held_later.discard(sequence_id)
+        elif sequence.waits:
+            del self.held[sequence.waits[0]][sequence_id]
         else:
             (self.running if sequence.status is SequenceStatus.RUNNING else self.waiting).remove(sequence)
         self._queue_forks(sequence)
@@ -170,8 +168,8 @@ class Scheduler:
         A fork reuses what its parent computes, so the parent's tokens are counted."""
         if sequence.fork_of is not None and sequence.fork_of.sequence_id in self.sequences:
             sequence = sequence.fork_of
-        if sequence.sequence_id in self.loading:
-            return None  # its prefix need not be computed
+        if any(wait.brings_prefix for wait in sequence.waits):
+            return None
         length = len(sequence.token_ids)
         start = max(sequence.num_computed_tokens, sequence.kv.num_swapped_tokens)
         if length - start <= 1 or self.times.seconds_alone(start, length - start) <= seconds:

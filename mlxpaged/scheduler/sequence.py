@@ -7,6 +7,7 @@ from collections.abc import Sequence as ListOf
 from enum import Enum, IntEnum
 
 from mlxpaged.scheduler.sequence_kv import SequenceKV
+from mlxpaged.scheduler.wait import Wait
 from mlxpaged.step import PENDING, Row
 
 
@@ -104,6 +105,7 @@ class Sequence:
         # all tokens after it must be computed: the prefix cache has no logits.
         self.logits_from: int | None = None
         # Written by the scheduler.
+        self.waits: list[Wait] = []  # what is left of it before the sequence is queued, in order
         self.token_ids = list(prompt_token_ids)
         self.num_pending_tokens = 0
         self.num_computed_tokens = 0  # leading tokens with KV in its blocks, those of the steps in flight included

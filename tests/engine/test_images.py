@@ -19,6 +19,7 @@ from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.constraint import Constraint
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.image_encoder import IMAGES
 from mlxpaged.engine.ranks import Ranks
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.sampling_params import SamplingParams
@@ -249,10 +250,10 @@ def test_forks_wait_with_their_parent_for_images_that_take_several_steps(
     core.add(request("a", PROMPTS[1]))
     core.add(request("b", PROMPTS[1], fork_of="a"))
     for _ in range(20):
-        if core.scheduler.held:
+        if core.scheduler.held[IMAGES]:
             core.step()
             assert core.pause() == 0.0
-    assert not core.scheduler.held
+    assert not core.scheduler.held[IMAGES]
     assert list(finish(core)["b"].token_ids) == expected_answer(path, *PROMPTS[1])
 
 
@@ -265,7 +266,7 @@ def test_an_image_is_encoded_without_a_pause_while_a_request_waits_for_memory(
     monkeypatch.setattr(core.runner, "free_memory", lambda: 0)
     core.add(request("large", shown(text(1, 300))))
     core.add(request("sees", PROMPTS[0]))
-    while core.scheduler.held:
+    while core.scheduler.held[IMAGES]:
         core.step()
         assert core.pause() == 0.0
     core.abort("large")
@@ -486,7 +487,7 @@ def test_eight_streams_keep_their_pace_while_eight_images_are_encoded(
     parts = [image(10 + i, 80, 80) for i in range(8)]
     core.add(request("images", shown(*parts, text(1, 3)), max_tokens=1))
     gaps, last = [], core.clock()
-    while core.scheduler.held:
+    while core.scheduler.held[IMAGES]:
         outputs = core.step()
         now += 0.1
         assert sum(bool(output.token_ids) for output in outputs) == 8

@@ -1,0 +1,93 @@
+"""What the engine asks of its optional parts: images, a tier on the disk, drafts.
+
+The core knows them only as `Part`s, in one tuple (core.py). They are asked in its order.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as ListOf
+
+import mlx.core as mx
+
+from mlxpaged.engine.request import Request
+from mlxpaged.engine.sampler import SampledToken, SamplingRow
+from mlxpaged.engine.step import InFlightStep
+from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.scheduler.wait import Wait
+from mlxpaged.step import Row, Step
+
+Tokens = dict[int, list[SampledToken]]
+"""Sampled tokens by sequence id."""
+
+
+class Need(enum.Enum):
+    """What must become of the step in flight before a part can go on. COMMITTED: its tokens are known, and its text may
+    be made while the device runs the next step. FINISHED: its text is made too."""
+
+    NOTHING = enum.auto()
+    COMMITTED = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Part:
+    """An optional part of an engine, on the engine thread. It overrides what concerns it.
+
+    is_busy: whether it does something now that a request waits for, so that an empty step is no sign of short memory.
+    has_work: whether `before_step` has something to do, also if no request is left.
+    """
+
+    is_busy = False
+    has_work = False
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def wait_of(self, request: Request, sequence: Sequence) -> Wait | None:
+        """What a new sequence waits for before it is queued. The part calls `Scheduler.release` then."""
+        return None
+
+    def forget(self, sequence_id: int) -> None:
+        """A sequence has ended."""
+
+    # -- a step, in this order ---------------------------------------------------------------------------------------
+
+    def before_step(self, in_flight: InFlightStep | None) -> Need:
+        """Called again until it returns NOTHING. Raises DeviceError."""
+        return Need.NOTHING
+
+    def after_schedule(self) -> None:
+        """The next step is scheduled, and not launched."""
+
+    def launched(self, step: Step, waited: float) -> None:
+        """waited: seconds between the result of the last step and the launch of this one."""
+
+    def sampled(self, step: InFlightStep, rows: ListOf[SamplingRow], tokens: mx.array | None) -> None:
+        """The sampler of a step is launched. tokens: those of the rows, on the device; None if there are no rows."""
+
+    def accept(self, rows: ListOf[Row], tokens: Tokens) -> Tokens:
+        """Returns what is committed of a step's sampled tokens."""
+        return tokens
+
+    def timed(self, step: Step, seconds: float) -> None:
+        """A step without moved blocks and without compilation has taken so long."""
+
+    def committed(self, step: InFlightStep, tokens: Tokens) -> None:
+        """The tokens of a step are committed. Raises DeviceError."""
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    def discard(self) -> None:
+        """What was computed lately may be wrong: store none of it."""
+
+    def give_way(self) -> bool:
+        """Give up blocks, because no sequence can run and the pool cannot grow. Returns whether any were."""
+        return False
+
+    def clear(self) -> None:
+        """The prefix cache is being emptied."""
+
+    def keep(self) -> None:
+        """The model is being unloaded: store what is to outlive it. No step is in flight."""
+
+    def close(self) -> None:
+        """Close files."""
