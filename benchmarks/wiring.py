@@ -51,7 +51,7 @@ PARTS = {
     "log-probabilities": "engine.logprobs engine.prompt_logits",
     "step graphs": "engine.step_graphs",
     "batch-invariant": "engine.device_tiles engine.row_tiles scheduler.row_tiles",
-    "ranks": "cluster engine.follower engine.rank_messages engine.ranks",
+    "ranks": "cluster engine.follower engine.rank_messages engine.ranks engine.shared_runner",
     "adapters": "models.adapted_layers models.adapters",
     "embeddings": (
         "engine.embedder engine.embedding_core engine.embedding_passes models.embedding models.encoder "

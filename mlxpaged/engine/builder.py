@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 
@@ -48,6 +49,7 @@ from mlxpaged.engine.prompt_logits import max_prompt_logits
 from mlxpaged.engine.ranks import Ranks, least
 from mlxpaged.engine.row_times import time_rows
 from mlxpaged.engine.sampler import Sampler
+from mlxpaged.engine.shared_runner import SharedRunner
 from mlxpaged.engine.step_memory import bytes_per_key, measure_encoding, measure_step
 from mlxpaged.engine.wired_memory import choose_wiring
 from mlxpaged.models.cache_groups import cache_layout, one_group
@@ -149,9 +151,9 @@ def build_engine(
     tuning = "default" if config.batch_invariant else config.attention_tuning
     tunings = choose_tunings(backend, tuning, shapes, limits, config.retune, timing)
     images = None if served.vision is None else Images(served.vision)
-    runner = ModelRunner(
+    make_runner = ModelRunner if ranks is None else partial(SharedRunner, ranks)
+    runner = make_runner(
         *(served, start_blocks, config.block_size, backend, tunings, slots, config.swap_dir, layout),
-        ranks=ranks,
         batch_invariant=config.batch_invariant,
         images=images,
     )
@@ -162,7 +164,8 @@ def build_engine(
         turns.begin(Stage.WARMING_UP)
         runner.warm_up()
         sampler.warm_up()
-    runner.lead()
+    if isinstance(runner, SharedRunner):
+        runner.lead()
     digest, no_tier_because = "", cannot_store(config, served, num_checkpoints)
     if not no_tier_because:
         turns.begin(Stage.HASHING)

@@ -138,7 +138,7 @@ class DiskShare:
     def look_up(self, contents: StoredBlocks) -> bool:
         """Whether all ranks have all of it, as far as they know without reading. What one lacks can be read by none
         from then on, until it is stored again."""
-        if self._runner.ranks is None:
+        if not self._runner.is_shared:
             return True
         self._runner.tell("look_up", StoredBlocks(StoredBlock(each.name, b"", ()) for each in contents))
         found = self._least_of_writers([self.store.can_read(each.name) for each in self._own(contents)])
@@ -166,7 +166,7 @@ class DiskShare:
         if is_done and future.exception() is None:
             found = future.result()
         own = [self._is_whole(each, data) for each, data in zip(contents, found, strict=True)]
-        least = self._least(own if is_done else [READING] * len(own))
+        least = self._runner.agree(own if is_done else [READING] * len(own))
         if READING in least:
             return None
         self._reads.popleft()
@@ -239,14 +239,10 @@ class DiskShare:
             self._lacking.update(each.name for each, is_found in zip(contents, found, strict=True) if not is_found)
 
     def _least_of_writers(self, values: ListOf[int]) -> list[int]:
-        """What `_least` returns. Learns whether all ranks still write."""
+        """What all runners agree on. Learns whether all ranks still write."""
         writes = not self.store.stats().stopped
-        *least, all_write = self._least([*values, writes])
+        *least, all_write = self._runner.agree([*values, writes])
         if writes and self._others_write and not all_write:
             logger.warning("no more prefixes are written to %s: %s", self.store.directory, STOPPED)
         self._others_write = bool(all_write) or not writes
         return least
-
-    def _least(self, values: ListOf[int]) -> list[int]:
-        ranks = self._runner.ranks
-        return list(values) if ranks is None else ranks.least_of_each(values)

@@ -13,9 +13,9 @@ from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.disk_share import CALLS as DISK_CALLS
 from mlxpaged.engine.disk_share import DiskShare
 from mlxpaged.engine.memory import CACHE_LIMIT, limit_freed_buffers
-from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.rank_messages import MessageReader
 from mlxpaged.engine.ranks import Ranks
+from mlxpaged.engine.shared_runner import SharedRunner
 from mlxpaged.engine.step_input import SampledTokens
 from mlxpaged.engine.wired_memory import wire_memory
 from mlxpaged.progress import Report
@@ -32,7 +32,7 @@ class Follower:
     """Runs the steps of rank 0. Its steps overlap if rank 0's do: it waits for a step once it has launched the next.
     share: of the prefixes on a disk; None if none are stored."""
 
-    def __init__(self, runner: ModelRunner, share: DiskShare | None = None) -> None:
+    def __init__(self, runner: SharedRunner, share: DiskShare | None = None) -> None:
         self._runner, self._share = runner, share
         self._reader = MessageReader()
         self._in_flight: mx.array | None = None
@@ -74,6 +74,7 @@ def follow(
     limit_freed_buffers(CACHE_LIMIT, loading=True)
     core = load_core(config, time.monotonic, report, ranks)  # only its runner is used: the other parts are rank 0's
     assert isinstance(core, EngineCore)
+    assert isinstance(core.runner, SharedRunner)
     limit_freed_buffers(core.step_bytes)
     wire_memory()
     follower = Follower(core.runner, None if core.tier is None else core.tier.share)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as ListOf
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,12 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpaged.attention.kv_cache import resolve_backend
-from mlxpaged.attention.layout import KV_DTYPES, AttentionShape
+from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.metadata import HostStep, IntArray
 from mlxpaged.attention.tuning import Tuning
 from mlxpaged.cpu.streams import synchronize
 from mlxpaged.engine.draft_passes import DraftPasses, LastPass
 from mlxpaged.engine.images import Images
-from mlxpaged.engine.rank_messages import MessageWriter
-from mlxpaged.engine.ranks import RankLostError, Ranks, least
 from mlxpaged.engine.row_tiles import largest_tile, row_tiles
 from mlxpaged.engine.step_graphs import TRACE_AT, StepGraphs
 from mlxpaged.engine.step_input import NO_TOKENS, SampledTokens, decoding_step, token_vectors
@@ -55,10 +53,12 @@ class ModelRunner:
     thread. Calls of `forward` from other threads are refused.
 
     tunings: by the shape of a layer; shapes that are missing have the default tuning. layout: the cache groups of the
-    model's layers; by default one. ranks: None if this process computes the whole model. After `lead`, each call that
-    changes the state of the device is made on all ranks. batch_invariant: steps are cut into tiles, and every tile has
-    the same shapes. images: of the requests; None if the model sees none.
+    model's layers; by default one. batch_invariant: steps are cut into tiles, and every tile has the same shapes.
+    images: of the requests; None if the model sees none. is_shared: whether runners of other processes compute the
+    model together with this one (shared_runner.py), so that all must be in the same state at each call.
     """
+
+    is_shared = False
 
     def __init__(
         self,
@@ -70,13 +70,9 @@ class ModelRunner:
         num_swap_slots: int = 0,
         swap_dir: Path | None = None,
         layout: CacheLayout | None = None,
-        ranks: Ranks | None = None,
         batch_invariant: bool = False,
         images: Images | None = None,
     ) -> None:
-        self.ranks = ranks
-        self._broadcast: Callable[[bytes], object] | None = None
-        self._messages = MessageWriter()
         self._model = served.model
         self._rows = None if batch_invariant else served.rows
         self._adapters = served.adapters.step
@@ -135,21 +131,6 @@ class ModelRunner:
         """
         return self.backend == "metal"
 
-    def lead(self) -> None:
-        """From now on, the other ranks make no call that rank 0 has not sent."""
-        if self.ranks is not None and self.ranks.leads:
-            self._broadcast = self.ranks.broadcast
-            if self._images is not None:
-                self._images.on_put, self._images.on_drop = self._share_features, self._drop_features
-
-    def tell(self, call: str, *arguments: Any) -> None:
-        """Let the other ranks make the same call. Raises RankLostError."""
-        if self._broadcast is not None:
-            try:
-                self._broadcast(self._messages.write(call, *arguments))
-            except Exception as error:
-                raise RankLostError(f"the other ranks cannot be reached: {error}") from error
-
     def forward(
         self,
         step: Step,
@@ -163,26 +144,29 @@ class ModelRunner:
         replace the pending ones. running: ids of all running sequences; recurrent states of others are dropped. Token
         ids, metadata and the plan of the Metal backend go to the device in one upload. If it raises, no recurrent state
         has changed.
-
-        With several ranks, the step is launched on return, and an exception after its message was sent is a
-        RankLostError: the other ranks wait for this one in the step.
         """
+        self.prepare(step)
+        if self.tile_size is not None:
+            return self._forward_tiles(step, sampled)
+        return self.run(step, sampled, running)
+
+    def prepare(self, step: Step) -> None:
+        """Check the thread, and make what the step's images need."""
         if threading.get_ident() != self.thread_id:
             raise RuntimeError("the model runs on the engine thread only")
         if self._images is not None and step.shows_images:
             self._images.prepare(step)
-        if self.tile_size is not None:
-            return self._forward_tiles(step, sampled)
-        if self._broadcast is None:
-            return self.run(step, sampled, running)
-        self.tell("run", step, list(sampled.sequence_ids), sorted(running))
-        try:
-            logits = self.run(step, sampled, running)
-            self.start_step(logits)  # the same arrays as on the other ranks, so that MLX orders collectives alike
-        except Exception as error:
-            cause = error if isinstance(error, DeviceError) else f"{type(error).__name__}: {error}"
-            raise RankLostError(f"a step of several ranks failed: {cause}") from error
-        return logits
+
+    def tell(self, call: str, *arguments: Any) -> None:
+        """Let the other runners of the model make the same call."""
+
+    def agree(self, values: ListOf[int]) -> list[int]:
+        """For each of the values, the least that a runner of the model has in its place."""
+        return list(values)
+
+    def tokens_in_flight(self, sampled: SampledTokens) -> mx.array | None:
+        """The sampled tokens, on the device of this runner."""
+        return sampled.tokens
 
     def _forward_tiles(self, step: Step, sampled: SampledTokens) -> mx.array:
         of_sampled: list[mx.array] = []
@@ -200,16 +184,12 @@ class ModelRunner:
         return mx.concatenate([*(of_sampled or [logits[:1]]), *of_prompts])
 
     def run(self, step: Step, sampled: SampledTokens = NO_TOKENS, running: Collection[int] = ()) -> mx.array:
-        """Does what `forward` does, on this rank. On all ranks, the tokens of the step in flight are those of rank 0;
-        the others know only their sequences."""
+        """Does what `forward` does, by this runner."""
         rows, caches = step.rows, self._caches
         caches.roll_back(rows, self._adapters.of_rows)
         step = step.with_drafts_as_rows()
         more = token_vectors(step, sampled.sequence_ids)
-        in_flight = None
-        if len(more) > 2:
-            tokens, sequence_ids = sampled
-            in_flight = tokens if self.ranks is None else self.ranks.tokens(tokens, len(sequence_ids))
+        in_flight = self.tokens_in_flight(sampled) if len(more) > 2 else None
         index = self._adapters.begin([row.adapter for row in step.rows], step.query_lens)
         if index is not None:
             more.append(index)
@@ -285,7 +265,7 @@ class ModelRunner:
             logger.exception("decode steps cannot be replayed here")
             self._graphs.enabled = False
             self.rebuild_pools()
-        self._graphs.enabled = bool(least(self._graphs.enabled, self.ranks))
+        self._graphs.enabled = bool(self.agree([self._graphs.enabled])[0])
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -319,7 +299,6 @@ class ModelRunner:
     def move_blocks(self, moves: BlockMoves) -> None:
         """Swap and copy blocks after the steps in flight and before the step that needs them. Raises errors of the disk
         and the device."""
-        self.tell("move_blocks", moves)
         if self.swap is not None:
             self.swap.store(moves.swap_out)
             for sequence_id, num_tokens, slots in moves.states_out:
@@ -348,7 +327,6 @@ class ModelRunner:
     def copy_blocks(self, moves: Mapping[int, int]) -> None:
         """Copy blocks, source to target, in one layer after the other. The copies are done on return. Raises
         DeviceError."""
-        self.tell("copy_blocks", moves)
         pairs = list(moves.items())
         with device_errors():
             for pool in self.pools if pairs else ():
@@ -358,69 +336,19 @@ class ModelRunner:
                     mx.eval(pool.arrays)
 
     def resize_pool(self, index: int, num_blocks: int) -> None:
-        """Give a pool another size, as `LayerKVCache.resize` does. Raises MLX's error if memory is missing, or
-        MemoryError if it is missing on another rank. Then no rank's pool has changed. Only rank 0 has the pools
-        of layers that only draft."""
-        self.tell("resize_pool", index, num_blocks)
-        if index >= len(self.pools):
-            assert self.ranks is not None
-            self.ranks.least(True)
-            return
-        pool = self.pools[index]
-        before = pool.num_blocks
-        if self.ranks is None:
-            pool.resize(num_blocks)
-            return
-        error: Exception | None = None
-        try:
-            pool.resize(num_blocks)
-        except (MemoryError, RuntimeError) as failure:
-            error = failure
-        if not self.ranks.least(error is None):
-            if error is None:
-                pool.resize(before)
-            if self.ranks.leads:
-                raise error or MemoryError("another rank does not have the memory")
+        """Give a pool another size, as `LayerKVCache.resize` does. Raises MLX's error if memory is missing."""
+        self.pools[index].resize(num_blocks)
 
     def free_memory(self) -> int:
-        """Bytes that each rank can take now without another program losing any."""
-        self.tell("free_memory")
-        return least(unused_memory(), self.ranks)
+        """Bytes that can be taken now without another program losing any."""
+        return unused_memory()
 
     def clear_cache(self) -> None:
         """Give back the freed buffers that MLX keeps."""
-        self.tell("clear_cache")
         mx.clear_cache()
-
-    def _share_features(self, number: int, grid: tuple[int, int], features: mx.array) -> None:
-        """Give an image's features to all ranks."""
-        assert self.ranks is not None
-        sizes = (*features.shape, *grid)
-        self.tell("receive_features", number, KV_DTYPES.index(features.dtype), *sizes)
-        mx.eval(self.ranks.from_first(features))
-
-    def receive_features(self, number: int, dtype: int, *sizes: int) -> None:
-        """Does the part of another rank in `_share_features`. sizes: of the features, then rows and columns."""
-        assert self.ranks is not None
-        assert self._images is not None
-        *shape, rows, columns = sizes
-        features = self.ranks.from_first(mx.zeros(shape, KV_DTYPES[dtype]))
-        mx.eval(features)
-        self._images.receive(number, (rows, columns), features)
-
-    def _drop_features(self, number: int) -> None:
-        """Let the other ranks drop them too. If those are lost the next step says so: features are also dropped while
-        all requests are ended because of it."""
-        with contextlib.suppress(RankLostError):
-            self.tell("forget_features", number)
-
-    def forget_features(self, number: int) -> None:
-        assert self._images is not None
-        self._images.forget(number)
 
     def wire_memory(self) -> None:
         """Keep the pools resident after a resize. No step may be in flight."""
-        self.tell("wire_memory")
         wire_memory()
 
     def start_step(self, *results: mx.array) -> None:

@@ -388,7 +388,7 @@ class StepLoop:
 
     def _rebuild_pools(self, error: DeviceError, *steps: Step) -> None:
         self._deliver()
-        if self._runner.ranks is not None:  # another rank may be in another step: only all of them can begin anew
+        if self._runner.is_shared:  # another rank may be in another step: only all of them can begin anew
             raise RankLostError(f"a step of several ranks failed: {error}") from error
         self._discard()
         in_flight, self._in_flight = self._in_flight, None

@@ -15,6 +15,7 @@ from mlxpaged.engine.ranks import RankLostError
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine.shared_runner import SharedRunner
 from mlxpaged.step import Step
 from mlxpaged.vision.image import PromptImage
 from tests.cluster.ranks import MESSAGES, ring_bytes
@@ -46,8 +47,8 @@ class Outcome:
 def count_bytes(core: EngineCore, outcome: Outcome) -> None:
     """Add up what tensor parallelism needs: two all_sums [T, hidden] of each layer, of which a ring sends each part
     N - 1 times as a sum and N - 1 times as a result; and the logits, if the ranks have shares of the vocabulary."""
-    ranks, model, forward = core.runner.ranks, core.served.model, core.runner.forward
-    count = 1 if ranks is None else ranks.group.size()
+    model, forward = core.served.model, core.runner.forward
+    count = core.runner.ranks.count if isinstance(core.runner, SharedRunner) else 1
     inner: Any = getattr(model, "language_model", model)
     hidden, shares_vocabulary = inner.args.hidden_size, getattr(inner, "sharding_group", None) is not None
 

@@ -23,6 +23,7 @@ from mlxpaged.engine.image_encoder import IMAGES
 from mlxpaged.engine.ranks import Ranks
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine.shared_runner import SharedRunner
 from mlxpaged.engine.status import ImageStats
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.loader import ServedModel
@@ -296,8 +297,7 @@ def test_features_are_dropped_though_the_other_ranks_are_lost(seeing: tuple[Serv
         raise ConnectionError("no rank is there")
 
     group: Any = Share(0, 2)
-    core.runner.ranks = Ranks(group, fail)
-    core.runner.lead()
+    SharedRunner(Ranks(group, fail), seeing[0], 8, 32, "gather", images=core.images).lead()
     core.images.budget = 0
     core.images.evict()
     assert core.images.nbytes == 0
