@@ -7,13 +7,15 @@ messages handles strings. `generation/images.py` decides what becomes of it when
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, PrivateAttr, ValidationInfo, model_validator
 
 from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.fields.kinds import PARTS
+from mlxpaged.api.foreign import SHOWN, conversation_of, hint, leave_out, text_of_document, text_shown, type_name
 from mlxpaged.api.schema import Body
 from mlxpaged.vision.reading import ClientImage, Detail
 
@@ -56,7 +58,7 @@ class MediaPart(Body):
 
 class ImageUrl(Body):
     url: str
-    detail: Detail | None = None
+    detail: Annotated[Detail | None, hint("*.content.image_url.detail")] = None
 
 
 def as_object(value: Any) -> Any:
@@ -80,7 +82,7 @@ class InputImagePart(MediaPart):
     type: Literal["input_image"]
     image_url: str | None = None
     file_id: str | None = None
-    detail: Detail | None = None
+    detail: Annotated[Detail | None, hint("*.content.detail")] = None
 
     @property
     def image(self) -> ClientImage:
@@ -111,21 +113,12 @@ class ImageBlock(MediaPart):
 
 
 class OtherPart(MediaPart):
-    """A part that no model here takes. Only its type is kept, and the text of a document that has one.
+    """Any other part. Only its type is kept, and the text that is shown of it.
 
-    shown_text: the title, the context and the text of such a document, in lines of their own."""
+    shown_text: the whole text of a document or a search result, or what can be read of a part that another provider's
+    service has made, which is noted. None: nothing is shown of it."""
 
-    type: Literal[
-        "audio",
-        "audio_url",
-        "input_audio",
-        "video",
-        "video_url",
-        "input_video",
-        "file",
-        "input_file",
-        "document",
-    ]
+    type: str
     shown_text: str | None = None
 
     @model_validator(mode="before")
@@ -134,29 +127,29 @@ class OtherPart(MediaPart):
         """No other field is read, so none is ignored."""
         if not isinstance(value, dict):
             return value
-        text = document_text(value) if value["type"] == "document" else None
-        return {"type": value["type"], "shown_text": text}
+        kind = value["type"]
+        text = text_of_document(value)
+        if text is None and kind not in NAMES and (text := text_shown(kind, value, PARTS)) is not None:
+            leave_out(info, f"{conversation_of(info)}.content.{type_name(kind)}", SHOWN)
+        return {"type": kind, "shown_text": text}
 
     @property
     def text(self) -> str:
         return self._sentinel if self.shown_text is None else self.shown_text
 
-
-def document_text(document: Mapping[str, Any]) -> str | None:
-    """Returns what the model is shown of a document block of Anthropic's API; None if its source is no text."""
-    source = document.get("source")
-    if not isinstance(source, dict) or source.get("type") not in ("text", "content"):
-        return None
-    content = source.get("data" if source["type"] == "text" else "content")
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(blocks, list) or any(not isinstance(each, dict) or each.get("type") != "text" for each in blocks):
-        return None
-    pieces = [document.get("title"), document.get("context"), *(each.get("text") for each in blocks)]
-    return "\n".join(each for each in pieces if isinstance(each, str) and each)
+    @property
+    def may_be_left_out(self) -> bool:
+        """Whether no answer is about it, wherever it stands."""
+        return self.type in PARTS and self.type not in NAMES
 
 
 Medium = ImageUrlPart | InputImagePart | ImageBlock | OtherPart
 """Every API takes the forms of all."""
+
+
+def names_of(kind: str) -> tuple[str, str]:
+    """Returns what a part of this type is called in a text, and several in an error."""
+    return NAMES.get(kind) or (f"a part of the type {type_name(kind)!r}", f"parts of the type {type_name(kind)!r} are")
 
 
 def all_but(kind: str) -> tuple[str, ...]:
@@ -173,6 +166,10 @@ class Shown:
     param: str
     field: str
     is_newest: bool
+
+    def instead(self, because: str) -> str:
+        """Returns the text that stands in its place if it is left out. A part that no user has shown has none."""
+        return f"[{names_of(self.part.type)[0]} was left out: {because}]" if self.part.type in NAMES else ""
 
     @property
     def sentinel(self) -> str:
@@ -191,19 +188,22 @@ def media_of(conversation: Sequence[BaseModel], name: str, num_earlier: int = 0)
     for i, item in enumerate(conversation):
         may_be_refused = i >= newest and not is_result(item)
         for part, path, in_result in parts_of(item):
-            is_newest = may_be_refused and not in_result
+            is_newest = may_be_refused and not in_result and not getattr(part, "may_be_left_out", False)
+            if is_answer(item) and part.type not in NAMES:
+                is_newest = False
             at = (name, i - num_earlier, *path) if i >= num_earlier else ("previous_response_id",)
             param = ".".join(map(str, at))
             if is_newest and part.image is None:
-                raise bad_parameter(param, f"{NAMES[part.type][1]} not supported by this server")
-            own = () if path[0] == "images" else (part.type,)
+                raise bad_parameter(param, f"{names_of(part.type)[1]} not supported by this server")
+            own = () if path[0] == "images" else (type_name(part.type),)
             field = ".".join((name, *(step for step in path if isinstance(step, str)), *own))
             found.append(Shown(part, param, field, is_newest))
     return found
 
 
 def is_answer(item: BaseModel) -> bool:
-    return getattr(item, "role", None) == "assistant" or getattr(item, "type", None) in ANSWERS
+    of_answer = getattr(item, "is_of_answer", False)
+    return of_answer or getattr(item, "role", None) == "assistant" or getattr(item, "type", None) in ANSWERS
 
 
 def is_result(item: BaseModel) -> bool:

@@ -26,8 +26,10 @@ class Reading:
     """
 
     def __init__(self, root: type[BaseModel], strict: bool) -> None:
-        """root: the model of the body. Its attribute `table` is the table of its fields."""
+        """root: the model of the body. Its attribute `table` is the table of its fields. conversation: the field of a
+        body for text that has the messages or items."""
         self._places = places(root)
+        self.conversation = "input" if "input" in root.model_fields else "messages"
         self._table: Table = getattr(root, "table", Table())
         self._strict = strict
         self._ignored: dict[str, None] = {}
@@ -58,7 +60,7 @@ class Reading:
             row = self._table.find(place, name)
             if row.changes_nothing(value, fields):
                 continue
-            if row.outcome is Outcome.REFUSED:
+            if row.outcome is Outcome.REFUSED and not fields.get(row.beside):
                 raise bad_parameter(place + name, row.refusal, row.code)
             if row.outcome is Outcome.ALIAS and not (row.yields and found.get(row.of) not in (None, value)):
                 set_alias(found, row, value)
@@ -81,6 +83,12 @@ class Reading:
                     raise bad_parameter(f"{name}.{key}", f"differs from {key}; give one of them")
                 self._note(f"{name}.", key)
         return {key: value for key, value in inner.items() if key != name} | outer
+
+    def leave_out(self, field: str, reason: str) -> None:
+        """Notes that a value of a known field is ignored. Raises ApiError if the reading is strict."""
+        if self._strict:
+            raise bad_parameter(field, reason, code="unsupported_parameter")
+        self._note("", field)
 
     def _note(self, place: str, name: str) -> None:
         if self._more:

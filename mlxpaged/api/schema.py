@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import or_
@@ -138,11 +138,16 @@ Labels = Annotated[
 ]
 
 
+OTHER = "[]"
+"""The tag of the branch that takes all other values."""
+
+
 @dataclass(frozen=True)
 class OneOf:
-    """Chooses the branch of a union by the field `key`, which is a literal in each branch. An error's path has the
-    branch in brackets, as pydantic writes those of other unions. hidden: values that the error does not show.
-    default: returns the value for an object without the field `key`."""
+    """Chooses the branch of a union by the field `key`, which is a literal in each branch. If it is a string in one of
+    them, this branch takes all other values. An error's path has the branch in brackets, as pydantic writes those of
+    other unions. hidden: values that the error does not show. default: returns the value for an object without the
+    field `key`."""
 
     key: str
     hidden: tuple[str, ...] = ()
@@ -152,14 +157,24 @@ class OneOf:
         types = {branch: get_args(branch.model_fields[self.key].annotation) for branch in get_args(source)}
         branches = {value: branch for branch, values in types.items() for value in values if value is not None}
         shown = [value for value in branches if value not in self.hidden]
-        discriminator = Discriminator(
-            self._branch,
-            custom_error_type="unsupported_type",
-            custom_error_message=f"{self.key}: must be {' or '.join(filter(None, (', '.join(shown[:-1]), shown[-1])))}",
-        )
-        tagged: Any = reduce(or_, (Annotated[branch, Tag(f"[{value}]")] for value, branch in branches.items()))
-        return handler.generate_schema(Annotated[tagged, discriminator])
+        discriminator: dict[str, Any] = {
+            "custom_error_type": "unsupported_type",
+            "custom_error_message": f"{self.key}: must be "
+            f"{' or '.join(filter(None, (', '.join(shown[:-1]), shown[-1])))}",
+        }
+        tags = [(f"[{value}]", branch) for value, branch in branches.items()]
+        tags += [(OTHER, branch) for branch in types if branch.model_fields[self.key].annotation is str]
+        tagged: Any = reduce(or_, (Annotated[branch, Tag(tag)] for tag, branch in tags))
+        return handler.generate_schema(Annotated[tagged, Discriminator(self._branch(tags), **discriminator)])
 
-    def _branch(self, value: Any) -> str:
-        fields = value if isinstance(value, dict) else vars(value) if isinstance(value, BaseModel) else {}
-        return f"[{fields.get(self.key) or self.default(fields)}]"
+    def _branch(self, tags: Sequence[tuple[str, Any]]) -> Callable[[Any], str]:
+        """Returns a function that returns the tag of a value."""
+        known = {tag for tag, _ in tags}
+
+        def branch(value: Any) -> str:
+            fields = value if isinstance(value, dict) else vars(value) if isinstance(value, BaseModel) else {}
+            found = fields.get(self.key) or self.default(fields)
+            tag = f"[{found}]"
+            return OTHER if tag not in known and isinstance(found, str) else tag
+
+        return branch

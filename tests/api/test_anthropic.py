@@ -255,8 +255,8 @@ RESULT = {"type": "tool_result", "tool_use_id": "b", "content": "x"}
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "king"}}, "tool_choice"),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "deep"}}, "thinking: type"),
-        ({"container": "x"}, "container"),
+        ({"thinking": {"type": 5}}, "thinking: type"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
     ],
 )
 def test_what_cannot_be_had_is_refused_in_anthropics_format(

@@ -89,7 +89,7 @@ COMMON: list[tuple[str, Any]] = [
     ("n", "one"),
     ("n", 1.5),
     ("n", True),
-    ("service_tier", "gold"),
+    ("service_tier", ["flex"]),
     ("service_tier", "priority"),
     ("service_tier", 1),
     ("timeout", 0),

@@ -262,7 +262,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": "x" * 10_000_000}, "input"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"include": ["file_search_call.results"]}, "include.0"),
+    ({"include": [1]}, "include.0"),
     ({"stream_options": 1}, "stream_options"),
     ({"background": True}, "background"),
     ({"previous_response_id": "resp_none"}, "previous_response_id"),

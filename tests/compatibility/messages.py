@@ -52,8 +52,21 @@ PROMPT: tuple[Claim, ...] = (
     honoured(
         "tools", [TOOL | {"defer_loading": True}], "hidden from the model until a `tool_reference` in a result names it"
     ),
+    refused("tools", [{"type": "web_search_20250305", "name": "w"}], "so are Anthropic's other own tools, alone"),
+    ignored("tools.web_search_20250305", [TOOL, {"type": "web_search_20250305", "name": "w"}], "beside others"),
+    ignored(
+        "messages.content.server_tool_use",
+        [
+            USER,
+            {"role": "assistant", "content": [{"type": "server_tool_use", "id": "s", "name": "w", "input": {"a": 1}}]},
+            USER,
+        ],
+        "shown as text, or left out: see [Sessions of other services](api.md#sessions-of-other-services)",
+    ),
     honoured("tool_choice", {"type": "auto"}, "`none` too"),
+    ignored("thinking.type", {"type": "between_tools"}, "the chat template decides"),
     honoured("thinking", {"type": "disabled"}, "enabled, adaptive or disabled"),
+    ignored("container", "c", "the server runs no tools itself"),
     ignored("diagnostics", {}, "`usage` tells what was cached"),
     ignored("inference_geo", "us", HERE),
     ignored("user_profile_id", "u", HERE),

@@ -22,10 +22,15 @@ PROMPT: tuple[Claim, ...] = (
         [{"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}]}, USER],
         "goes to the chat template as `reasoning_content`",
     ),
-    refused(
-        "input",
-        [{"type": "reasoning", "summary": [], "encrypted_content": "x"}],
-        "another server encrypted this reasoning, and there is no `content`",
+    ignored(
+        "input.reasoning.encrypted_content",
+        [{"type": "reasoning", "summary": [], "encrypted_content": "x"}, USER],
+        "another server encrypted this reasoning; a readable `summary` is shown",
+    ),
+    ignored(
+        "input.web_search_call",
+        [USER, {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "x"}}, USER],
+        "shown as text, or left out: see [Sessions of other services](api.md#sessions-of-other-services)",
     ),
     refused("input", [{"type": "function_call_output", "call_id": "c", "output": "x"}], "a result without its call"),
     by_model(
@@ -56,6 +61,10 @@ PROMPT: tuple[Claim, ...] = (
     ),
     refused("previous_response_id", "unknown", "honoured while the response is kept"),
     honoured("tools", [{"type": "function", "name": "f"}], "as in chat completions; `strict` is false by default"),
+    ignored(
+        "tools.output_schema", [{"type": "function", "name": "f", "output_schema": {}}], "results are shown as they are"
+    ),
+    ignored("reasoning.effort", {"effort": "later"}, "a level that is not known"),
     honoured(
         "reasoning",
         {"effort": "low"},
@@ -83,7 +92,7 @@ TABLE: tuple[Claim, ...] = (
         ["reasoning.encrypted_content"],
         "nothing is encrypted: reasoning items have their text in `content`, and clients can send them back",
     ),
-    refused("include", ["file_search_call.results"], "it is for OpenAI's own tools"),
+    ignored("include.file_search_call.results", ["file_search_call.results"], "it is for OpenAI's own tools"),
     honoured("top_logprobs", 2, include=["message.output_text.logprobs"]),
     honoured("stream", True),
     label("stream_options", {}, stream=True),
@@ -116,9 +125,13 @@ TABLE: tuple[Claim, ...] = (
     refused(
         "tools",
         [{"type": "web_search"}],
-        "so are OpenAI's other tools and MCP. Beside functions they are ignored, because agents send "
-        "them to every server, and named in the header, except `web_search`: the model does not see them, and the "
-        "response's `tools` do not have them",
+        "so are OpenAI's other tools and MCP, alone",
+    ),
+    ignored(
+        "tools.web_search",
+        [{"type": "function", "name": "f"}, {"type": "web_search"}],
+        "beside functions, because agents send them to every server: the model does not see them, and the response's "
+        "`tools` do not have them",
     ),
     label("tool_choice", "none"),
     honoured(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, ValidationInfo, model_validator
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import messages as fields
+from mlxpaged.api.fields.kinds import MESSAGES_TOOLS
+from mlxpaged.api.foreign import OtherTool, hint, known_tools, leave_out
 from mlxpaged.api.media import Medium, all_but
 from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Label, OneOf, TokenLimit, ToolName, TopP, stop_field
 
@@ -24,13 +26,6 @@ class ThinkingBlock(Body):
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
-
-
-class RedactedThinkingBlock(Body):
-    """data: thinking that only another server can read. The model is not shown it."""
-
-    type: Literal["redacted_thinking"]
-    data: str
 
 
 class ToolUseBlock(Body):
@@ -50,6 +45,29 @@ class ToolReference(Body):
     tool_name: ToolName
 
 
+class ToolsBlock(BaseModel):
+    """Makes tools with `defer_loading` callable from here on. names: of those that the request has."""
+
+    type: Literal["tool_search_tool_result", "tool_addition"]
+    names: list[str]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_tools(cls, value: Any) -> Any:
+        return {"type": value["type"], "names": list(referred(value))} if isinstance(value, dict) else value
+
+
+def referred(value: Any) -> Iterator[str]:
+    """Yields the names of the tools that references in a value have."""
+    if isinstance(value, dict):
+        name = value.get("tool_name") or value.get("name")
+        if value.get("type") == "tool_reference" and isinstance(name, str):
+            yield name
+        value = list(value.values())
+    for each in value if isinstance(value, list) else ():
+        yield from referred(each)
+
+
 HIDDEN = all_but("image")
 ResultBlock = Annotated[TextBlock | ToolReference | Medium, OneOf("type", hidden=HIDDEN)]
 
@@ -61,11 +79,12 @@ class ToolResultBlock(Body):
     is_error: bool | None = None
 
 
-UserBlock = Annotated[TextBlock | ToolResultBlock | Medium, OneOf("type", hidden=HIDDEN)]
+OF_TOOLS = ("tool_search_tool_result", "tool_addition", *HIDDEN)
+UserBlock = Annotated[TextBlock | ToolResultBlock | ToolsBlock | Medium, OneOf("type", hidden=OF_TOOLS)]
 AssistantBlock = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | Medium, OneOf("type", hidden=HIDDEN)
+    TextBlock | ThinkingBlock | ToolUseBlock | ToolsBlock | Medium, OneOf("type", hidden=OF_TOOLS)
 ]
-SystemBlock = Annotated[TextBlock | Medium, OneOf("type", hidden=HIDDEN)]
+SystemBlock = Annotated[TextBlock | ToolsBlock | Medium, OneOf("type", hidden=OF_TOOLS)]
 
 
 class UserMessage(Body):
@@ -88,15 +107,21 @@ class SystemMessage(Body):
 Message = Annotated[UserMessage | AssistantMessage | SystemMessage, OneOf("role")]
 
 
-class Tool(Body):
+class FunctionTool(Body):
     """defer_loading: the model does not see the tool until a tool_reference names it."""
 
-    type: Literal["custom"] | None = None
+    type: Literal["custom", None] = None
     name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
     defer_loading: bool | None = None
+
+
+Tool = Annotated[FunctionTool | OtherTool, OneOf("type", hidden=("other",), default=lambda fields: "custom")]
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS), known_tools(MESSAGES_TOOLS, "tools", "custom")]
 
 
 class AutoChoice(Body):
@@ -121,20 +146,31 @@ Display = Literal["summarized", "omitted"]
 class ThinkingEnabled(Body):
     type: Literal["enabled"]
     budget_tokens: Annotated[int, Field(ge=1)]
-    display: Display | None = None
+    display: Annotated[Display | None, hint("thinking.display")] = None
 
 
 class ThinkingAdaptive(Body):
     type: Literal["adaptive"]
-    display: Display | None = None
+    display: Annotated[Display | None, hint("thinking.display")] = None
 
 
 class ThinkingDisabled(Body):
     type: Literal["disabled"]
 
 
+class ThinkingOther(BaseModel):
+    """A kind of thinking that this server does not know. The chat template decides."""
+
+    type: str
+
+    @model_validator(mode="after")
+    def _is_named(self, info: ValidationInfo) -> ThinkingOther:
+        leave_out(info, "thinking.type", "this value is not known")
+        return self
+
+
 ToolChoice = Annotated[AutoChoice | NoChoice | NamedChoice, OneOf("type")]
-Thinking = Annotated[ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled, OneOf("type")]
+Thinking = Annotated[ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | ThinkingOther, OneOf("type")]
 
 
 class Metadata(Body):
@@ -147,7 +183,7 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Annotated[Literal["low", "medium", "high", "xhigh", "max"] | None, hint("output_config.effort")] = None
     format: OutputFormat | None = None
 
 
@@ -159,7 +195,7 @@ class CountTokensRequest(Body):
     model: str
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
     system: str | Texts | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -167,7 +203,7 @@ class CountTokensRequest(Body):
     @model_validator(mode="after")
     def _results_have_calls(self) -> CountTokensRequest:
         open_calls: set[str] = set()
-        tools = {tool.name for tool in self.tools or ()}
+        tools = {tool.name for tool in self.tools or () if isinstance(tool, FunctionTool)}
         for i, message in enumerate(self.messages):
             for j, block in enumerate(blocks_of(message)):
                 if isinstance(block, ToolUseBlock):
@@ -175,17 +211,17 @@ class CountTokensRequest(Body):
                 elif isinstance(block, ToolResultBlock) and block.tool_use_id not in open_calls:
                     name = f"messages.{i}.content.{j}.tool_use_id"
                     raise bad_parameter(name, "no tool_use block before this one has this id")
-                for name in references(block):
+                for name in references(block) if isinstance(block, ToolResultBlock) else ():
                     if name not in tools:
                         raise bad_parameter(f"messages.{i}.content.{j}.content", f"no tool has the name {name!r}")
         if any(isinstance(block, ToolUseBlock) for block in blocks_of(self.messages[-1])):
             raise bad_parameter("messages", "the last message has tool_use blocks without their tool_result")
         return self
 
-    def offered_tools(self) -> list[tuple[int, Tool]]:
+    def offered_tools(self) -> list[tuple[int, FunctionTool]]:
         """Returns the tools with their indices. Deferred tools that no result has referred to are left out."""
         loaded = {name for message in self.messages for block in blocks_of(message) for name in references(block)}
-        tools = enumerate(self.tools or ())
+        tools = [(index, tool) for index, tool in enumerate(self.tools or ()) if isinstance(tool, FunctionTool)]
         return [(index, tool) for index, tool in tools if not tool.defer_loading or tool.name in loaded]
 
     @property
@@ -193,12 +229,14 @@ class CountTokensRequest(Body):
         return getattr(self.thinking, "display", None) == "omitted"
 
 
-def blocks_of(message: UserMessage | AssistantMessage | SystemMessage) -> Sequence[Body]:
+def blocks_of(message: UserMessage | AssistantMessage | SystemMessage) -> Sequence[BaseModel]:
     return [] if isinstance(message.content, str) else message.content
 
 
-def references(block: Body) -> list[str]:
+def references(block: BaseModel) -> list[str]:
     """Returns the names of the tools that a block makes callable."""
+    if isinstance(block, ToolsBlock):
+        return block.names
     parts = block.content if isinstance(block, ToolResultBlock) and isinstance(block.content, list) else []
     return [part.tool_name for part in parts if isinstance(part, ToolReference)]
 
@@ -213,7 +251,7 @@ class MessagesRequest(CountTokensRequest):
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     top_p: TopP = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
+    service_tier: Annotated[Literal["auto", "standard_only"] | None, hint("service_tier")] = None
 
     @model_validator(mode="after")
     def _thinking_leaves_room(self) -> MessagesRequest:

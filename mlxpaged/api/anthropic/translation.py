@@ -16,6 +16,8 @@ from mlxpaged.models.tokenizer import Tokenizer
 Mode = Literal["none", "auto", "required"]
 CHOICES: dict[str, Mode] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 TIERS = {"auto": "auto", "standard_only": "default"}
+THINKS = {"enabled": True, "adaptive": True, "disabled": False}
+"""Whether the thinking is turned on or off. Any other leaves it to the chat template."""
 ERROR = "Error: "
 """This precedes a tool's result that is an error: chat templates have no place for `is_error`."""
 EFFORT_TOKENS = {"low": 1024, "medium": 4096}
@@ -38,7 +40,7 @@ def translate(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> Generati
         ],
         tool_choice=ToolChoice() if choice is None else ToolChoice(CHOICES[choice.type], getattr(choice, "name", None)),
         one_call=bool(getattr(choice, "disable_parallel_tool_use", None)),
-        enable_thinking=None if thinking is None else not isinstance(thinking, schema.ThinkingDisabled),
+        enable_thinking=None if thinking is None else THINKS.get(thinking.type),
         asks_thinking=isinstance(thinking, schema.ThinkingEnabled),
         effort=effort_of(body, tokenizer),
         # Anthropic's API continues the last message if it is the assistant's.
@@ -85,13 +87,16 @@ def messages_of(body: schema.CountTokensRequest) -> list[dict[str, Any]]:
     return messages
 
 
-def text_of(content: str | Iterable[schema.TextBlock | schema.ToolReference | MediaPart] | None) -> str:
+def text_of(
+    content: str | Iterable[schema.TextBlock | schema.ToolReference | schema.ToolsBlock | MediaPart] | None,
+) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return joined(
         [
             f"The tool {block.tool_name} can be called now." if isinstance(block, schema.ToolReference) else block.text
             for block in content
+            if not isinstance(block, schema.ToolsBlock)
         ]
     )
 
@@ -109,6 +114,8 @@ def add_user(messages: list[dict[str, Any]], content: str | Sequence[schema.User
         if isinstance(block, schema.ToolResultBlock):
             text = (ERROR if block.is_error else "") + text_of(block.content)
             messages.append({"role": "tool", "content": text, "tool_call_id": block.tool_use_id})
+        elif isinstance(block, schema.ToolsBlock):
+            continue
         elif messages and messages[-1]["role"] == "user":
             messages[-1]["content"].append(block.text)
         else:

@@ -7,6 +7,7 @@ from mlxpaged.api.fields.table import Row, Table, alias, ignored, label, refused
 
 THREAD_REFUSED = "thread_unsupported_request"
 """The code with which Anthropic refuses a thread. Its packages then send the whole conversation, without `thread`."""
+ONLY_BESIDE = f"{shared.NO_TOOLS}; beside `tools` it is ignored"
 HERE = "the model runs on this machine"
 
 PROMPT: tuple[Row, ...] = (
@@ -31,14 +32,13 @@ PROMPT: tuple[Row, ...] = (
     ignored("betas", ["b"], "it is a header", ([],)),
     ignored("anthropic_beta", ["b"], "it is a header", ([],)),
     label("anthropic_version", "v"),
-    refused("container", "c", shared.NO_TOOLS),
     refused(
         "thread",
         {"type": "create"},
         "the server keeps no conversations; send all messages, as Anthropic's packages then do",
         code=THREAD_REFUSED,
     ),
-    refused("mcp_servers", [{"type": "url"}], shared.NO_TOOLS, ([],)),
+    refused("mcp_servers", [{"type": "url"}], ONLY_BESIDE, ([],), beside="tools"),
 )
 
 COUNT = Table(*PROMPT)

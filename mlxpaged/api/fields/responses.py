@@ -8,6 +8,7 @@ from mlxpaged.api.fields import shared
 from mlxpaged.api.fields.table import Row, Table, ignored, refused
 
 USER: dict[str, Any] = {"role": "user", "content": "x"}
+FUNCTION: dict[str, Any] = {"type": "function", "name": "f"}
 NOT_CUT = "a conversation that is too long is refused"
 NO_SUMMARY = "no summary is made: `summary` is empty, and `content` has the thoughts"
 
@@ -18,6 +19,13 @@ PROMPT: tuple[Row, ...] = (
     ignored("reasoning.mode", {"mode": "pro"}, "the model has one mode", ("standard",)),
     ignored("text.verbosity", {"verbosity": "low"}, "no chat template has such a variable", ("medium",)),
     ignored("truncation", "auto", NOT_CUT, ("disabled",)),
+    ignored("tools.defer_loading", [FUNCTION | {"defer_loading": True}], "the model sees the tool at once", (False,)),
+    ignored(
+        "tools.allowed_callers",
+        [FUNCTION | {"allowed_callers": ["programmatic"]}],
+        "the server runs no programs",
+        (["direct"],),
+    ),
     refused("conversation", "c", "use `previous_response_id`"),
     *shared.EVERYWHERE,
 )

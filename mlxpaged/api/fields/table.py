@@ -22,7 +22,8 @@ class Row:
     field: its path, without the indices of lists; "*.name" is a field of any object in the body. example: these fields,
     added to the smallest body, have this outcome. note: why. of: the path of the field that an alias sets. neutral:
     values that change nothing, and are accepted. only_with: the field has an effect only if this one has a value other
-    than 0. yields: an alias that is ignored beside the field that it stands for. code: of the refusal.
+    than 0. beside: if this field has a value, a refused one is ignored instead. yields: an alias that is ignored beside
+    the field that it stands for. code: of the refusal.
     """
 
     field: str
@@ -32,6 +33,7 @@ class Row:
     of: str = ""
     neutral: tuple[Any, ...] = ()
     only_with: str = ""
+    beside: str = ""
     yields: bool = False
     code: str = "unsupported_parameter"
 
@@ -91,6 +93,8 @@ def refused(
     neutral: tuple[Any, ...] = (),
     only_with: str = "",
     code: str = Row.code,
+    beside: str = "",
     **also: Any,
 ) -> Row:
-    return row(Outcome.REFUSED, field, value, note, also, neutral=neutral, only_with=only_with, code=code)
+    others = {"neutral": neutral, "only_with": only_with, "code": code, "beside": beside}
+    return row(Outcome.REFUSED, field, value, note, also, **others)

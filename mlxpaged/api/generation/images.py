@@ -13,7 +13,7 @@ from starlette.requests import Request
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.check import ContextLengthError
 from mlxpaged.api.generation.request import Chat
-from mlxpaged.api.media import END, NAMES, START, Shown
+from mlxpaged.api.media import END, START, Shown, names_of
 from mlxpaged.api.models import models_for
 from mlxpaged.api.server import program_of, server_of
 from mlxpaged.engine.info import EngineInfo
@@ -131,8 +131,8 @@ def with_texts(content: str, texts: Mapping[str, str]) -> str:
     """Returns a message's content with texts in the place of sentinels, each in lines of its own."""
 
     def text_of(match: re.Match[str]) -> str:
-        if match[0] not in texts:
-            return match[0]
+        if not texts.get(match[0]):
+            return texts.get(match[0], match[0])
         start, end = match.span()
         before = "\n" if start and content[start - 1] != "\n" else ""
         after = "\n" if end < len(content) and content[end] not in ("\n", START) else ""
@@ -169,19 +169,15 @@ async def resolve(http: Request, chat: Chat, info: EngineInfo) -> tuple[Chat, Im
     if left:
         named = {each.field: each for each in chat.media if each.sentinel in left}
         for name, each in reversed(named.items()):
-            server.ignore(http, name, f"{NAMES[each.part.type][0]} cannot be shown: {left[each.sentinel]}")
-        texts = {
-            each.sentinel: f"[{NAMES[each.part.type][0]} was left out: {left[each.sentinel]}]"
-            for each in chat.media
-            if each.sentinel in left
-        }
+            server.ignore(http, name, f"{names_of(each.part.type)[0]} cannot be shown: {left[each.sentinel]}")
+        texts = {each.sentinel: each.instead(left[each.sentinel]) for each in chat.media if each.sentinel in left}
         messages = [message | {"content": with_texts(message["content"], texts)} for message in chat.messages]
         chat = replace(chat, messages=messages, media=[each for each in kept if each.sentinel not in left])
     return chat, images
 
 
 def unsupported(each: Shown) -> str:
-    return f"{NAMES[each.part.type][1]} not supported by this model"
+    return f"{names_of(each.part.type)[1]} not supported by this model"
 
 
 def advice(http: Request) -> str:

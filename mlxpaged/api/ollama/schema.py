@@ -10,8 +10,10 @@ from pydantic import AfterValidator, Field, model_validator
 from mlxpaged.api.embeddings import MAX_INPUTS
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import ollama as fields
+from mlxpaged.api.fields.kinds import OLLAMA_TOOLS
+from mlxpaged.api.foreign import OtherTool, hint, known_tools
 from mlxpaged.api.media import ImageBlock, ImageSource
-from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, ToolName, TopP, stop_field
+from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, OneOf, ToolName, TopP, stop_field
 
 MAX_TOP_LOGPROBS = 20
 
@@ -48,7 +50,7 @@ class GeneratingFields(Body):
     model: ModelName
     stream: bool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
-    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    think: Annotated[bool | Literal["low", "medium", "high", "max"] | None, hint("think")] = None
     options: Options | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -107,9 +109,15 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
-    type: Literal["function"] | None = None
+class FunctionTool(Body):
+    type: Literal["function", None] = None
     function: Function
+
+
+Tool = Annotated[FunctionTool | OtherTool, OneOf("type", hidden=("other",), default=lambda fields: "function")]
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS), known_tools(OLLAMA_TOOLS, "tools", "function")]
 
 
 class OllamaChatRequest(GeneratingFields):
@@ -118,7 +126,7 @@ class OllamaChatRequest(GeneratingFields):
     table = fields.CHAT
 
     messages: Annotated[list[Message], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
 
 
 class OllamaGenerateRequest(GeneratingFields):

@@ -40,6 +40,7 @@ def translate_chat(body: schema.OllamaChatRequest, model: str) -> GenerationRequ
             tool.function.name, tool.function.description, tool.function.parameters, tool.function.strict, f"tools.{i}"
         )
         for i, tool in enumerate(body.tools or ())
+        if isinstance(tool, schema.FunctionTool)
     ]
     messages = messages_of(body.messages or [])
     chat = chat_of(body, messages, media_of(body.messages or [], "messages"), tools)

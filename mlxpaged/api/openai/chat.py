@@ -16,7 +16,7 @@ from mlxpaged.api.media import media_of
 from mlxpaged.api.openai.renderer import ChunkBeginning, CompletionsRenderer, chat_logprobs
 from mlxpaged.api.openai.schema import ChatRequest
 from mlxpaged.api.openai.thinking import ThinkingFields
-from mlxpaged.api.openai.tools import NamedTool, translated_choice
+from mlxpaged.api.openai.tools import FunctionTool, NamedTool, translated_choice
 from mlxpaged.engine.logprobs import TokenLogprobs
 
 THINKING = tuple(ThinkingFields.model_fields)
@@ -35,7 +35,11 @@ def translate(body: ChatRequest) -> GenerationRequest:
     chat = Chat(
         messages=[message.for_template() for message in body.messages],
         media=media_of(body.messages, "messages"),
-        tools=[tool.function.translated(f"tools.{index}") for index, tool in enumerate(body.tools or ())],
+        tools=[
+            tool.function.translated(f"tools.{index}")
+            for index, tool in enumerate(body.tools or ())
+            if isinstance(tool, FunctionTool)
+        ],
         tool_choice=translated_choice(body.tool_choice),
         one_call=body.parallel_tool_calls is False,
         enable_thinking=body.enables_thinking,

@@ -5,14 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_validator, model_validator
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import chat, completions
+from mlxpaged.api.fields.kinds import CHAT_TOOLS
+from mlxpaged.api.foreign import as_text, hint, known_tools
 from mlxpaged.api.media import Medium, all_but
 from mlxpaged.api.openai.structured import ResponseFormat, StructuredFields
 from mlxpaged.api.openai.thinking import ThinkingFields
-from mlxpaged.api.openai.tools import Call, CalledFunction, Tool, ToolChoice
+from mlxpaged.api.openai.tools import Call, CalledFunction, FunctionCall, Tool, ToolChoice
 from mlxpaged.api.schema import (
     MAX_LIST,
     MAX_TOOLS,
@@ -71,7 +73,7 @@ class RequestFields(Body):
     top_p: TopP = None
     stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    service_tier: Annotated[Literal["auto", "default", "flex", "priority"] | None, hint("service_tier")] = None
     # Labels that change nothing.
     user: Label | None = None
     metadata: Labels | None = None
@@ -149,8 +151,27 @@ class RefusalPart(Body):
         return self.refusal
 
 
-HIDDEN = ("input_text", "output_text", "refusal", *all_but("image_url"))
-Part = Annotated[TextPart | RefusalPart | Medium, OneOf("type", hidden=HIDDEN)]
+class ThinkingPart(BaseModel):
+    """The thinking of an earlier answer: a text, or parts of text, in the field `thinking` or `text`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["thinking", "reasoning"]
+    thinking: Any = None
+    text_: Annotated[Any, Field(alias="text")] = None
+
+    @property
+    def thought(self) -> str:
+        return as_text(self.thinking or self.text_)
+
+    @property
+    def text(self) -> str:
+        """Returns what the answer has of it."""
+        return ""
+
+
+HIDDEN = ("input_text", "output_text", "refusal", "thinking", "reasoning", *all_but("image_url"))
+Part = Annotated[TextPart | RefusalPart | ThinkingPart | Medium, OneOf("type", hidden=HIDDEN)]
 
 
 ROLES = {"developer": "system", "function": "tool"}
@@ -186,14 +207,15 @@ class Message(Body):
         for `function`."""
         parts = self.content or self.refusal or ""
         content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        thoughts = [part.thought for part in parts if isinstance(part, ThinkingPart)]
         calls = list(self.tool_calls or ())
         if self.function_call is not None:
-            calls.append(Call(id=f"call_{self.function_call.name}", function=self.function_call))
+            calls.append(FunctionCall(id=f"call_{self.function_call.name}", function=self.function_call))
         fields: dict[str, Any] = {
             "name": self.name,
             "tool_call_id": self.tool_call_id,
             "tool_calls": [call.for_template() for call in calls] or None,
-            "reasoning_content": self.reasoning_content,
+            "reasoning_content": self.reasoning_content or "\n".join(filter(None, thoughts)) or self.reasoning_content,
         }
         return {"role": ROLES.get(self.role, self.role), "content": content} | {
             name: value for name, value in fields.items() if value is not None
@@ -218,7 +240,7 @@ class ChatRequest(SamplingFields, ThinkingFields):
     max_completion_tokens: TokenLimit = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), known_tools(CHAT_TOOLS, "tools")] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     # vLLM's fields, which say how the chat template is rendered.

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.foreign import hint
 from mlxpaged.api.schema import Body
 
 Level = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -27,20 +28,20 @@ Budget = Annotated[int, Field(ge=1)]
 class Thinking(Body):
     """The object of GLM, DeepSeek, Kimi and Anthropic."""
 
-    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    type: Annotated[Literal["enabled", "disabled", "adaptive", "auto"] | None, hint("thinking.type")]
     budget_tokens: Budget | None = None
 
 
 class Reasoning(Body):
     """OpenRouter's object. max_tokens: as `thinking_budget`."""
 
-    effort: Effort = None
+    effort: Annotated[Effort, hint("reasoning.effort")] = None
     max_tokens: Budget | None = None
     enabled: bool | None = None
 
 
 class ThinkingFields(Body):
-    reasoning_effort: Effort = None
+    reasoning_effort: Annotated[Effort, hint("reasoning_effort")] = None
     thinking_budget: Budget | None = None
     thinking: bool | Thinking | None = None
     reasoning: Reasoning | None = None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
+from mlxpaged.api.foreign import OtherTool, leave_out, type_name
 from mlxpaged.api.generation import request
 from mlxpaged.api.schema import MAX_TOOLS, Body, OneOf, ToolName
 
@@ -20,9 +21,12 @@ class Function(Body):
         return request.Tool(self.name, self.description, self.parameters, self.strict, param)
 
 
-class Tool(Body):
+class FunctionTool(Body):
     type: Literal["function"]
     function: Function
+
+
+Tool = Annotated[FunctionTool | OtherTool, OneOf("type", hidden=("other",))]
 
 
 class FunctionName(Body):
@@ -63,7 +67,7 @@ class CalledFunction(Body):
     arguments: str | dict[str, Any] | None = None
 
 
-class Call(Body):
+class FunctionCall(Body):
     """index: the list's order says the same. Clients that collected the call from a stream send it."""
 
     id: str
@@ -73,3 +77,43 @@ class Call(Body):
 
     def for_template(self) -> dict[str, Any]:
         return request.function_call(self.id, self.function.name, request.parsed(self.function.arguments))
+
+
+class CustomInput(Body):
+    name: str
+    input: str
+
+
+class CustomCall(Body):
+    """A call of a tool that takes one text. The model sees a call with this text as its only argument."""
+
+    id: str
+    type: Literal["custom"]
+    custom: CustomInput
+    index: int | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        return request.function_call(self.id, self.custom.name, {request.INPUT: self.custom.input})
+
+
+class OtherCall(BaseModel):
+    """A call of another provider's tool. The model sees a call with its fields as the arguments."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    id: str
+    type: str
+
+    @model_validator(mode="after")
+    def _is_named(self, info: ValidationInfo) -> OtherCall:
+        leave_out(info, f"messages.tool_calls.{type_name(self.type)}", "it is shown as a call of a function")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        fields = (self.model_extra or {}).get(self.type)
+        arguments = dict(fields) if isinstance(fields, dict) else {}
+        name = arguments.pop("name", None)
+        return request.function_call(self.id, name if isinstance(name, str) else type_name(self.type), arguments)
+
+
+Call = Annotated[FunctionCall | CustomCall | OtherCall, OneOf("type", default=lambda fields: "function")]

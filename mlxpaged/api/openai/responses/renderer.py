@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from mlxpaged.api.errors import ApiError
+from mlxpaged.api.foreign import OtherTool
 from mlxpaged.api.generation import deltas
 from mlxpaged.api.generation.answers import (
     MANY_LOGPROBS,
@@ -28,9 +29,6 @@ from mlxpaged.api.openai.responses.tools import (
     CustomTool,
     FunctionTool,
     NamespaceTool,
-    OtherTool,
-    WebSearchTool,
-    functions,
 )
 from mlxpaged.api.request_id import new_id, response_id_of
 from mlxpaged.api.streaming import named_event
@@ -44,13 +42,14 @@ REPEATED = {"instructions", "previous_response_id", "user", "safety_identifier",
 
 
 class ResponseRenderer(Renderer):
-    """keep: called with the complete response, before it is sent. beginning: of a stream that waited for its model.
-    repeats_much: as in Renderer."""
+    """called_as: what calls of each tool have in the API. keep: called with the complete response, before it is sent.
+    beginning: of a stream that waited for its model. repeats_much: as in Renderer."""
 
     def __init__(
         self,
         answers: Answers,
         body: ResponseRequest,
+        called_as: Mapping[str, dict[str, str]],
         keep: Callable[[dict[str, Any]], None],
         beginning: ResponseBeginning | None,
         repeats_much: bool = False,
@@ -60,7 +59,7 @@ class ResponseRenderer(Renderer):
         self._body = body
         self._keep = keep
         self._created = int(time.time()) if beginning is None else beginning.created
-        self._output = OutputItems({tool.name: called_as for tool, called_as in functions(body.tools)})
+        self._output = OutputItems(called_as)
         self._num_logprobs = 0
         self._sequence_number = -1 if beginning is None else beginning.num_events - 1  # of the last event
 
@@ -154,9 +153,7 @@ class ResponseRenderer(Renderer):
             "truncation": "disabled",
             "text": {"format": {"type": "text"}, "verbosity": "medium"} | text,
             "reasoning": {"effort": None, "summary": None} | reasoning,
-            "tools": [
-                shown_tool(tool) for tool in body.tools or () if not isinstance(tool, (WebSearchTool, OtherTool))
-            ],
+            "tools": [shown_tool(tool) for tool in body.tools or () if not isinstance(tool, OtherTool)],
             "tool_choice": shown(choice) if isinstance(choice, BaseModel) else choice or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
         }

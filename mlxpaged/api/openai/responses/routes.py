@@ -18,8 +18,7 @@ from mlxpaged.api.openai.responses.beginning import ResponseBeginning
 from mlxpaged.api.openai.responses.renderer import ResponseRenderer
 from mlxpaged.api.openai.responses.schema import InputTokensRequest, Item, ItemList, ItemReference, ResponseRequest
 from mlxpaged.api.openai.responses.store import ITEM, MAX_RESPONSES, ResponseStore, StoredResponse
-from mlxpaged.api.openai.responses.tools import OtherTool
-from mlxpaged.api.openai.responses.translation import check_calls, translate
+from mlxpaged.api.openai.responses.translation import check_calls, offered, translate
 from mlxpaged.api.page import page_of
 from mlxpaged.api.request_id import RESPONSE_PREFIX, response_id_of
 from mlxpaged.api.schema import Body
@@ -46,7 +45,8 @@ async def respond(request: Request, body: ResponseRequest) -> Response:
 
     beginning: ResponseBeginning | None = getattr(request.state, "beginning", None)
     large = request.state.body_size > LARGE_BODY_BYTES  # it has the instructions and the tools
-    return await reply(answers, ResponseRenderer(answers, body, keep, beginning, large), bool(body.stream))
+    called_as = {tool.name: fields for tool, fields in offered(body, [*earlier, *items])}
+    return await reply(answers, ResponseRenderer(answers, body, called_as, keep, beginning, large), bool(body.stream))
 
 
 async def input_tokens(request: Request, body: InputTokensRequest) -> Response:
@@ -59,10 +59,6 @@ async def whole_conversation(
     request: Request, body: InputTokensRequest
 ) -> tuple[StoredResponse | None, list[Item], list[Item]]:
     """Returns the stored response that the request continues, the items up to its end, and those of the request."""
-    if any(isinstance(tool, OtherTool) for tool in body.tools or ()):
-        server_of(request).ignore(
-            request, "tools", "only functions and custom tools can be called: the server runs no tools itself"
-        )
     found: StoredResponse | None = None
     earlier: list[Item] = []
     response_id = body.previous_response_id

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.fields.kinds import IGNORED, RESPONSES_TOOLS
+from mlxpaged.api.foreign import OtherTool
 from mlxpaged.api.generation import request
 from mlxpaged.api.openai.tools import Function, FunctionName
 from mlxpaged.api.schema import MAX_TOOLS, Body, OneOf, ToolName
 
-CALLABLE = {"function", "namespace", "custom"}
 WORDS = {"lark": "Lark's notation", "regex": "the form of a regular expression"}
 
 Half = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,63}$")]
@@ -21,13 +21,9 @@ Half = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,63}$")]
 
 
 class FunctionTool(Function):
-    """strict: whether its calls must fit the parameters. The last three fields accept only values that change
-    nothing."""
+    """strict: whether its calls must fit the parameters."""
 
     type: Literal["function"]
-    output_schema: None = None
-    defer_loading: Literal[False] | None = None
-    allowed_callers: Annotated[list[Literal["direct"]], Field(fail_fast=True)] | None = None
 
 
 class NamespacedTool(FunctionTool):
@@ -77,22 +73,19 @@ class CustomTool(Body):
         return request.Tool(self.name, described, parameters, form is not None, param, grammar)
 
 
-class WebSearchTool(Body):
-    """OpenAI's own tool. It is accepted, but the model is not told of it."""
-
-    type: Literal["web_search"]
-    external_web_access: bool | None = None
+Tool = Annotated[FunctionTool | NamespaceTool | CustomTool | OtherTool, OneOf("type", hidden=("other",))]
 
 
-class OtherTool(Body):
-    """Any other tool that the server would have to run, beside functions. The model is not told of it."""
+def callable_only(tools: Any) -> Any:
+    """Returns the allowed tools without those that the server would have to run, unless there are no others."""
+    if not isinstance(tools, list):
+        return tools
+    found = [tool for tool in tools if not (isinstance(tool, dict) and ignored(tool.get("type")))]
+    return found or tools
 
-    type: Literal["other"]
 
-
-Tool = Annotated[
-    FunctionTool | NamespaceTool | CustomTool | WebSearchTool | OtherTool, OneOf("type", hidden=("web_search", "other"))
-]
+def ignored(kind: Any) -> bool:
+    return RESPONSES_TOOLS.get(kind, IGNORED) is IGNORED if isinstance(kind, str) else False
 
 
 class NamedTool(FunctionName):
@@ -102,35 +95,24 @@ class NamedTool(FunctionName):
 class AllowedTools(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS), BeforeValidator(callable_only)]
 
 
 ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, OneOf("type")]
 
 
-def check_kinds(tools: Any) -> Any:
-    """Returns the tools, not validated yet. Those that the server would have to run itself are accepted beside
-    functions, because agents send them to every server. Raises ApiError if there are no others."""
-    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:  # which is refused for its length
-        return tools
-    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
-    others = [i for i, kind in enumerate(kinds) if isinstance(kind, str) and kind not in CALLABLE]
-    if others and not CALLABLE & set(map(str, kinds)):
-        message = f"{kinds[others[0]]!r} tools are not supported; the server runs no tools itself"
-        raise bad_parameter(f"tools.{others[0]}.type", message)
-    return [{"type": "other"} if i in others and kinds[i] != "web_search" else tool for i, tool in enumerate(tools)]
+def functions(tools: Sequence[Tool] | None, given: str = "tools") -> Iterator[tuple[request.Tool, dict[str, str]]]:
+    """Yields each tool that can be called, under its name for the model, and what its calls have in the API.
 
-
-def functions(tools: Sequence[Tool] | None) -> Iterator[tuple[request.Tool, dict[str, str]]]:
-    """Yields each tool that can be called, under its name for the model, and what its calls have in the API."""
+    given: the place of the tools."""
     for i, tool in enumerate(tools or ()):
         if isinstance(tool, FunctionTool | CustomTool):
             kind = {"type": "custom_tool_call"} if isinstance(tool, CustomTool) else {}
-            yield tool.translated(f"tools.{i}"), kind | {"name": tool.name}
+            yield tool.translated(f"{given}.{i}"), kind | {"name": tool.name}
         elif isinstance(tool, NamespaceTool):
             for j, each in enumerate(tool.tools):
                 description = "\n".join(filter(None, (tool.description, each.description)))
-                function = each.translated(f"tools.{i}.tools.{j}")
+                function = each.translated(f"{given}.{i}.tools.{j}")
                 renamed = replace(function, name=full_name(tool.name, each.name), description=description)
                 yield renamed, {"name": each.name, "namespace": tool.name}
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mlxpaged.api.errors import bad_parameter
-from mlxpaged.api.generation.request import INPUT, Chat, GenerationRequest, function_call, parsed, sampling_params
+from mlxpaged.api.generation.request import INPUT, Chat, GenerationRequest, Tool, function_call, parsed, sampling_params
 from mlxpaged.api.media import media_of
 from mlxpaged.api.openai.responses import schema
 from mlxpaged.api.openai.responses.tools import full_name, functions, translated_choice
@@ -24,13 +24,16 @@ CLIENT_NAMES = {
 
 
 def translate(body: schema.InputTokensRequest, items: Sequence[schema.Item]) -> GenerationRequest:
-    """items: the whole conversation; the instructions are not part of it."""
+    """items: the whole conversation; the instructions are not part of it. Raises ApiError."""
+    messages = messages_of(body.instructions, items)
+    if not any(message["role"] != "system" for message in messages) and all(map(is_unread, items)):
+        raise bad_parameter("input", "has nothing that the model can be shown; send messages, or results of tools")
     effort = body.reasoning.effort if body.reasoning is not None else None
     form = body.text.format if body.text is not None else None
     chat = Chat(
-        messages=messages_of(body.instructions, items),
+        messages=messages,
         media=media_of(items, "input", len(items) - len(body.items)),
-        tools=[tool for tool, _ in functions(body.tools)],
+        tools=[tool for tool, _ in offered(body, items)],
         tool_choice=translated_choice(body.tool_choice),
         one_call=body.parallel_tool_calls is False,
         enable_thinking=False if effort == "none" else None,
@@ -49,6 +52,23 @@ def translate(body: schema.InputTokensRequest, items: Sequence[schema.Item]) -> 
     )
 
 
+def offered(body: schema.InputTokensRequest, items: Sequence[schema.Item]) -> Iterator[tuple[Tool, dict[str, str]]]:
+    """Yields the tools of a request as `functions` does, and then those that items have added. Of several with a name,
+    the first counts."""
+    num_earlier = len(items) - len(body.items)
+    names = set[str]()
+    given = [("tools", body.tools)]
+    given += [
+        (f"input.{i - num_earlier}.tools", item.tools)
+        for i, item in enumerate(items)
+        if isinstance(item, schema.ToolsItem)
+    ]
+    for place, tools in given:
+        found = [each for each in functions(tools, place) if place == "tools" or each[0].name not in names]
+        names.update(tool.name for tool, _ in found)
+        yield from found
+
+
 def messages_of(instructions: str | None, items: Sequence[schema.Item]) -> list[dict[str, Any]]:
     """Returns the messages for the chat template.
 
@@ -58,19 +78,26 @@ def messages_of(instructions: str | None, items: Sequence[schema.Item]) -> list[
     system = [] if instructions is None else [instructions]
     messages: list[dict[str, Any]] = []
     before: schema.Item | None = None
+    called = set[str]()
     for item in items:
-        if isinstance(item, schema.ResultItem):
+        if isinstance(item, schema.ResultItem) and item.call_id not in called:  # of a call that is shown as text
+            messages.append({"role": "user", "content": f"[{item.type}]\n{schema.text_of(item.output)}"})
+        elif isinstance(item, schema.ResultItem):
             messages.append({"role": "tool", "content": schema.text_of(item.output), "tool_call_id": item.call_id})
+        elif isinstance(item, schema.OtherItem) and item.is_result and item.text is not None:
+            messages.append({"role": "user", "content": item.text})
         elif isinstance(item, schema.MessageItem) and item.role != "assistant":
             text = schema.text_of(item.content)
             if item.role != "user" and not messages:
                 system.append(text)
             else:
                 messages.append({"role": "user" if item.role == "user" else "system", "content": text})
-        else:
-            if not continues_answer(before, item):
+        elif not is_unread(item):
+            if not (continues_answer(before, item) and messages and messages[-1]["role"] == "assistant"):
                 messages.append({"role": "assistant", "content": []})
             add_to_answer(messages[-1], item)
+        if isinstance(item, schema.CallItem):
+            called.add(item.call_id)
         before = item
     for message in messages:
         if message["role"] == "assistant":
@@ -80,11 +107,18 @@ def messages_of(instructions: str | None, items: Sequence[schema.Item]) -> list[
     return [{"role": "system", "content": "\n\n".join(system)}, *messages] if system else messages
 
 
+def is_unread(item: schema.Item) -> bool:
+    """Whether the model is shown nothing of an item."""
+    return isinstance(item, schema.ToolsItem) or (
+        isinstance(item, schema.OtherItem | schema.ReasoningItem) and not item.text
+    )
+
+
 def continues_answer(before: schema.Item | None, item: schema.Item) -> bool:
     """Whether an assistant's item belongs to the same answer as the item before it."""
     if isinstance(before, schema.MessageItem):
         return before.role == "assistant" and not isinstance(item, schema.MessageItem)
-    return isinstance(before, schema.CallItem | schema.ReasoningItem)
+    return isinstance(before, schema.CallItem | schema.ReasoningItem | schema.ToolsItem | schema.OtherItem)
 
 
 def add_to_answer(message: dict[str, Any], item: schema.Item) -> None:
@@ -100,15 +134,18 @@ def add_to_answer(message: dict[str, Any], item: schema.Item) -> None:
         case schema.CustomToolCall():
             call = function_call(item.call_id, item.name, {INPUT: item.input})
             message.setdefault("tool_calls", []).append(call)
+        case schema.OtherItem():
+            is_apart = not message["content"] or message["content"][-1].endswith("\n")
+            message["content"].append(f"{'' if is_apart else chr(10)}{item.text}\n")
         case schema.MessageItem():
             message["content"].append(schema.text_of(item.content))
 
 
 def check_calls(earlier: Sequence[schema.Item], items: Sequence[schema.Item]) -> None:
     """Raises ApiError for a result without a call before it. items: those of the request."""
-    called = {item.call_id for item in earlier if isinstance(item, schema.CallItem)}
+    called: set[str | None] = {item.call_id for item in earlier if isinstance(item, schema.CallItem | schema.OtherItem)}
     for i, item in enumerate(items):
-        if isinstance(item, schema.CallItem):
+        if isinstance(item, schema.CallItem | schema.OtherItem):
             called.add(item.call_id)
         elif isinstance(item, schema.ResultItem) and item.call_id not in called:
             kind = item.type.removesuffix("_output")
