@@ -138,9 +138,14 @@ class OtherPart(MediaPart):
         return self._sentinel if self.shown_text is None else self.shown_text
 
     @property
+    def is_media(self) -> bool:
+        """Whether it is an image, audio, a video or a file, and not what a service has put there."""
+        return self.type in NAMES
+
+    @property
     def may_be_left_out(self) -> bool:
         """Whether no answer is about it, wherever it stands."""
-        return self.type in PARTS and self.type not in NAMES
+        return self.type in PARTS and not self.is_media
 
 
 Medium = ImageUrlPart | InputImagePart | ImageBlock | OtherPart

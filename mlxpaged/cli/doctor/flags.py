@@ -22,9 +22,10 @@ def add_parser(commands: Any) -> None:
         description="Run every attention kernel that a model needs, compare the results with MLX's own operations, "
         "and measure on this machine: which kernel is fastest for each shape of batch, attention beside MLX's, tokens "
         "per second beside mlx-lm's, and the memory of the largest prefill. With --agent: ask the model to call tools, "
-        "and print what comes back right. With --soak: try what has made macOS panic.",
-        epilog="Exit status: 0 all is right; 1 a kernel, a task or a request has failed, or the model cannot be "
-        "served.",
+        "and print what comes back right. With --soak: try what has made macOS panic. With --session: say what would "
+        "be lost of a session of another service.",
+        epilog="Exit status: 0 all is right; 1 a kernel, a task or a request has failed, the model cannot be served, "
+        "or a session cannot go on.",
     )
     flags = Flags(parser, defaults=DEFAULTS)
     flags.model(DEFAULTS.model, "model directory or hub repository, whose layers decide which kernels are needed")
@@ -39,6 +40,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--agent", action="store_true", help=asked)
     panics = "instead, run for so many minutes, 10 if none are named, the load under which macOS has panicked"
     flags.value("--soak", minutes, None, panics, without_value="10")
+    lost = "instead, say what would be lost of a session of Codex, Claude Code or opencode that goes on here"
+    parser.add_argument("--session", metavar="FILE", help=lost)
     add_server_flags(parser, starts=True)
     parser.set_defaults(run=run)
 
@@ -48,6 +51,11 @@ def run(args: argparse.Namespace) -> int:
         from mlxpaged.cli.doctor import agent
 
         return agent.run(args)
+    if args.session is not None:
+        with heavy_imports():
+            from mlxpaged.cli.doctor import session
+
+        return session.run(args)
     if args.soak is not None:
         from mlxpaged.cli.doctor import soak
 
