@@ -614,3 +614,178 @@ def test_a_strict_server_refuses_what_it_would_ignore() -> None:
             with raw(server) as client:
                 answer = client.post(path, json={"model": "demo"} | body)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+# Sessions of several turns
+
+
+WEATHER = "The weather in a city."
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WROTE = '<think>\nI ask.\n</think>\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+def turn(prompt: str) -> str:
+    """The model calls the tool if the user speaks, and tells its result."""
+    return WROTE if prompt.rindex("<|im_start|>user") > prompt.rfind("<|im_start|>tool") else "It is 21 degrees."
+
+
+def response_event(kind: str, **fields: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
+
+
+OPENAI_STREAM = "".join(
+    response_event("response.output_item.done", output_index=i, sequence_number=i, item=item)
+    for i, item in enumerate(
+        [
+            {
+                "id": "rs_1",
+                "type": "reasoning",
+                "summary": [],
+                "content": [],
+                "encrypted_content": "gAAAAABp",
+                "status": None,
+            },
+            {"id": "ws_1", "type": "web_search_call", "status": "completed", "action": SEARCH},
+            {"id": "ci_1", "type": "code_interpreter_call", "status": "completed", "code": "20+1", "outputs": None},
+            {"id": "cmp_1", "type": "compaction", "encrypted_content": "gAAAAABp"},
+            {
+                "id": "msg_1",
+                "type": "message",
+                "role": "assistant",
+                "status": "completed",
+                "phase": "final_answer",
+                "content": [{"type": "output_text", "text": "It was warm.", "annotations": [], "logprobs": []}],
+            },
+        ]
+    )
+)
+"""What OpenAI's service has sent, as far as a client keeps it."""
+
+
+def test_a_session_of_openai_goes_on_for_five_turns(server: RunningServer) -> None:
+    follow(server, turn)
+    events = [json.loads(line[6:]) for line in OPENAI_STREAM.splitlines() if line.startswith("data: ")]
+    items: list[Any] = [USER, *[event["item"] for event in events]]
+    tools = [{"type": "function", "name": "weather", "description": WEATHER, "parameters": PARAMETERS, "strict": False}]
+    body = {"tools": [*tools, {"type": "web_search"}, {"type": "code_interpreter", "container": {"type": "auto"}}]}
+    body |= {"store": False, "include": ["reasoning.encrypted_content", "web_search_call.action.sources"]}
+    for number in range(5):
+        items.append({"role": "user", "content": f"And on day {number}?"})
+        for kinds_made in (["reasoning", "function_call"], ["message"]):
+            made = stream_events_of(server, body | {"input": items})[-1]["response"]
+            assert made["status"] == "completed"
+            assert [each["type"] for each in made["output"]] == kinds_made
+            items += made["output"]
+            if kinds_made[-1] == "function_call":
+                call_id = made["output"][-1]["call_id"]
+                items.append({"type": "function_call_output", "call_id": call_id, "output": "21"})
+        assert items[-1]["content"][0]["text"] == "It is 21 degrees."
+
+
+ANTHROPIC_BLOCKS: list[dict[str, Any]] = [
+    {"type": "thinking", "thinking": "", "signature": "EqQBCkYIARgCKkA="},
+    {"type": "redacted_thinking", "data": "gAAA"},
+    {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "the weather"}},
+    SEARCHED | {"tool_use_id": "srvtoolu_1"},
+    {"type": "text", "text": "It was warm.", "citations": [{"type": "web_search_result_location", "url": "u"}]},
+]
+
+
+def anthropic_stream() -> str:
+    """What Anthropic's service has sent: each block begins with nothing in it, and grows."""
+    lines = []
+    for i, block in enumerate(ANTHROPIC_BLOCKS):
+        empty: dict[str, dict[str, Any]] = {"text": {"text": ""}, "server_tool_use": {"input": {}}}
+        grown = empty.get(block["type"], {})
+        events: list[dict[str, Any]] = [{"type": "content_block_start", "index": i, "content_block": block | grown}]
+        if block["type"] == "text":
+            delta = {"type": "text_delta", "text": block["text"]}
+            events.append({"type": "content_block_delta", "index": i, "delta": delta})
+        if block["type"] == "server_tool_use":
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            events.append({"type": "content_block_delta", "index": i, "delta": delta})
+        lines += [f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events]
+    return "".join(lines)
+
+
+def blocks_of_stream(text: str) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    for event in (json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")):
+        if event["type"] == "content_block_start":
+            blocks.append(dict(event["content_block"]))
+        elif event["type"] == "content_block_delta":
+            delta = event["delta"]
+            match delta["type"]:
+                case "text_delta":
+                    blocks[-1]["text"] += delta["text"]
+                case "thinking_delta":
+                    blocks[-1]["thinking"] += delta["thinking"]
+                case "signature_delta":
+                    blocks[-1]["signature"] = delta["signature"]
+                case "input_json_delta":
+                    blocks[-1]["json"] = blocks[-1].get("json", "") + delta["partial_json"]
+    return [{**each, "input": json.loads(each.pop("json") or "{}")} if "json" in each else each for each in blocks]
+
+
+def test_a_session_of_anthropic_goes_on_for_five_turns(server: RunningServer) -> None:
+    follow(server, turn)
+    messages: list[Any] = [USER, {"role": "assistant", "content": blocks_of_stream(anthropic_stream())}]
+    tools = [{"name": "weather", "description": WEATHER, "input_schema": PARAMETERS}]
+    body = {"tools": [*tools, {"type": "web_search_20250305", "name": "web_search"}], "max_tokens": 500}
+    body |= {"thinking": {"type": "adaptive", "display": "updates"}, "stream": True}
+    for number in range(5):
+        messages.append({"role": "user", "content": f"And on day {number}?"})
+        for made in (["thinking", "tool_use"], ["text"]):
+            answer = post(server, MESSAGES, body | {"messages": messages})
+            assert "messages.content.server_tool_use" in named(answer)
+            blocks = blocks_of_stream(answer.text)
+            assert [each["type"] for each in blocks] == made
+            messages.append({"role": "assistant", "content": blocks})
+            if made[-1] == "tool_use":
+                result = {"type": "tool_result", "tool_use_id": blocks[-1]["id"], "content": "21"}
+                messages.append({"role": "user", "content": [result]})
+        assert messages[-1]["content"][0]["text"] == "It is 21 degrees."
+
+
+def as_chat(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A client's translation of what both services have said into chat completions."""
+    call = {"id": "c0", "type": "custom", "custom": {"name": "web_search", "input": "the weather"}}
+    return [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c0", "content": "A: https://a.example"},
+        {"role": "assistant", "content": items, "reasoning_details": [{"type": "reasoning.encrypted", "data": "gAAA"}]},
+    ]
+
+
+@pytest.mark.parametrize("path", [CHAT, OLLAMA])
+def test_a_session_goes_on_in_chat_for_five_turns(server: RunningServer, path: str) -> None:
+    follow(server, turn)
+    begun = as_chat(ANTHROPIC_BLOCKS)
+    messages: list[Any] = begun if path == CHAT else [USER, SAID | {"thinking": ""}]
+    tools = [{"type": "function", "function": {"name": "weather", "description": WEATHER, "parameters": PARAMETERS}}]
+    body = {"tools": [*tools, {"type": "web_search"}], "stream": False}
+    body |= {"service_tier": "scale"} if path == CHAT else {"think": "later"}
+    for number in range(5):
+        messages.append({"role": "user", "content": f"And on day {number}?"})
+        for calls in (True, False):
+            answer = post(server, path, body | {"messages": messages})
+            assert "tools.web_search" in named(answer)
+            said = answer.json()["choices"][0]["message"] if path == CHAT else answer.json()["message"]
+            assert bool(said.get("tool_calls")) == calls
+            messages.append(said)
+            if calls:
+                call_id = said["tool_calls"][0].get("id")
+                messages.append({"role": "tool", "content": "21"} | ({"tool_call_id": call_id} if call_id else {}))
+        assert messages[-1]["content"] == "It is 21 degrees."
+
+
+def test_one_request_with_every_type_of_item(server: RunningServer) -> None:
+    """None is refused, however little of it there is."""
+    read = {"message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"}
+    others = sorted(kinds.ITEMS.keys() - read - {"item_reference", "additional_tools", "tool_search_output"})
+    items = [{"type": kind, "id": f"x_{kind}", "status": "completed"} for kind in others]
+    added = {"type": "additional_tools", "tools": []}
+    for each in [*items, added]:
+        assert post(server, INPUT_TOKENS, {"input": [USER, each, USER]}).status_code == 200, each
+    assert post(server, RESPONSES, {"input": [USER, *items, added, SAID, USER]}).status_code == 200
