@@ -2,8 +2,8 @@
 
 llguidance compiles JSON schemas itself. But version 1.9.1 has no escape `\\/`, knows `\\u` in some strings for control
 characters only, and reads numbers as doubles: an answer that writes such an escape becomes another text without a sign.
-Here, a string has every escape of RFC 8259, and integers are exact. llguidance still writes numbers and formats, which
-have no escapes, and it compiles, or refuses, what raises OtherSchemaError.
+Here, a string has every escape of RFC 8259, and integers are exact. llguidance still writes numbers, and it compiles,
+or refuses, what raises OtherSchemaError.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from mlxpaged.engine.characters import ALL, as_it_is, in_json, in_key, is_plain,
 from mlxpaged.engine.grammar_check import checker
 from mlxpaged.engine.integers import integers
 from mlxpaged.engine.json_schema import is_double
-from mlxpaged.engine.patterns import OtherPatternError, Spelling, whole
+from mlxpaged.engine.patterns import OtherPatternError, Spelling, regex, terms
 from mlxpaged.engine.schema_limits import target
 from mlxpaged.engine.schema_merge import OtherSchemaError, Schema, Unsatisfiable, all_of, merged, types_of, validating
+from mlxpaged.formats.string_formats import STRING_FORMATS
 
 WHITESPACE = r"( |\n[ \t]{0,64})?"
 """White space between the tokens of JSON. If any amount is allowed, some models write it until max_tokens."""
@@ -270,23 +271,20 @@ class _Grammar:
         return self._terminal(regex(integers(low, high)))
 
     def _string(self, schema: Schema) -> str:
-        if "format" in schema:
-            return self._leaf_string(schema)
         least, most = _size(schema, "minLength", 0), _size(schema, "maxLength", None)
         if most is not None and least > most:
             raise Unsatisfiable("minLength is above maxLength")
         patterns = schema.get("pattern", [])
         patterns = [patterns] if isinstance(patterns, str) else patterns
         try:
-            parts = [regex(f'"{whole(pattern, in_json)}"') for pattern in patterns]
+            parts = [part for pattern in patterns for part in terms(pattern, in_json, '"', '"')]
         except OtherPatternError:
-            return self._leaf_string(schema)
+            return self._leaf(_leaf_of(schema))
+        if (expression := STRING_FORMATS.get(schema.get("format", ""))) is not None:
+            parts = [*terms(expression, as_it_is, '"', '"'), *parts]
         if (least, most) != (0, None) or not parts:
             parts.append(regex(f'"{_repeated(in_json(ALL), least, most)}"'))
         return self._checked_terminal(parts)
-
-    def _leaf_string(self, schema: Schema) -> str:
-        return self._leaf(_leaf_of(schema))
 
     def _array(self, schema: Schema) -> str:
         first, rest = schema.get("prefixItems", []), schema.get("items", True)
@@ -372,7 +370,7 @@ class _Grammar:
         hours."""
         places: list[list[Any]] = [[] for _ in names]
         for pattern, schema in by_pattern.items() if names else ():
-            fits = checker.matches(f"start: {self._pattern(pattern, as_it_is)}\n", names)
+            fits = checker.matches(f"start: T\nT: {self._pattern(pattern, as_it_is)}\n", names)
             for place, fit in zip(places, fits, strict=True):
                 place.extend([schema] if fit else [])
         return places
@@ -380,7 +378,7 @@ class _Grammar:
     def _pattern(self, pattern: str, spelling: Spelling, quote: str = "") -> str:
         """Texts in a part of which an expression is found."""
         try:
-            return regex(f"{quote}{whole(pattern, spelling)}{quote}")
+            return " & ".join(terms(pattern, spelling, quote, quote))
         except OtherPatternError:
             raise OtherSchemaError("has a pattern of another kind") from None
 
@@ -393,7 +391,7 @@ class _Grammar:
             key = self._pattern(pattern, in_key if names else in_json, '"')
             with contextlib.suppress(Unsatisfiable):
                 yield f'{self._checked_terminal([key, *taken])} ":" {self._value(schema)}'
-            taken.append(f"~{key}")
+            taken.append(f"~({key})")
         every = regex(f'"{(in_key if names else in_json)(ALL)}*"')
         with contextlib.suppress(Unsatisfiable):
             key = self._checked_terminal([every, *taken]) if by_pattern else self._terminal(" & ".join([every, *taken]))
@@ -414,12 +412,6 @@ class _Grammar:
             alone = f"{item} {after_rule} | {alone_rule}" if alone_rule else last
             after = f'("," {item})? {after_rule}'
         return f"({alone})" if alone else ""
-
-
-def regex(text: str) -> str:
-    """An expression of a terminal. Of llguidance's notation, only the slash needs a backslash."""
-    escaped = text.replace("/", "\\/")
-    return f"/{escaped}/"
 
 
 def _listing(items: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from decimal import Decimal
 from typing import Any
 
 from mlxpaged.engine.schema_limits import check_limits, target
+from mlxpaged.formats.string_formats import STRING_FORMATS
 
 NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 """Keywords whose value maps names to schemas."""
@@ -137,6 +138,8 @@ def _rewritten(schema: Any, branches: _Branches) -> Any:
     for key, value in schema.items():
         if key in DATA:
             result[key] = value
+        elif key == "format" and (not isinstance(value, str) or value not in STRING_FORMATS):
+            continue
         elif key in NAMED and isinstance(value, dict):
             result[key] = {name: _rewritten(item, branches) for name, item in value.items()}
         elif key == "oneOf" and "anyOf" not in schema and branches.exclude_each_other(value):

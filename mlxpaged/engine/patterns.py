@@ -28,7 +28,8 @@ MAX_SHOWN = 60
 
 
 class OtherPatternError(OtherSchemaError):
-    """An expression has what this module does not read: look-around, a reference to a group, and the like."""
+    """An expression has what this module does not read: look-around other than look-ahead from the first character, a
+    reference to a group, and the like."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,14 @@ class Repeated:
 
     item: Item
     count: str
+
+
+@dataclass(frozen=True)
+class Term:
+    """is_found: whether the expression must be found in the text, or must not."""
+
+    choice: Choice
+    is_found: bool = True
 
 
 Item = Characters | Anchor | Choice | Repeated
@@ -71,6 +80,8 @@ def shorthand(char: str) -> Characters:
 
 DOT = others(of("\n\r\u2028\u2029"))
 CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
+LOOK_AHEAD = re.compile(r"\(\?([=!])")
+LOOK_AHEAD_AT_START = re.compile(r"\^(?=\(\?[=!])")
 QUANTIFIER = re.compile(r"([*+?]|\{\d+(?:,\d*)?\})\??")
 GROUP = re.compile(r"\((\?:|\?P?<[A-Za-z_]\w*>)?(?!\?)")
 CODE = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}")
@@ -88,6 +99,19 @@ class _Reader:
         found = self.choice()
         if self.at < len(self.text):
             raise OtherPatternError("an unopened group")
+        return found
+
+    def looks_ahead(self) -> list[Term]:
+        """Reads an anchor and the look-ahead after it, as expressions of what begins with the text."""
+        found: list[Term] = []
+        anchor = LOOK_AHEAD_AT_START.match(self.text)
+        self.at = anchor.end() if anchor else 0
+        while (begin := LOOK_AHEAD.match(self.text, self.at)) is not None:
+            self.at = begin.end()
+            inside = self.choice()
+            if not self.maybe(")") or QUANTIFIER.match(self.text, self.at):
+                raise OtherPatternError("an open group")
+            found.append(Term(Choice(tuple((START, *option) for option in inside.options)), begin[1] == "="))
         return found
 
     def choice(self) -> Choice:
@@ -196,12 +220,34 @@ class _Reader:
 
 
 @functools.lru_cache(maxsize=16)  # of up to MAX_CHARS each
-def whole(pattern: str, spelled: Spelling) -> str:
-    """A regular expression for the texts in a part of which `pattern` is found. Raises OtherPatternError."""
+def whole(pattern: str, spelled: Spelling) -> tuple[tuple[bool, str], ...]:
+    """Regular expressions that together say in which texts a part is found that fits `pattern`: each with whether a
+    text fits it, or does not. The first one is one that it fits. Raises OtherPatternError."""
     try:
-        return _choice(_Reader(pattern).whole(), spelled, begins=True, ends=True)
+        reader = _Reader(pattern)
+        ahead = reader.looks_ahead()
+        rest = reader.whole()
+        if ahead:
+            if len(rest.options) > 1:
+                raise OtherPatternError("look-ahead in one of several alternatives")
+            rest = Choice(((START, *rest.options[0]),))
+        terms = [Term(rest), *ahead]
+        return tuple((each.is_found, _choice(each.choice, spelled, begins=True, ends=True)) for each in terms)
     except OtherPatternError as error:
         raise OtherPatternError(f"the pattern {pattern[:MAX_SHOWN]!r} has {error}") from None
+
+
+def terms(pattern: str, spelled: Spelling, before: str = "", after: str = "") -> list[str]:
+    """What `whole` finds, as terms of a terminal in llguidance's notation, which are to be joined by `&`. before,
+    after: expressions of what is around the text. Raises OtherPatternError."""
+    found = whole(pattern, spelled)
+    return [f"{'' if is_found else '~'}{regex(f'{before}{text}{after}')}" for is_found, text in found]
+
+
+def regex(text: str) -> str:
+    """An expression of a terminal. Of llguidance's notation, only the slash needs a backslash."""
+    escaped = text.replace("/", "\\/")
+    return f"/{escaped}/"
 
 
 def _choice(choice: Choice, spelled: Spelling, begins: bool, ends: bool) -> str:

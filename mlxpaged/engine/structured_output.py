@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from mlxpaged.engine.characters import as_it_is
 from mlxpaged.engine.constraint import StructuredOutput, ToolCallForm, constraints_in
-from mlxpaged.engine.patterns import whole
+from mlxpaged.engine.patterns import terms
 from mlxpaged.formats.pieces import Either, Json, Lark, Listed, Piece, Raw
 
 Pieces = Callable[[str], Sequence[str | int]]
@@ -63,17 +63,18 @@ def lark(form: StructuredOutput, pieces: Pieces) -> str:
             return f"{either}{'?' if '' in piece.choices else ''} {written(piece.end)}"
         name = f"raw_{len(rules)}"
         least, most = piece.lengths
-        if (least, most, piece.pattern) == (0, None, ""):
+        if (least, most, piece.patterns) == (0, None, ()):
             rules.extend(until(name, piece.end))
             return name
         first, *_ = pieces(piece.end)
         tag = "" if isinstance(first, int) else in_regex(piece.end)
         count = f"(?s:.){{{least},{'' if most is None else most}}}"
-        text = f"/{count}{tag}/"
-        if piece.pattern:
-            text += f" & {in_text(piece.pattern, tag)}"
+        limits = [f"/{count}{tag}/"]
+        for pattern in piece.patterns:
+            limits += terms(pattern, as_it_is, after=escaped(piece.end) if tag else "")
         rules.append(f"{name}: {name.upper()}{'' if tag else ' ' + written(piece.end)}")
-        rules.append(f"{name.upper()}: {text} & {once(piece.end) if tag else text_without(piece.end)}")
+        limits.append(once(piece.end) if tag else text_without(piece.end))
+        rules.append(f"{name.upper()}: {' & '.join(limits)}")
         return name
 
     def listed(call: ToolCallForm, piece: Listed) -> str:
@@ -123,17 +124,15 @@ def once(tag: str) -> str:
     return f"~/(?s:.*){in_regex(tag)}(?s:.+)/"
 
 
-def in_text(pattern: str, tag: str) -> str:
-    """A terminal for the texts in which a regular expression finds something, with a tag after them. tag: in the
-    notation of regular expressions. Raises OtherPatternError."""
-    slash = whole(pattern, as_it_is).replace("/", "\\/")
-    return f"/{slash}{tag}/"
-
-
 def text_without(*texts: str) -> str:
     """A terminal for any text that contains none of `texts`."""
     return "/(?s:.*)/" + "".join(f" & ~/(?s:.*){in_regex(text)}(?s:.*)/" for text in texts)
 
 
 def in_regex(text: str) -> str:
-    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
+    """An expression of a text, between slashes."""
+    return escaped(text).replace("/", r"\/")
+
+
+def escaped(text: str) -> str:
+    return re.escape(text).replace("\\\n", r"\n")

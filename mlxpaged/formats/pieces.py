@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpaged.formats.schemas import NOTES, Schema, choices, enumerated, required, resolved, types_of
+from mlxpaged.formats.string_formats import STRING_FORMATS
 
 ANY_OBJECT: Schema = {"type": "object"}
 ROOT = "root"
@@ -37,12 +38,12 @@ class Json:
 @dataclass(frozen=True)
 class Raw:
     """Text as it is, and the tag after it. choices: the only texts; None for any without the tag. lengths: characters;
-    None for any number of them. pattern: a regular expression of which a part of the text is an example."""
+    None for any number of them. patterns: regular expressions, of each of which a part of the text is an example."""
 
     end: str
     choices: tuple[str, ...] | None = None
     lengths: tuple[int, int | None] = (0, None)
-    pattern: str = ""
+    patterns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,6 @@ def argument(schema: Any, root: Schema, end: str, is_told: bool = False) -> tupl
     own = resolved(schema, root)
     if any(OF_STRINGS & resolved(each, root).keys() for word in OF_UNIONS for each in own.get(word) or ()):
         raise InexpressibleError("limits of a string in a union")
-    if "format" in own:
-        raise InexpressibleError(f"the format {own['format']!r} of a string without quotes")
     lengths = (own.get("minLength", 0), own.get("maxLength"))
-    return True, (Raw(end, lengths=lengths, pattern=own.get("pattern", "")),)
+    patterns = (own.get("pattern"), STRING_FORMATS.get(own["format"]) if isinstance(own.get("format"), str) else None)
+    return True, (Raw(end, lengths=lengths, patterns=tuple(filter(None, patterns))),)

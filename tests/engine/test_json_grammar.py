@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import json
 import os
@@ -22,6 +23,7 @@ from mlxpaged.engine.characters import in_json
 from mlxpaged.engine.constraint import Constraint
 from mlxpaged.engine.grammar import grammar_text
 from mlxpaged.engine.grammar_check import checker
+from mlxpaged.formats.string_formats import STRING_FORMATS
 from mlxpaged.watched_program import WatchedProgram
 from tests.engine.json_cases import VOCABULARY, Case, matcher_of, reordered, written
 
@@ -106,7 +108,18 @@ def test_a_length_counts_characters_and_not_how_they_are_written(tokenizer: LLTo
         ({"enum": ["café", "caf\tx"]}, [r'"caf\u00e9"', '"café"', r'"caf\tx"', r'"caf\u0009x"'], [r'"caf\u0009"']),
         ({"const": "a/b"}, [r'"a\/b"', '"a/b"'], ['"a"']),
         ({"type": "string", "format": "date"}, ['"2024-02-29"'], [r'"2024\u002d02-29"']),
-        ({"type": "string", "pattern": "^(?=a)"}, [], []),
+        ({"format": "path"}, ['"no\\/where"', '""'], ["1"]),
+        ({"format": "password", "minLength": 2}, ['"ab"', r'"\u0061b"'], ['"a"']),
+        ({"format": "cidrv4", "pattern": "^[0-9.]+/[0-9]+$"}, [r'"10.0.0.0\/8"'], ['"10"']),
+        ({"format": "regex", "maxLength": 1}, ['"("'], ['"()"']),
+        ({"format": ["date"]}, ['"x"'], []),
+        ({"format": "date", "pattern": "-01$"}, ['"2024-02-01"'], ['"2024-02-02"', '"x-01"']),
+        ({"format": "uri", "maxLength": 6}, ['"ab:c/d"'], ['"ab:c/de"', '"abc"']),
+        ({"pattern": "^(?!\\.)(?!.*\\.\\.)[a-z.]+$"}, ['"a.b"', '"a."'], ['".a"', '"a..b"', '"A"', '""']),
+        ({"pattern": "^(?=.*[A-Z])(?=.*[0-9]).{3,5}"}, ['"aB1"', r'"\u0042a1xyzq"'], ['"ab1"', '"B1"', '"aBc"']),
+        ({"pattern": "^(?!^[-+.]*$)[+-]?0*[0-9]*\\.?[0-9]*$"}, ['"1.5"', '"-0"'], ['"-"', '""', '"."']),
+        ({"pattern": "^(?=.{1,3}$)a+(?:b|c)?$"}, ['"aab"', '"a"'], ['"aaab"', '"b"']),
+        ({"pattern": "^(?!cat|dog$)"}, ['"ca"', '"dogs"', '""'], ['"cats"', '"dog"']),
     ],
 )
 def test_limits_hold_for_the_text_and_not_for_its_spelling(
@@ -116,6 +129,47 @@ def test_limits_hold_for_the_text_and_not_for_its_spelling(
         assert accepts({"type": "string", **schema}, text, tokenizer), text
     for text in refused:
         assert not accepts({"type": "string", **schema}, text, tokenizer), text
+
+
+FORMATTED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "date": (("2024-02-29", "2000-02-29", "1999-12-31"), ("2023-02-29", "1900-02-29", "2024-04-31", "24-01-01")),
+    "time": (("23:59:60Z", "12:00:00.123456789+01:00"), ("24:00:00Z", "12:00:00", "12:00:00.1234567890Z", "12:00Z")),
+    "date-time": (("2024-02-29T12:00:00Z", "2024-02-29t12:00:00z"), ("2024-02-29 12:00:00Z", "2023-02-29T12:00:00Z")),
+    "duration": (("P1D", "P1W", "PT1H2M3S", "P1Y2M3DT4H5M6S"), ("P", "P1YT", "PT1.5S", "P1W1D", "P1Y1D")),
+    "email": (("a@b", "a.b+c@d-e.fg", "a@[127.0.0.1]"), ("a..b@c", "a@b-.c", "@b", "a", ".a@b")),
+    "hostname": (("a", "xn--a.b-c.de", "a" * 63), ("-a", "a_b", "a" * 64, "a..b")),
+    "ipv4": (("255.255.255.255", "0.0.0.0"), ("01.2.3.4", "256.1.1.1", "1.2.3")),
+    "ipv6": (("::", "1::", "::1", "1:2:3:4:5:6:7:8", "::ffff:1.2.3.4"), ("1:2::3:4:5:6:7:8", "1::2::3", "1:2", "g::")),
+    "uuid": (("0a0a0a0a-0000-4000-A000-BBBBBBBBBBBB",), ("0a0a0a0a00004000A000BBBBBBBBBBBB",)),
+    "uri": (("http://a.b:80/c?d#e", "mailto:a@b", "urn:x:y", "http://[::1]/%20"), ("//a", "a", "http:// a", "a:%2")),
+}
+
+
+@pytest.mark.parametrize("name", STRING_FORMATS)
+def test_a_format_holds_for_the_whole_text(tokenizer: LLTokenizer, name: str) -> None:
+    fitting, others = FORMATTED[name]
+    schema = {"type": "string", "format": name}
+    for text in fitting:
+        assert accepts(schema, json.dumps(text), tokenizer), text
+        assert not accepts(schema, json.dumps(f"{text} "), tokenizer)
+        assert not accepts(schema, json.dumps(f" {text}"), tokenizer)
+    for text in others:
+        assert not accepts(schema, json.dumps(text), tokenizer), text
+
+
+def test_addresses_are_those_of_pythons_library() -> None:
+    rng, found = random.Random(SEED), 0
+    for _ in range(20_000):
+        parts = [rng.choice(["", "1", "ab", "FFFF", "0"]) for _ in range(rng.randint(0, 9))]
+        text = ":".join([*parts, *(["1.2.3.4"] if rng.random() < 0.1 else [])])
+        try:
+            ipaddress.IPv6Address(text)
+            is_valid = True
+        except ValueError:
+            is_valid = False
+        found += is_valid
+        assert bool(re.match(STRING_FORMATS["ipv6"], text)) == is_valid, text
+    assert found > 500
 
 
 def test_a_key_that_is_not_listed_is_not_a_listed_one_in_another_spelling(tokenizer: LLTokenizer) -> None:
