@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from typing import Any
 
+from mlxpaged.engine.property_names import with_listed_names
 from mlxpaged.engine.schema_limits import check_limits, target
 from mlxpaged.formats.string_formats import STRING_FORMATS
 
@@ -123,8 +124,8 @@ def _object(value: Any) -> dict[str, Any]:
 
 def enforceable(root: Any) -> Any:
     """The schema, with `oneOf` written as `anyOf` if its branches exclude each other: by their types, or by a required
-    property that has different constants. Exclusive bounds of numbers are inclusive ones. Raises ValueError if the
-    branches are too many to compare."""
+    property that has different constants. Exclusive bounds of numbers are inclusive ones, and names of properties are
+    listed. What forbids nothing is left out. Raises ValueError if the branches are too many to compare."""
     return _rewritten(root, _Branches(root))
 
 
@@ -138,6 +139,10 @@ def _rewritten(schema: Any, branches: _Branches) -> Any:
     for key, value in schema.items():
         if key in DATA:
             result[key] = value
+        elif (key == "uniqueItems" and value is False) or (key == "not" and value is False):
+            continue
+        elif key == "not" and value in (True, {}):
+            return False
         elif key == "format" and (not isinstance(value, str) or value not in STRING_FORMATS):
             continue
         elif key in NAMED and isinstance(value, dict):
@@ -146,6 +151,8 @@ def _rewritten(schema: Any, branches: _Branches) -> Any:
             result["anyOf"] = _rewritten(value, branches)
         else:
             result[key] = _rewritten(value, branches)
+    if "propertyNames" in result:
+        result = with_listed_names(result, branches.root)
     return result if schema.get("type") == "integer" else _with_inclusive_bounds(result)
 
 
@@ -167,7 +174,7 @@ class _Branches:
     """Compares the branches of the `oneOf` of a schema."""
 
     def __init__(self, root: Any) -> None:
-        self._root = root
+        self.root = root
         self._constants: dict[int, dict[str, set[str]]] = {}  # by the id of a branch
         self._types: dict[int, set[str]] = {}  # by the id of a branch
         self._pairs: dict[tuple[int, int], bool] = {}  # whether two exclude each other, by the ids of their constants
@@ -231,7 +238,7 @@ class _Branches:
     def _resolved(self, schema: Any) -> dict[str, Any]:
         """The schema that `schema` refers to, or `schema` itself."""
         reference = _object(schema).get("$ref")
-        return _object(target(reference, self._root) if isinstance(reference, str) else schema)
+        return _object(target(reference, self.root) if isinstance(reference, str) else schema)
 
 
 def _values(schema: dict[str, Any], name: str) -> set[str]:

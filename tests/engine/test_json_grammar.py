@@ -172,6 +172,51 @@ def test_addresses_are_those_of_pythons_library() -> None:
     assert found > 500
 
 
+@pytest.mark.parametrize(
+    ("names", "allowed", "refused"),
+    [
+        ({"type": "string"}, ['{"any": 1}', "{}"], ['{"any": "x"}']),
+        (True, ['{"any": 1}'], ['{"any": "x"}']),
+        ({"format": "path", "title": "T"}, ['{"any": 1}'], ['{"any": "x"}']),
+        ({"enum": ["a", "é"]}, ['{"a": 1}', r'{"\u00e9": 2}', "{}"], ['{"b": 1}', '{"a": "x"}']),
+        ({"anyOf": [{"const": "a"}, {"const": "b"}]}, ['{"a": 1, "b": 2}'], ['{"c": 1}', '{"a": 1, "a": 2}']),
+        ({"$ref": "#/$defs/name"}, ['{"k1": 1, "k22": 2}'], ['{"k": 1}', '{"k1": null}']),
+        ({"minLength": 2, "maxLength": 3}, ['{"ab": 1, "éé🙂": 2}'], ['{"a": 1}', '{"abcd": 1}']),
+        ({"pattern": "[0-9]", "minLength": 2}, ['{"a1": 1}'], ['{"1": 1}', '{"ab": 1}']),
+        ({"format": "uuid"}, ['{"0a0a0a0a-0000-4000-A000-BBBBBBBBBBBB": 1}'], ['{"0a": 1}']),
+        ({"format": "email", "pattern": "^[a-c]", "maxLength": 5}, ['{"a@b.c": 1}'], ['{"d@b": 1}', '{"a@b.cd": 1}']),
+    ],
+)
+def test_names_of_properties_fit_their_schema(
+    tokenizer: LLTokenizer, names: Any, allowed: list[str], refused: list[str]
+) -> None:
+    record = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}}
+    schema = {"$defs": {"name": {"type": "string", "pattern": "^k[0-9]+$"}}, **record}
+    for text in allowed:
+        assert accepts(schema, text, tokenizer), text
+    for text in refused:
+        assert not accepts(schema, text, tokenizer), text
+
+
+def test_a_record_of_listed_names_has_those_that_are_required(tokenizer: LLTokenizer) -> None:
+    names = {"propertyNames": {"enum": ["a", "b"]}, "required": ["a"], "properties": {"a": {"const": 7}, "c": {}}}
+    schema = {"type": "object", **names, "additionalProperties": {"type": "boolean"}}
+    assert accepts(schema, '{"a": 7, "b": true}', tokenizer)
+    for text in ('{"b": true}', '{"a": 7, "c": 1}', '{"a": 7, "b": 1}'):
+        assert not accepts(schema, text, tokenizer)
+
+
+@pytest.mark.parametrize("nothing", [{"uniqueItems": False}, {"not": False}, {"format": "x"}])
+def test_what_forbids_nothing_is_left_out(tokenizer: LLTokenizer, nothing: dict[str, Any]) -> None:
+    assert accepts({"type": "array", "items": {"type": "integer"}, **nothing}, "[1, 1]", tokenizer)
+
+
+def test_what_allows_nothing_is_not_begun(tokenizer: LLTokenizer) -> None:
+    schema = {"type": "object", "properties": {"a": {"not": {}}, "b": {}}, "additionalProperties": False}
+    assert accepts(schema, '{"b": 1}', tokenizer)
+    assert not accepts(schema, '{"a": 1}', tokenizer)
+
+
 def test_a_key_that_is_not_listed_is_not_a_listed_one_in_another_spelling(tokenizer: LLTokenizer) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "additionalProperties": {"type": "integer"}}
     assert accepts(schema, r'{"city": "Rome", "caf\u00e9": 1, "a\/b": 2}', tokenizer)
