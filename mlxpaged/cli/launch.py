@@ -36,12 +36,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Agent:
-    """settings: what it needs to use a server. context: tokens of a useful session. because: what takes them."""
+    """settings: what it needs to use a server. context: tokens of a useful session. because: what takes them. smooth:
+    tokens of a session without the trouble that `below` names."""
 
     install: str
     settings: Callable[[Connection], Settings]
     context: int
     because: str
+    smooth: int = 0
+    below: str = ""
 
 
 def claude(connection: Connection) -> Settings:
@@ -91,6 +94,8 @@ AGENTS = {
         claude,
         context=32_768,
         because="its own prompt and tools take about 8,000, the files that it reads and its answers the rest",
+        smooth=65_536,
+        below="it shortens its conversation in nearly every turn",
     ),
     "codex": Agent(
         "npm install -g @openai/codex",
@@ -120,6 +125,14 @@ def too_small(name: str, connection: Connection) -> str | None:
         return None
     needs = f"{name} needs a context of about {agent.context:,} tokens, and {connection.model} has {limit:,}"
     return f"{needs}: {agent.because}"
+
+
+def tight(name: str, connection: Connection) -> str | None:
+    """Says that the agent works with the model's context, but not smoothly. None if it does, or if it is not known."""
+    agent, limit = AGENTS[name], max_model_len(connection)
+    if limit is None or limit >= agent.smooth:
+        return None
+    return f"{connection.model} has a context of {limit:,} tokens: below {agent.smooth:,}, {agent.below} ({name})"
 
 
 def add_parser(commands: Any) -> None:
@@ -157,6 +170,8 @@ def run(args: argparse.Namespace) -> int:
                 remedy = "serve a model with a longer context, or start it anyway with --small-context"
                 print(f"mlxpaged: {lack}; {remedy}", file=sys.stderr)
                 return TOO_SMALL
+            if (note := tight(args.agent, connection)) is not None:
+                print(f"mlxpaged: {note}", file=sys.stderr)
             settings = agent.settings(connection)
             words = [*settings.args, *args.agent_args]
             if args.prints:

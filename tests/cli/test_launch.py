@@ -103,6 +103,29 @@ def test_a_context_that_is_large_enough_is_not_mentioned(agent: str, monkeypatch
     assert said[1] is not None
 
 
+def test_claude_code_is_started_with_a_warning_if_it_will_shorten_its_conversation_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entries = [{"id": "a", "max_model_len": 65_536}, {"id": "b", "max_model_len": 65_535}, {"id": "c"}]
+    monkeypatch.setattr(Client, "get", lambda self, path: {"data": entries})
+    of = {name: Connection(Client("http://x"), name, False) for name in "abc"}
+    assert [launch.tight("claude", of[name]) for name in "ac"] == [None, None]
+    said = launch.tight("claude", of["b"])
+    assert said is not None
+    assert "b has a context of 65,535 tokens: below 65,536, it shortens its conversation in nearly every turn" in said
+    assert launch.too_small("claude", of["b"]) is None
+    assert launch.tight("codex", of["b"]) is None
+
+
+@pytest.mark.parametrize("agent", launch.AGENTS)
+def test_the_warning_comes_before_the_agent(
+    agents: Path, run: Callable[..., Result], demo_server: RunningServer, agent: str
+) -> None:
+    result = run("launch", agent, "--small-context", "--url", demo_server.url)
+    assert ("65,536" in result.stderr) == (agent == "claude")
+    assert (agents / "args").exists()
+
+
 @pytest.mark.parametrize("agent", launch.AGENTS)
 def test_what_is_printed_does_the_same_in_a_shell(
     agents: Path, run: Callable[..., Result], demo_server: RunningServer, agent: str
