@@ -147,7 +147,10 @@ def check_dimensions(model: EmbeddingFacts, asked: int | None) -> int:
         known = f"at most {model.dimensions}" if sizes else f"{model.dimensions} (its config.json names no other size)"
     else:
         known = " or ".join(map(str, sorted({*sizes, model.dimensions})))
-    raise bad_parameter("dimensions", f"must be {known} for {model.name!r}", code="unsupported_dimensions")
+    message = f"must be {known} for {model.name!r}"
+    if sizes is False:
+        message += ". If it was trained for shorter ones, as Qwen3-Embedding, set is_matryoshka there to true"
+    raise bad_parameter("dimensions", message, code="unsupported_dimensions")
 
 
 async def tokens_of(

@@ -151,6 +151,8 @@ def bad_parameter(param: str, message: str, code: str | None = None, reason: str
 
 def model_not_found(model: str, served: Sequence[str]) -> ApiError:
     known = f"this server has {', '.join(repr(name) for name in served)}" if served else "this server has no model"
+    if served and model.startswith("claude-"):
+        known += f". `ANTHROPIC_MODEL={served[0]}`, and ANTHROPIC_DEFAULT_HAIKU_MODEL and so on, tell Claude Code of it"
     return ApiError(404, f"model: {model!r} does not exist; {known}", param="model", code="model_not_found")
 
 

@@ -96,7 +96,8 @@ def check_directory(path: Path) -> None:
     config = read_object(path / CONFIG) if (path / CONFIG).is_file() else {}
     if (path / WEIGHTS_OF_PEFT).is_file() or "peft_type" in config:
         raise UnsupportedModelError(
-            f"{path} has the format of PEFT; use an adapter of mlx_lm.lora, which is a {CONFIG} and an {WEIGHTS}"
+            f"{path} has the format of PEFT: merge it into its model (merge_and_unload) before that is converted, and "
+            f"serve the result, or use an adapter of mlx_lm.lora, which is a {CONFIG} and an {WEIGHTS}"
         )
     for name in (CONFIG, WEIGHTS):
         if not (path / name).is_file():

@@ -275,6 +275,14 @@ def test_an_unknown_model_is_not_found(demo_server: RunningServer, path: str) ->
     assert "demo" in error["message"]
 
 
+def test_claude_code_is_told_how_to_name_the_model(demo_server: RunningServer) -> None:
+    body = {"model": "claude-sonnet-4-5", "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]}
+    with raw(demo_server) as client:
+        answer = client.post("/v1/messages", json=body)
+    assert answer.status_code == 404
+    assert "`ANTHROPIC_MODEL=demo`" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("field", [{"model": "m" * 100_000}, {"f" * 100_000: 1}, {"logit_bias": {"x" * 100_000: 1}}])
 def test_what_the_client_sent_is_not_echoed_at_length(demo_server: RunningServer, field: dict[str, Any]) -> None:
     with raw(demo_server) as client:

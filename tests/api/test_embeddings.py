@@ -12,6 +12,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -23,10 +24,13 @@ from mlx_lm.utils import load_model as load_plain_model
 from openai import AsyncOpenAI, OpenAI
 
 from mlxpaged.api.config import HttpConfig
+from mlxpaged.api.embeddings import check_dimensions
+from mlxpaged.api.errors import ApiError
 from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.errors import EngineState
 from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.models.embedding import EmbeddingSpec, Pooling
 from mlxpaged.models.loader import DEMO_PATH
 from mlxpaged.registry.registry import Registry
 from tests.api.helpers import (
@@ -201,6 +205,13 @@ def test_dimensions_are_those_that_the_model_states(client: OpenAI, model_path: 
         with pytest.raises(openai.BadRequestError, match="must be 16 or 32 or 64") as error:
             client.embeddings.create(model="vectors", input=tokens, dimensions=size)
         assert (error.value.param, error.value.code) == ("dimensions", "unsupported_dimensions")
+
+
+def test_a_model_that_states_no_sizes_is_refused_with_the_way_to_state_them() -> None:
+    facts = SimpleNamespace(name="a", dimensions=64, spec=EmbeddingSpec(Pooling.MEAN, False))
+    with pytest.raises(ApiError, match=r"must be 64 .*set is_matryoshka there to true"):
+        check_dimensions(facts, 32)  # type: ignore[arg-type]
+    assert check_dimensions(facts, 64) == 64  # type: ignore[arg-type]
 
 
 def test_both_models_are_listed_with_what_they_can_do(client: OpenAI, server: RunningServer) -> None:

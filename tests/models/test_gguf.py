@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from mlxpaged.cpu.float32 import Storage
 from mlxpaged.models.embedding import weight_bytes
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.sources.gguf.blocks import AGAIN, Errors, arrays
+from mlxpaged.models.sources.gguf.config import config_of
 from mlxpaged.models.sources.gguf.directory import gguf_directory
 from mlxpaged.models.sources.gguf.file import Tensor, read_gguf
 from mlxpaged.models.sources.model_files import ModelFiles
@@ -354,3 +356,12 @@ def test_weights_of_a_q4_k_m_file_take_as_much_memory_as_the_file_and_a_tenth(tm
     assert weight_bytes(model) < 1.1 * path.stat().st_size
     assert model.model.layers[0].self_attn.q_proj.bits == 4
     assert model.model.layers[0].self_attn.v_proj.bits == 6
+
+
+@pytest.mark.parametrize(
+    ("architecture", "way"), [("bert", "serve its repository with safetensors"), ("odd", "may be supported as safeten")]
+)
+def test_an_architecture_that_is_not_supported_is_refused_with_a_way_out(architecture: str, way: str) -> None:
+    file = SimpleNamespace(metadata={"general.architecture": architecture}, tensors={})
+    with pytest.raises(UnsupportedModelError, match=f"its architecture is '{architecture}'.*{way}"):
+        config_of(file)  # type: ignore[arg-type]

@@ -476,9 +476,15 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     or has another type."""
     of = Metadata(file)
     if not isinstance(of.architecture, str) or of.architecture not in ARCHITECTURES:
+        found = f"its architecture is {of.architecture!r:.60}"
+        if isinstance(of.architecture, str) and "bert" in of.architecture:
+            raise UnsupportedModelError(
+                f"{found}, of an encoder: serve its repository with safetensors instead, for example "
+                "BAAI/bge-small-en-v1.5"
+            )
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedModelError(
-            f"its architecture is {of.architecture!r:.60}; in GGUF files, these are supported: {known}"
+            f"{found}; in GGUF files, these are supported: {known}. Others may be supported as safetensors"
         )
     if not 1 <= of.num_layers <= min(MAX_LAYERS, len(file.tensors)):
         raise of.wrong("block_count")
