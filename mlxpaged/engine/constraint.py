@@ -23,11 +23,13 @@ class GrammarError(ValueError):
 @dataclass(frozen=True)
 class Constraint:
     """A JSON schema, a regular expression, a JSON list of strings to choose from, or a grammar in Lark's or GBNF's
-    notation. param: the request's field that contains it, for error messages."""
+    notation. param: the request's field that contains it, for error messages. is_strict: whether a schema is refused if
+    it has what cannot be enforced; else that is ignored by name. None if the request cannot choose: it is refused."""
 
     kind: ConstraintKind
     text: str
     param: str = field(default="constraint", compare=False)
+    is_strict: bool | None = field(default=None, compare=False)
 
 
 Thinking = Literal["never", "may", "open"]

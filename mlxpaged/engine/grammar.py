@@ -32,6 +32,7 @@ from mlxpaged.engine.grammar_limits import check_size
 from mlxpaged.engine.json_grammar import JSON_OPTIONS, lark_of_schema
 from mlxpaged.engine.json_in_lark import with_own_json
 from mlxpaged.engine.json_schema import check_integers, check_schema, enforceable, has_limited_strings
+from mlxpaged.engine.loosening import check_enforced
 from mlxpaged.engine.schema_limits import parsed
 from mlxpaged.engine.schema_merge import OtherSchemaError
 from mlxpaged.engine.structured_output import lark
@@ -270,9 +271,12 @@ def grammar_text(constraint: Constraint) -> str:
     schema = parsed(constraint.text)
     check_schema(schema)
     schema = enforceable(schema)
+    if schema is False:
+        raise ValueError("no value fits its 'not'")
     try:
         return lark_of_schema(schema)
     except (OtherSchemaError, RecursionError):
+        check_enforced(schema, schema)
         check_integers(schema)
     # In some strings, llguidance knows `\\u` for control characters only, and would force these on a model that begins
     # to write another character.

@@ -19,7 +19,7 @@ from mlxpaged.engine.characters import ALL, as_it_is, in_json, in_key, is_plain,
 from mlxpaged.engine.grammar_check import checker
 from mlxpaged.engine.integers import integers
 from mlxpaged.engine.json_schema import is_double
-from mlxpaged.engine.patterns import OtherPatternError, Spelling, regex, terms
+from mlxpaged.engine.patterns import NOT_REGULAR, OtherPatternError, Spelling, regex, terms
 from mlxpaged.engine.schema_limits import target
 from mlxpaged.engine.schema_merge import OtherSchemaError, Schema, Unsatisfiable, all_of, merged, types_of, validating
 from mlxpaged.formats.string_formats import STRING_FORMATS
@@ -279,6 +279,8 @@ class _Grammar:
         try:
             parts = [part for pattern in patterns for part in terms(pattern, in_json, '"', '"')]
         except OtherPatternError:
+            if any(NOT_REGULAR.search(pattern) for pattern in patterns):
+                raise
             return self._leaf(_leaf_of(schema))
         if (expression := STRING_FORMATS.get(schema.get("format", ""))) is not None:
             parts = [*terms(expression, as_it_is, '"', '"'), *parts]

@@ -80,6 +80,8 @@ def shorthand(char: str) -> Characters:
 
 DOT = others(of("\n\r\u2028\u2029"))
 CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
+NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[bBk1-9]")
+"""Look-around, word boundaries and references to groups, of which llguidance has none."""
 LOOK_AHEAD = re.compile(r"\(\?([=!])")
 LOOK_AHEAD_AT_START = re.compile(r"\^(?=\(\?[=!])")
 QUANTIFIER = re.compile(r"([*+?]|\{\d+(?:,\d*)?\})\??")

@@ -17,6 +17,11 @@ KNOWN |= {"additionalItems"}
 KNOWN |= {"minLength", "maxLength", "pattern", "format", "multipleOf"}
 KNOWN |= {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 
+UNENFORCED = {"not", "uniqueItems", "propertyNames", "if", "then", "else", "contains", "minContains", "maxContains"}
+UNENFORCED |= {"dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties"}
+UNENFORCED |= {"$dynamicRef", "$recursiveRef"}
+"""Keywords that forbid something, and that no grammar expresses. llguidance refuses them too."""
+
 LEAST = {"minLength", "minItems", "minProperties", "minimum", "exclusiveMinimum"}
 MOST = {"maxLength", "maxItems", "maxProperties", "maximum", "exclusiveMaximum"}
 

@@ -104,7 +104,7 @@ def test_the_official_client_parses_calls_and_answers(client: OpenAI) -> None:
 
 
 def test_a_schema_that_cannot_be_held_is_named_by_its_place(client: OpenAI) -> None:
-    bad = {"type": "object", "properties": {"a": {"not": {}}}}
+    bad = {"type": "object", "properties": {"a": {"not": {"const": 1}}}}
     namespace = {"type": "namespace", "name": "n", "description": "d", "tools": [tool("f", bad, strict=True)]}
     for tools, param in (([TOOLS[0], namespace], "tools.1.tools.0"), ([tool("f", bad, strict=True)], "tools.0")):
         answer = client.responses.with_raw_response.create(**ask("Hello", tools=tools))

@@ -303,7 +303,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": schema_format({"not": {}})}, "response_format.json_schema.schema", "not"),
     ({"response_format": schema_format({"type": "objct"})}, "response_format.json_schema.schema", "objct"),
     (
-        {"response_format": schema_format({"oneOf": [{"type": "integer"}, {"type": "number"}]})},
+        {"response_format": schema_format({"oneOf": [{"type": "integer"}, {"type": "number"}]}, strict=True)},
         "response_format.json_schema.schema",
         "oneOf",
     ),
@@ -312,7 +312,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "response_format.json_schema.schema",
         "not",
     ),
-    ({"guided_json": {"$ref": "http://localhost/x.json"}}, "guided_json", "localhost"),
+    ({"guided_json": {"$ref": "http://localhost/x.json"}}, "guided_json", "'$ref' cannot be enforced"),
     ({"guided_json": {"$ref": "#"}}, "guided_json", "no text matches it"),
     ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "uniqueItems"),
     ({"guided_json": "[]"}, "guided_json", "must be a JSON object"),

@@ -374,7 +374,7 @@ def test_what_a_format_cannot_express_is_refused_where_it_must_be_enforced(tmp_p
     with scripted_server(tmp_path, "minimax_m2", SCRIPT) as server, server.client(timeout=DEADLINE) as client:
         create = client.chat.completions.with_raw_response.create
         with pytest.raises(BadRequestError, match="minimax_m2: arguments with any names cannot") as caught:
-            create(**ask("Hello", tools=[loose], tool_choice="required"))
+            create(**ask("Hello", tools=[strict], tool_choice="required"))
         assert caught.value.param == "tools.0"
         allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED_F]}}
         for fields, named in (
@@ -398,7 +398,7 @@ def test_such_arguments_are_json_where_the_format_has_that_too(tmp_path: Any, fo
 
 
 BAD_SCHEMAS: list[tuple[dict[str, Any], str]] = [
-    ({"type": "object", "not": {}}, "not"),
+    ({"type": "object", "not": {"required": ["a"]}}, "'not' cannot be enforced; it is at 'the root'"),
     ({"type": "array"}, "the type of the parameters must be 'object', got 'array'"),
     ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "required property 'a' is unsatisfiable"),
     ({"type": "object", "properties": {"a": {"pattern": "ab" * 5000}}}, "patterns of 10000 characters"),
@@ -409,7 +409,7 @@ BAD_SCHEMAS: list[tuple[dict[str, Any], str]] = [
 def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason(
     client: OpenAI, parameters: dict[str, Any], reason: str
 ) -> None:
-    tools = [tool("clock"), tool("f", parameters)]
+    tools = [tool("clock"), tool("f", parameters, strict=True)]
     with pytest.raises(BadRequestError) as caught:
         client.chat.completions.create(**ask("Hello", tools=tools, tool_choice="required"))
     assert caught.value.param == "tools.1"
@@ -490,7 +490,7 @@ def test_the_messages_api_enforces_the_same(server: RunningServer) -> None:
         message = client.messages.create(**body)
         assert message.content[0].thinking == THOUGHT[:4]  # type: ignore[union-attr]
         check_calls(uses(message), {"weather"})
-        unsupported = [{"name": "f", "input_schema": {"type": "object", "not": {}}}]
+        unsupported = [{"name": "f", "input_schema": {"type": "object", "not": {"required": ["a"]}}, "strict": True}]
         with pytest.raises(anthropic.BadRequestError, match=r"tools\.0: .*not"):
             client.messages.create(**message_body("Hello", tools=unsupported, tool_choice={"type": "any"}))
         deferred = [ANTHROPIC[0] | {"defer_loading": True}, *unsupported]

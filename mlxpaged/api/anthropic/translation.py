@@ -26,6 +26,8 @@ BILLING = "x-anthropic-billing-header:"
 """Claude Code's first system text begins with this. It is a header for Anthropic that depends on the first question. In
 the prompt, it would keep conversations from sharing the prefix that follows it."""
 
+CLIENT_NAMES = {"parameters": "input_schema"}
+
 
 def translate(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> GenerationRequest:
     choice = body.tool_choice
@@ -54,7 +56,7 @@ def translate(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> Generati
         constraint=form and Constraint("json_schema", json.dumps(form.schema_), "output_config.format.schema"),
     )
     tier = TIERS[answered.service_tier] if answered and answered.service_tier else None
-    return GenerationRequest.of(body, prompt=chat, params=params, service_tier=tier)
+    return GenerationRequest.of(body, prompt=chat, params=params, service_tier=tier, client_names=CLIENT_NAMES)
 
 
 def effort_of(body: schema.CountTokensRequest, tokenizer: Tokenizer) -> str | None:

@@ -18,10 +18,15 @@ from mlxpaged.api.generation.answer_parser import AnswerParser, HarmonyParser, T
 from mlxpaged.api.generation.history import adapted, as_shown, in_turns, with_thought_apart
 from mlxpaged.api.generation.images import Images, Prompt, apart, together
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
-from mlxpaged.api.generation.structured_output import structured_output
+from mlxpaged.api.generation.structured_output import (
+    parameters_of,
+    structured_output,
+    with_loose_text,
+    with_loose_tools,
+)
 from mlxpaged.api.generation.tool_prompt import tool_prompt
 from mlxpaged.api.server import server_of
-from mlxpaged.engine.constraint import StructuredOutput, Thinking
+from mlxpaged.engine.constraint import Constraint, StructuredOutput, Thinking
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.formats import HARMONY
@@ -53,12 +58,21 @@ class Prompts:
 
 async def prepare(http: Request, request: GenerationRequest, info: EngineInfo) -> Prompts:
     """Tokenizes the prompts. Raises ApiError for prompts and parameters that this model cannot take."""
+    server = server_of(http)
+    request, left_out = await server.prepare(http, lambda: with_loose_text(request))
+    name_ignored(http, left_out)
     chat = request.prompt
     if isinstance(chat, Chat):
         return await of_chat(http, request, chat, info)
     prompts = await of_texts(http, request, info)
-    await server_of(http).compile(http, info, prompts.params.constraint)
+    await server.compile(http, info, prompts.params.constraint)
     return prompts
+
+
+def name_ignored(http: Request, left_out: Sequence[str]) -> None:
+    """Names what a schema has and no grammar enforces. Raises ApiError if the server is strict."""
+    for name in left_out:
+        server_of(http).ignore(http, name, "cannot be enforced")
 
 
 async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo) -> Prompts:
@@ -112,23 +126,42 @@ async def tokens_of_prediction(http: Request, text: str, info: EngineInfo) -> tu
 async def enforced(
     http: Request, request: GenerationRequest, chat: Chat, info: EngineInfo, thinking: Thinking
 ) -> StructuredOutput | None:
-    """Returns what a grammar enforces, and compiles it. A strict tool that need not be called and cannot be enforced is
-    named as ignored. Raises ApiError."""
+    """Returns what a grammar enforces, and compiles it. What cannot be enforced is named as ignored, unless the request
+    insists on it: by `strict`, of a text or of a tool that must be called. Raises ApiError."""
     server, loose = server_of(http), set[str]()
+    chat, left_out = await server.prepare(http, lambda: with_loose_tools(request, chat))
+    name_ignored(http, left_out)
     collect = partial(structured_output, request, chat, info.tokenizer.tags, thinking, loose)
-    optional = [tool.param for tool in chat.offered_tools if tool.strict and chat.tool_choice.mode != "required"]
+    required = chat.tool_choice.mode == "required"
+    optional = {tool.param: tool for tool in chat.offered_tools if bool(tool.strict) != required}
+    of_all = {request.client_name(name) for name in ("tools", "tool_choice")}
     while True:
         try:
             form = await server.prepare(http, collect)
             await server.compile(http, info, form)
             return form
         except ApiError as error:
-            blamed = {param for param in optional if error.param in (param, request.client_name("tools"))} - loose
-            if not blamed:
-                raise
-            name = re.sub(r"\.[0-9]+", "", min(blamed))
-            server.ignore(http, f"{name}.strict", error.message.removeprefix(f"{error.param}: "))
+            blamed = {param for param in optional if error.param in (param, *of_all)} - loose
+            if not blamed or info.tokenizer.tags.tools.written is None:
+                raise with_way_out(error, chat, request) from None
+            first = optional[min(blamed)]
+            name = parameters_of(request, first)
+            if not required:
+                name = re.sub(r"\.[0-9]+", "", f"{first.param}.strict")
+            server.ignore(http, name, error.message.removeprefix(f"{error.param}: "))
             loose |= blamed
+
+
+def with_way_out(error: ApiError, chat: Chat, request: GenerationRequest) -> ApiError:
+    """Returns the same error. If a schema is refused only because it is strict, it says so."""
+    text = request.params.constraint
+    strict = {tool.param for tool in chat.offered_tools if tool.strict}
+    if isinstance(text, Constraint) and text.is_strict:
+        strict.add(text.param)
+    if error.param in strict:
+        message = f"{error.message}. If you leave out `strict`, what cannot be enforced is ignored by name"
+        return ApiError(error.status, message, param=error.param, code=error.code, reason=error.reason)
+    return error
 
 
 async def of_texts(http: Request, request: GenerationRequest, info: EngineInfo) -> Prompts:

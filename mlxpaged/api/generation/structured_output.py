@@ -3,11 +3,15 @@ of strict tools, and text of a given form. Thinking comes first, and nothing con
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
 from collections.abc import Collection
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
-from mlxpaged.engine.constraint import StructuredOutput, Thinking, ToolCallForm
+from mlxpaged.engine.constraint import Constraint, StructuredOutput, Thinking, ToolCallForm
+from mlxpaged.engine.loosening import check_enforced, loosened
 from mlxpaged.formats import HARMONY, Format, harmony
 from mlxpaged.formats.pieces import InexpressibleError
 from mlxpaged.formats.schemas import closed
@@ -18,7 +22,7 @@ def structured_output(
     request: GenerationRequest, chat: Chat, tags: Tags, thinking: Thinking, loose: Collection[str] = ()
 ) -> StructuredOutput | None:
     """Returns None if there is nothing to enforce. Raises ApiError for what cannot be enforced. loose: the fields of
-    strict tools whose schema is not enforced.
+    tools whose schema is not enforced.
 
     Required calls, and the calls of strict tools, fit the tool's schema. The arguments of other calls are any object.
     """
@@ -54,6 +58,36 @@ def structured_output(
     )
 
 
+def with_loose_text(request: GenerationRequest) -> tuple[GenerationRequest, list[str]]:
+    """Returns the request without what cannot be enforced in the schema of its text, and the fields that are left out.
+    A strict schema stays."""
+    text = request.params.constraint
+    if not isinstance(text, Constraint) or text.is_strict is not False:
+        return request, []
+    schema, keywords = loosened(json.loads(text.text))
+    if keywords:
+        text = dataclasses.replace(text, text=json.dumps(schema))
+        request = dataclasses.replace(request, params=dataclasses.replace(request.params, constraint=text))
+    return request, [f"{text.param}.{keyword}" for keyword in keywords]
+
+
+def with_loose_tools(request: GenerationRequest, chat: Chat) -> tuple[Chat, list[str]]:
+    """Does the same with the tools that must be called. Of others, only strict ones are enforced."""
+    choice, tools, fields = chat.tool_choice, [], dict[str, None]()
+    for tool in chat.tools if choice.mode == "required" else ():
+        if tool.parameters is not None and not tool.strict and choice.named in (None, tool.name):
+            schema, keywords = loosened(tool.parameters)
+            fields |= dict.fromkeys(f"{parameters_of(request, tool)}.{keyword}" for keyword in keywords)
+            tool = dataclasses.replace(tool, parameters=schema)
+        tools.append(tool)
+    return (dataclasses.replace(chat, tools=tools) if tools else chat), list(fields)
+
+
+def parameters_of(request: GenerationRequest, tool: Tool) -> str:
+    """Returns the field of a tool's schema, without numbers."""
+    return re.sub(r"\.[0-9]+", "", f"{tool.param}.{request.client_name('parameters')}")
+
+
 def call_form(form: Format, tool: Tool, enforced: bool, param: str) -> ToolCallForm:
     """Raises ApiError, for a format whose calls cannot be enforced with the field `param`."""
     if form.written is None:
@@ -62,6 +96,11 @@ def call_form(form: Format, tool: Tool, enforced: bool, param: str) -> ToolCallF
     given = schema.get("type", "object")
     if enforced and given != "object":
         raise bad_parameter(tool.param, f"the type of the parameters must be 'object', got {given!r}")
+    if enforced:
+        try:
+            check_enforced({key: schema[key] for key in schema if key not in ("$defs", "definitions")}, schema)
+        except ValueError as error:
+            raise bad_parameter(tool.param, str(error), "unsupported_constraint") from None
     try:
         pieces = form.pieces(tool.name, closed({**schema, "type": "object"}) if enforced else None)
     except InexpressibleError as error:

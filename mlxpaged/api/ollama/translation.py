@@ -109,7 +109,7 @@ def params_of(body: schema.GeneratingFields) -> dict[str, Any]:
         others["logprobs"] = body.top_logprobs or 0
     if body.format:
         form = ANY_OBJECT if body.format == "json" else body.format
-        others["constraint"] = Constraint("json_schema", json.dumps(form), "format")
+        others["constraint"] = Constraint("json_schema", json.dumps(form), "format", is_strict=False)
     return others
 
 

@@ -48,12 +48,12 @@ class TextFormat(Body):
 
     def constraint(self, param: str) -> Constraint | None:
         if self.schema_:  # {} is none, as in llama.cpp
-            return Constraint("json_schema", json.dumps(self.schema_), f"{param}.schema")
+            return Constraint("json_schema", json.dumps(self.schema_), f"{param}.schema", is_strict=False)
         return Constraint("json_schema", ANY_OBJECT, param) if self.type == "json_object" else None
 
 
 class JsonSchema(Body):
-    """name, description: labels. strict: it changes nothing, because the answer always fits the schema."""
+    """name, description: labels. strict: a schema that cannot be enforced is refused."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
@@ -61,7 +61,7 @@ class JsonSchema(Body):
     strict: bool | None = None
 
     def constraint(self, param: str) -> Constraint:
-        return Constraint("json_schema", json.dumps(self.schema_), f"{param}.schema")
+        return Constraint("json_schema", json.dumps(self.schema_), f"{param}.schema", is_strict=bool(self.strict))
 
 
 class SchemaFormat(Body):
