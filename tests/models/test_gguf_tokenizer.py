@@ -135,6 +135,38 @@ def test_the_chat_template_of_the_file_is_rendered(tmp_path: Path) -> None:
     assert tokenizer.text_with_specials(tokens) == "<|im_start|>hello<|im_end|>"
 
 
+WITH_TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + TEMPLATE
+TOOLS = [{"type": "function", "function": {"name": "find", "description": "", "parameters": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("templates", "without_tools", "with_tools"),
+    [
+        ({"": TEMPLATE, ".tool_use": WITH_TOOLS}, "hello", "findhello"),
+        ({"": TEMPLATE, ".tool_use": WITH_TOOLS, ".rag": "documents"}, "hello", "findhello"),
+        ({"": WITH_TOOLS, ".rag": "documents"}, "hello", "findhello"),
+        ({"": TEMPLATE, ".tool_use": 7}, "hello", "hello"),
+        ({".tool_use": WITH_TOOLS}, "hello", "findhello"),
+    ],
+)
+def test_a_template_for_tools_is_rendered_if_there_are_tools(
+    templates: dict[str, Any], without_tools: str, with_tools: str, tmp_path: Path
+) -> None:
+    path = make_tiny_model(tmp_path / "m", "llama")
+    named = {f"tokenizer.chat_template{name}": template for name, template in templates.items()}
+
+    def change(metadata: dict[str, Any], _: Any) -> None:
+        metadata.pop("tokenizer.chat_template", None)
+        metadata.update(named)
+
+    tokenizer = load_model(str(as_gguf(path, tmp_path / "m.gguf", change=change))).tokenizer
+    found = []
+    for options in ({}, {"tools": TOOLS}):
+        tokens = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], **options)
+        found.append(tokenizer.text_with_specials(tokens).replace("<|im_start|>", "").replace("<|im_end|>", ""))
+    assert found == [without_tools, with_tools]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -25,7 +25,7 @@ from mlxpaged.models.sources.gguf.tokenizer import tokenizer_files
 from mlxpaged.models.sources.gguf.weights import dtype_name
 
 CONFIG = "config.json"
-FORMAT = 3
+FORMAT = 4
 """Version of the files that are made. A change makes them again."""
 
 
@@ -72,6 +72,7 @@ def make_directory(directory: Path, files: Mapping[str, Any], parts: Sequence[Pa
     try:
         for name, content in files.items():
             text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+            (made / name).parent.mkdir(exist_ok=True)
             (made / name).write_text(text, encoding="utf-8", errors="replace")
         for name, part in zip(link_names(len(parts)), parts, strict=True):
             (made / name).symlink_to(part)

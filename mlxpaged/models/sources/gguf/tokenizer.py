@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.files import TEMPLATES
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """Types of tokens (llama_token_type in llama.h)."""
@@ -255,7 +256,7 @@ KINDS = {"gpt2": bpe, "llama": spm, "gemma4": gemma4}
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The contents of the files by their names; that of chat_template.jinja is a text. Raises UnsupportedModelError."""
+    """The contents of the files by their paths; those of chat templates are texts. Raises UnsupportedModelError."""
     kind = metadata.get("tokenizer.ggml.model")
     words = Vocabulary(metadata)
     if not isinstance(kind, str) or kind not in KINDS:
@@ -271,8 +272,15 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, Any]:
         },
         "generation_config.json": {"eos_token_id": end_tokens(words), **sampling(metadata)},
     }
-    template = metadata.get("tokenizer.chat_template")
-    return files | ({"chat_template.jinja": template} if isinstance(template, str) and template else {})
+    return files | templates(metadata)
+
+
+def templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates by the names of their files, as transformers reads them: `tool_use` is for requests with tools
+    if there is another one. Templates of other names are used by no request."""
+    own, for_tools = (metadata.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use"))
+    found = [each for each in (own, for_tools) if isinstance(each, str) and each]
+    return dict(zip(("chat_template.jinja", f"{TEMPLATES}/tool_use.jinja"), found, strict=False))
 
 
 def end_tokens(words: Vocabulary) -> list[int]:
