@@ -11,11 +11,9 @@ from mlxpaged.api.access.caller import allows, caller_of
 from mlxpaged.api.capabilities import capabilities
 from mlxpaged.api.errors import model_not_found
 from mlxpaged.api.server import Server
-from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
-from mlxpaged.models.architectures import Source
-from mlxpaged.models.kinds import Kind
-from mlxpaged.registry.catalog import Found
+from mlxpaged.models.file_facts import FileFacts
 from mlxpaged.registry.errors import ModelUnknownError
+from mlxpaged.registry.facts import Facts
 from mlxpaged.registry.model import Model, ModelState
 
 OWNER = "mlxpaged"
@@ -29,7 +27,7 @@ def models_for(request: Request, server: Server) -> list[Model]:
     return [model for model in server.registry.models.values() if allows(caller, model.name)]
 
 
-async def on_disk(request: Request, server: Server) -> list[Found]:
+async def on_disk(request: Request, server: Server) -> list[Model]:
     """The models on this machine that are loaded if a request names them, and that the caller may use."""
     found = [] if server.registry is None else await server.registry.on_disk()
     caller = caller_of(request)
@@ -45,6 +43,7 @@ async def known_model(request: Request, server: Server, name: str) -> tuple[Mode
         model = None
     if server.registry is None or model is None or not allows(caller_of(request), model.name):
         raise model_not_found(name, server.names_for(request))
+    await server.registry.look()
     return model, server.registry.adapter_in(name)
 
 
@@ -58,11 +57,13 @@ def named(name: str, created: int) -> dict[str, Any]:
 def describe(model: Model) -> dict[str, Any]:
     """context_length: the model's own limit. max_model_len: the server's limit, of a prompt and its answer (the KV pool
     may be smaller) or of an input for embeddings. sampling_defaults: parameters of requests that do not set them."""
-    engine = model.engine if model.is_loaded else None
-    info, stats = (None, None) if engine is None else (engine.info, engine.stats)
+    facts, stats = model.facts, model.engine.stats if model.is_loaded and model.engine is not None else None
     found: dict[str, Any] = {
-        **named(model.name, 0 if info is None else info.created),
-        **state_fields(model.state, model.kind, model.source, model.size_bytes if info is None else info.weight_bytes),
+        **named(model.name, created_at(model)),
+        "state": model.state.value,
+        "kind": model.kind.value,
+        "source": model.source and model.source.value,
+        "size_bytes": model.size_bytes,
         "memory_bytes": model.memory_bytes,
         "pinned": model.pinned,
         "last_used": model.used_at,
@@ -73,7 +74,14 @@ def describe(model: Model) -> dict[str, Any]:
         found["error"] = error
     if model.state is ModelState.LOADING and model.engine is not None and model.engine.progress is not None:
         found["progress"] = str(model.engine.progress)
-    return found if info is None else found | details(info)
+    return found | described_files(model.files) | ({} if facts is None else details(facts))
+
+
+def created_at(model: Model) -> int:
+    """Unix time of its files, or of its load if they are not known; 0 if neither is."""
+    if model.files is not None:
+        return model.files.created
+    return 0 if model.engine is None or model.engine.info is None else model.engine.info.created
 
 
 def describe_adapter(model: Model, adapter: str) -> dict[str, Any]:
@@ -87,35 +95,24 @@ def describe_adapter(model: Model, adapter: str) -> dict[str, Any]:
     return found
 
 
-def state_fields(state: ModelState, kind: Kind, source: Source | None, size_bytes: int | None) -> dict[str, Any]:
-    """source: of the type's code. size_bytes: of the weights. Each is None if it is not known."""
-    return {"state": state.value, "kind": kind.value, "source": source and source.value, "size_bytes": size_bytes}
+def described_files(files: FileFacts | None) -> dict[str, Any]:
+    """files: None if they are not known."""
+    if files is None:
+        return {}
+    return {"family": files.family, "parameters": files.num_parameters, "quantization": files.quantization}
 
 
-def details(info: EngineInfo | EmbeddingInfo) -> dict[str, Any]:
-    """What only a loaded model tells."""
-    embedding = info.embedding_model
-    return {
-        "context_length": info.context_length,
-        "max_model_len": info.max_model_len,
-        "capabilities": capabilities(info),
-        **(of_answers(info) if isinstance(info, EngineInfo) else {}),
-        **({} if embedding is None else {"embedding_dimensions": embedding.dimensions}),
+def details(facts: Facts) -> dict[str, Any]:
+    """What a model can do. tool_calls: the format in which calls are read, and what tells the model of tools; None if
+    it does not chat."""
+    found: dict[str, Any] = {
+        "context_length": facts.context_length,
+        "max_model_len": facts.max_model_len,
+        "capabilities": capabilities(facts),
     }
-
-
-def of_answers(info: EngineInfo) -> dict[str, Any]:
-    """tool_calls: the format in which calls are read, and what tells the model of tools; None if it does not chat."""
-    tokenizer = info.tokenizer
-    by_message = "system_message" if tokenizer.takes_system else "user_message"
-    return {
-        "tool_calls": {
-            "parser": tokenizer.tags.tools.name,
-            "shown_by": "chat_template"
-            if tokenizer.shows_tools
-            else by_message
-            if tokenizer.has_chat_template
-            else None,
-        },
-        "sampling_defaults": info.sampling_defaults,
-    }
+    if facts.generates:
+        found["tool_calls"] = {"parser": facts.parser, "shown_by": facts.shown_by}
+        found["sampling_defaults"] = facts.sampling
+    if facts.dimensions is not None:
+        found["embedding_dimensions"] = facts.dimensions
+    return found

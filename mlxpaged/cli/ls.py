@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     with heavy_imports():
         from mlxpaged.models.sources.downloads import downloads
         from mlxpaged.models.sources.other_apps import app_models
-    rows = [described(download) for download in [*downloads(), *app_models()]]
+    rows = [row_of(download) for download in [*downloads(), *app_models()]]
     if args.json:
         print(json.dumps(rows, indent=1))
         return 0
@@ -51,20 +51,17 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [name, megabytes(row["bytes"]), *facts, served]
 
 
-def described(download: Download) -> dict[str, Any]:
+def row_of(download: Download) -> dict[str, Any]:
     """A row: what --json prints."""
-    from mlxpaged.models.architectures import source_at
     from mlxpaged.models.device_memory import free_device_memory
     from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
-    from mlxpaged.models.json_files import model_config
-    from mlxpaged.models.kinds import kind_of
-    from mlxpaged.models.loader import context_length
+    from mlxpaged.models.file_facts import file_facts
     from mlxpaged.models.sources.completeness import missing_files
-    from mlxpaged.models.sources.downloads import quantization
+    from mlxpaged.models.sources.downloads import UNKNOWN
     from mlxpaged.models.sources.local import local_path
     from mlxpaged.models.sources.preflight import PICKLES, check_directory, local_file_sizes
+    from mlxpaged.registry.catalog import described
 
-    config: dict[str, Any] = {}
     path = download.path
     try:
         # Pickles are not downloaded here. If others have, it is said below that they are not read.
@@ -73,20 +70,20 @@ def described(download: Download) -> dict[str, Any]:
             resumes = "" if ":" in download.name else f": `mlxpaged pull {download.name}` resumes the download"
             raise UnsupportedModelError(f"{missing[0]} is missing{resumes}")
         path = local_path(str(path)) or path
-        config = model_config(path, missing_is_empty=True)
         check_directory(path, local_file_sizes(path), free_device_memory())
         reason = None
     except (ModelNotFoundError, UnsupportedModelError) as error:
         reason = str(error)
-    source = source_at(path)
+    found = described(download.name, download.path)
+    facts = file_facts(download.name, download.path if found is None else found.path)
     return {
         "name": download.name,
         "short_name": short_name(download.name),
         "bytes": download.bytes,
-        "kind": kind_of(download.name, download.path).value,
-        "source": source and source.value,
-        "quantization": quantization(config),
-        "context_length": context_length(config) if config else None,
+        "kind": facts.kind.value,
+        "source": facts.source and facts.source.value,
+        "quantization": facts.quantization or UNKNOWN,
+        "context_length": facts.context_length,
         "served": reason is None,
         "reason": reason,
         "path": str(download.path),

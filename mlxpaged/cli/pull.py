@@ -115,12 +115,12 @@ def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:
     from mlxpaged.engine.config import KV_CACHE_DTYPES
     from mlxpaged.engine.memory import least_step
     from mlxpaged.models.architectures import GGUF_BYTES, source_of
+    from mlxpaged.models.context_length import context_length
     from mlxpaged.models.device_memory import default_device_memory
     from mlxpaged.models.fit import fit, layers_of
     from mlxpaged.models.json_files import model_config
     from mlxpaged.models.kinds import is_encoder, kind_of
     from mlxpaged.models.layers import quantized
-    from mlxpaged.models.loader import context_length
     from mlxpaged.models.quantized_kv import cannot_quantize
     from mlxpaged.models.sources.downloads import quantization
     from mlxpaged.models.sources.preflight import weight_files

@@ -236,8 +236,7 @@ def server_models(args: argparse.Namespace) -> Registry | None:
         return cluster_registry(args, models)
     catalog = Catalog(args.model_dirs)
     for model in models:  # requests that name no model look for one of a kind
-        found = catalog.find_source(model.config.model)
-        model.kind_on_disk = None if found is None else found.kind
+        model.found = catalog.find_source(model.config.model)
     return registry_of(
         models,
         plain,

@@ -10,13 +10,11 @@ import importlib.util
 from collections.abc import Mapping
 from enum import Enum
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from mlx_lm import utils as mlx_lm_utils
 
 from mlxpaged.models.errors import UnsupportedModelError, in_one_line
-from mlxpaged.models.json_files import model_config
 from mlxpaged.models.kinds import is_encoder
 
 GGUF_BYTES = "gguf_bytes"
@@ -48,16 +46,6 @@ def source_of(config: Mapping[str, Any]) -> Source:
         return Source.MLX_LM
     package_of(model_type)
     return Source.MLX_VLM
-
-
-def source_at(path: Path) -> Source | None:
-    """The source of a model that is not loaded. path: its directory, or its GGUF file. None if it is not known."""
-    if path.is_file():
-        return Source.GGUF
-    try:
-        return known_source(model_config(path))
-    except UnsupportedModelError:
-        return None
 
 
 def known_source(config: Mapping[str, Any]) -> Source | None:

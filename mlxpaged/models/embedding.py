@@ -150,9 +150,9 @@ class EmbeddingModel(EmbeddingFacts):
     kv_bytes: int
 
 
-def embedding_spec(path: Path) -> EmbeddingSpec:
-    """Raises UnsupportedModelError if the directory does not state how its model makes embeddings, or states something
-    that is not implemented here."""
+def embedding_spec(path: Path, dense: Callable[[Path], Dense] | None = None) -> EmbeddingSpec:
+    """dense: reads a layer after the pooling; None for `read_dense`. Raises UnsupportedModelError if the directory does
+    not state how its model makes embeddings, or states something that is not implemented here."""
     if not (path / MODULES).is_file():
         raise UnsupportedModelError(f"its directory has no {MODULES}, which describes how an embedding is computed")
     modules = read(path / MODULES)
@@ -192,7 +192,7 @@ def embedding_spec(path: Path) -> EmbeddingSpec:
         max_tokens=stated_length(path),
         matryoshka=frozenset(sizes) if sizes else bool(config.get("is_matryoshka")),
         lower_case=bool(transformer.get("do_lower_case")),
-        dense=tuple(read_dense(path / place) for kind, place in stated if kind == "Dense"),
+        dense=tuple((dense or read_dense)(path / place) for kind, place in stated if kind == "Dense"),
     )
 
 
@@ -220,6 +220,15 @@ def stated_pooling(config: Mapping[str, Any]) -> Pooling:
         known = ", ".join(pooling.value for pooling in Pooling)
         asked = " and ".join(names) or "nothing"
         raise UnsupportedModelError(f"its pooling is {asked}; only one of {known} is supported") from None
+
+
+def stated_dense(path: Path) -> Dense:
+    """A layer in a directory of its own, of zeros: its weights are not read. Raises UnsupportedModelError."""
+    config = read_object(path / "config.json")
+    outputs, inputs = (config.get(name) for name in ("out_features", "in_features"))
+    if not (isinstance(outputs, int) and isinstance(inputs, int) and min(outputs, inputs) > 0):
+        raise UnsupportedModelError(f"the sizes of its {path.name} are {outputs!r:.40} and {inputs!r:.40}")
+    return Dense(np.broadcast_to(np.float32(0), (outputs, inputs)), None, "Identity")
 
 
 def read_dense(path: Path) -> Dense:

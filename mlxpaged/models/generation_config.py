@@ -66,6 +66,11 @@ def read_generation_config(directory: Path) -> GenerationConfig:
     except UnsupportedModelError as error:
         logger.warning("%s is ignored: %s", FILE, error)
         found = {}
+    return GenerationConfig(sampling_of(found), end_tokens_of(FILE, found))
+
+
+def sampling_of(found: Mapping[str, Any]) -> dict[str, float]:
+    """The recommended values in a file."""
     sampling: dict[str, float] = {}
     for name, limits in LIMITS.items():
         value: Any = found.get(name)
@@ -73,7 +78,7 @@ def read_generation_config(directory: Path) -> GenerationConfig:
             sampling[name] = int(value) if limits.whole else float(value)
         elif value is not None:
             logger.warning("%s: %s is ignored: it must be %s, got %.40r", FILE, name, limits, value)
-    return GenerationConfig(sampling, end_tokens_of(FILE, found))
+    return sampling
 
 
 def end_tokens_of(file: str, found: Mapping[str, Any]) -> list[int]:

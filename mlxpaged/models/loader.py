@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -19,6 +17,7 @@ from mlxpaged.cpu.optimize import optimize_for_cpu, prepare_first_load
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.adapters import Adapters, check_files
 from mlxpaged.models.architectures import Source, source_of
+from mlxpaged.models.context_length import context_length
 from mlxpaged.models.draft_assistant import Assistant
 from mlxpaged.models.draft_head import Mtp, load_mtp
 from mlxpaged.models.draft_model import DraftModel
@@ -31,7 +30,7 @@ from mlxpaged.models.embedding import (
     weight_bytes,
 )
 from mlxpaged.models.encoder import Encoder
-from mlxpaged.models.encoder_files import load_encoder, read_config
+from mlxpaged.models.encoder_files import load_encoder
 from mlxpaged.models.encoder_model import EncoderModel, encoder_model, pair_spec
 from mlxpaged.models.errors import (
     AdapterError,
@@ -68,18 +67,6 @@ from mlxpaged.vision.tower import Vision
 logger = logging.getLogger(__name__)
 
 DEMO_PATH = MODELS / BUNDLED[DEMO_MODEL]
-DEFAULT_CONTEXT_LENGTH = 4096
-"""Assumed if a model's config states none."""
-
-CONTEXT_LENGTHS = (
-    *("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length"),
-    *("model_max_length", "max_context_length", "max_sequence_length"),  # Kimi Linear, OpenELM, OLMo
-)
-MAX_FACTOR, MAX_ORIGINAL = 1e6, 2**40
-"""A YaRN scaling from these on is a mistake."""
-TEXT_PARTS = ("text_config", "llm_config", "language_config")
-"""Where a config may have its context length, and its text part."""
-
 NO_HEADS_TO_READ = "each of several ranks has only a part of the heads that an assistant reads"
 
 
@@ -384,30 +371,3 @@ def own_embedding_model(served: ServedModel, max_tokens: int) -> EmbeddingModel:
     check_causal(model_config(served.path))
     sizes = (served.vocab_size, served.context_length, max_tokens)
     return embedding_model(served.name, served.model, served.tokenizer, spec, *sizes)
-
-
-def context_length(config: dict[str, Any]) -> int:
-    """The longest context that the model was trained for, or that its YaRN scaling reaches, in tokens; from the text
-    part of a multimodal config."""
-    if is_encoder(config):
-        with contextlib.suppress(UnsupportedModelError):
-            return read_config(config).max_tokens
-    text: Any = next((part for name in TEXT_PARTS if (part := config.get(name))), {})
-    for part in (config, text if isinstance(text, dict) else {}):
-        for key in CONTEXT_LENGTHS:
-            if isinstance(part.get(key), int) and part[key] > 0:
-                return max(int(part[key]), yarn_length(part))
-    logger.warning("the model's config has no context length; %d tokens are assumed", DEFAULT_CONTEXT_LENGTH)
-    return DEFAULT_CONTEXT_LENGTH
-
-
-def yarn_length(config: dict[str, Any]) -> int:
-    """The context that a YaRN scaling reaches; 0 without one. Users add it to a config.json, and leave the length there
-    as it is, as the authors of Qwen3 say."""
-    scaling = config.get("rope_scaling") or config.get("rope_parameters")
-    if not isinstance(scaling, dict) or "yarn" not in (scaling.get("rope_type"), scaling.get("type")):
-        return 0
-    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
-    if not isinstance(factor, (int, float)) or not isinstance(original, int):
-        return 0
-    return int(factor * original) if 0 < factor < MAX_FACTOR and 0 < original < MAX_ORIGINAL else 0

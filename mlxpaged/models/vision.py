@@ -81,9 +81,8 @@ def load_vision(
         return None, ""
     if most_pixels == 0:
         return None, "images are turned off by --max-image-pixels 0"
-    kind = config.get("model_type")
-    family = FAMILIES.get(str(kind))
-    if family is None or config["vision_config"].get("model_type", kind) not in family.kinds:
+    kind, family = config.get("model_type"), family_of(config)
+    if family is None:
         because = f": {BLIND[str(kind)]}" if kind in BLIND else ""
         return None, f"images are not supported yet for {kind} models{because}"
     try:
@@ -96,6 +95,13 @@ def load_vision(
         return None, f"its vision tower cannot be loaded: {in_one_line(error)}"
     WeightReader(dtype, 0, report).read(tower)  # the report may raise an error that ends the load
     return vision, ""
+
+
+def family_of(config: Mapping[str, Any]) -> Family | None:
+    """The family of a config.json with a `vision_config`; None if its models do not see here."""
+    kind = config.get("model_type")
+    found = FAMILIES.get(str(kind))
+    return found if found is not None and config["vision_config"].get("model_type", kind) in found.kinds else None
 
 
 def let_see(

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mlxpaged.models.architectures import Source, source_at
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.file_facts import FileFacts, file_facts
 from mlxpaged.models.json_files import CONFIG
 from mlxpaged.models.kinds import Kind, kind_of
 from mlxpaged.models.sources.completeness import has_safetensors, missing_files
@@ -19,7 +19,8 @@ from mlxpaged.models.sources.gguf.choice import begins_model, choose, gguf_sizes
 from mlxpaged.models.sources.gguf.file import split_paths
 from mlxpaged.models.sources.other_apps import OLLAMA, app_models, app_path
 from mlxpaged.models.sources.preflight import GGUF, local_file_sizes, weight_files
-from mlxpaged.models.sources.short_names import LATEST, full_name
+from mlxpaged.models.sources.resolve import MODELS
+from mlxpaged.models.sources.short_names import BUNDLED, LATEST, full_name
 
 MAX_SEARCHED = 5_000
 """Directories that are searched for models below one of the user's."""
@@ -37,9 +38,9 @@ class Found:
     def kind(self) -> Kind:
         return kind_of(self.name, self.path)
 
-    @property
-    def source(self) -> Source | None:
-        return source_at(self.path)
+    def facts(self, chat_template: Path | None = None, tool_parser: str | None = None) -> FileFacts:
+        """What its files say. chat_template, tool_parser: as `file_facts` has them."""
+        return file_facts(self.name, self.path, chat_template, tool_parser)
 
 
 class Catalog:
@@ -74,7 +75,9 @@ class Catalog:
         return described(str(path), path)
 
     def find_source(self, source: str) -> Found | None:
-        """What a flag names: a directory or a GGUF file, or a repository if it is downloaded."""
+        """What a flag names: a bundled model, a directory or a GGUF file, or a repository if it is downloaded."""
+        if source in BUNDLED:
+            return described(source, MODELS / BUNDLED[source])
         plain, wanted = split_name(source)
         try:
             path, directory = Path(source).expanduser(), Path(plain).expanduser()

@@ -14,7 +14,11 @@ from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.errors import EngineState
 from mlxpaged.models.architectures import Source
+from mlxpaged.models.file_facts import FileFacts
 from mlxpaged.models.kinds import Kind
+from mlxpaged.models.sources.gguf.choice import split_name
+from mlxpaged.registry.catalog import Found
+from mlxpaged.registry.facts import Facts, engine_facts, expected_facts
 
 
 class ModelState(str, Enum):
@@ -35,10 +39,9 @@ class Model:
     engine: AsyncEngine | None = None
     error: str | None = None
     used_at: int | None = None
-    size_bytes: int | None = None  # of its weights on the disk; None if it is not known
-    kind_on_disk: Kind | None = None  # by its files; None if it is not known
-    source_on_disk: Source | None = None  # likewise
-    path_on_disk: Path | None = None  # of its GGUF file, if its source names one; likewise
+    found: Found | None = None  # its files; None if they are not known
+    files: FileFacts | None = None  # what they say; likewise
+    told: Facts | None = None  # what its last engine has said; None if it was not loaded since its files changed
     num_waiting: int = 0  # requests that wait for the load, or are about to be submitted
     is_found: bool = False
     loading: asyncio.Task[AsyncEngine] | None = field(default=None, repr=False)
@@ -65,14 +68,55 @@ class Model:
     def kind(self) -> Kind:
         if self.is_loaded and self.engine is not None and self.engine.info is not None:
             return self.engine.info.kind
-        return self.kind_on_disk or (Kind.EMBEDDING if self.config.only_embeds else Kind.TEXT)
+        if (facts := self.facts) is not None:
+            return facts.kind
+        default = Kind.EMBEDDING if self.config.only_embeds else Kind.TEXT
+        return default if self.found is None else self.found.kind
 
     @property
     def source(self) -> Source | None:
         """The source of its type's code, if it is known."""
         if self.is_loaded and self.engine is not None and self.engine.info is not None:
             return self.engine.info.source
-        return self.source_on_disk
+        return None if self.files is None else self.files.source
+
+    @property
+    def facts(self) -> Facts | None:
+        """What it can do, by its engine or, before it is loaded, by its files. None if neither tells."""
+        if self.is_loaded and self.engine is not None and self.engine.info is not None:
+            return engine_facts(self.engine.info)
+        if self.told is not None:
+            return self.told
+        return None if self.files is None else expected_facts(self.files, self.config)
+
+    @property
+    def size_bytes(self) -> int | None:
+        """Bytes of its weights on the disk, or if the files are not known, in memory. None if neither is known."""
+        if self.found is not None:
+            return self.found.size_bytes
+        return None if self.engine is None or self.engine.info is None else self.engine.info.weight_bytes
+
+    @property
+    def path_on_disk(self) -> Path | None:
+        """Its GGUF file, if its source names one. Of several files, another one may be chosen later."""
+        return self.found.path if self.found is not None and split_name(self.config.model)[1] else None
+
+    def look(self, found: Found | None) -> None:
+        """Read what its files say, if they have changed. found: where they are. It reads the disk."""
+        self.found = found or self.found
+        if self.found is None or not self.found.path.exists():
+            return
+        files = self.found.facts(self.config.chat_template, self.config.tool_parser)
+        if self.files not in (None, files) and self.engine is None:
+            self.told = None
+        self.files = files
+
+    def forget_engine(self) -> AsyncEngine | None:
+        """Its engine, which is to be unloaded. What it has said of the model stays."""
+        engine, self.engine = self.engine, None
+        if engine is not None and engine.info is not None:
+            self.told = engine_facts(engine.info)
+        return engine
 
     @property
     def is_loaded(self) -> bool:

@@ -23,7 +23,6 @@ from mlxpaged.engine.stall import Stall
 from mlxpaged.engine.watchdog import StallLimits, Watchdog
 from mlxpaged.models.errors import ModelNotFoundError
 from mlxpaged.models.kinds import Kind
-from mlxpaged.models.sources.gguf.choice import split_name
 from mlxpaged.models.sources.other_apps import app_path
 from mlxpaged.models.sources.short_names import LATEST, full_name, without_address
 from mlxpaged.progress import Progress
@@ -308,26 +307,31 @@ class Registry:
         return next((model for model in self.models.values() if is_same(model, found)), None)
 
     def _look_at_files(self) -> None:
-        """Notes what the files of served models say, once they are there."""
+        """Reads what the files of served models say. Those of a loaded one are where they were."""
         for model in list(self.models.values()):
-            if model.size_bytes is None and (found := self.catalog.find_source(model.config.model)) is not None:
-                model.size_bytes, model.kind_on_disk = found.size_bytes, found.kind
-                model.source_on_disk = found.source
-                if split_name(model.config.model)[1]:  # of several files, another one may be chosen later
-                    model.path_on_disk = found.path
+            is_known = model.engine is not None and model.found is not None
+            model.look(None if is_known else self.catalog.find_source(model.config.model))
 
-    async def on_disk(self) -> list[Found]:
-        """The models on this machine that are not served yet. Notes the sizes and kinds of those that are, and serves
+    async def look(self) -> None:
+        """Read what the files of served models say, as far as they have changed."""
+        await asyncio.to_thread(self._look_at_files)
+
+    async def on_disk(self) -> list[Model]:
+        """The models on this machine that are not served yet. Reads what the files of those that are say, and serves
         those no more that were deleted."""
 
-        def look() -> list[Found]:
+        def look() -> list[Model]:
             self._look_at_files()
-            return self.catalog.all()
+            models = [self._model_of(found) for found in self.catalog.all()]
+            for model in models:
+                model.look(None)
+            return models
 
-        found = await asyncio.to_thread(look)
+        models = await asyncio.to_thread(look)
         for gone in [model for model in self.models.values() if model.is_gone]:
             del self.models[gone.name]
-        return [each for each in found if each.name not in self.models and self._served_as(each) is None]
+        is_served = {each.name for each in models if each.found is not None and self._served_as(each.found) is not None}
+        return [each for each in models if each.name not in self.models and each.name not in is_served]
 
     def _model_of(self, found: Found) -> Model:
         config = dataclasses.replace(
@@ -339,14 +343,7 @@ class Registry:
             reranker=False,
             only_embeds=found.kind is Kind.EMBEDDING,
         )
-        return Model(
-            found.name,
-            config,
-            size_bytes=found.size_bytes,
-            kind_on_disk=found.kind,
-            source_on_disk=found.source,
-            is_found=True,
-        )
+        return Model(found.name, config, found=found, is_found=True)
 
     # -- loading and unloading -----------------------------------------------------------------------------------
 
@@ -474,7 +471,7 @@ class Registry:
         await self._drop(model)
 
     async def _drop(self, model: Model) -> None:
-        engine, model.engine = model.engine, None
+        engine = model.forget_engine()
         assert engine is not None
         await engine.unload()
         logger.info("%s is unloaded", model.name)

@@ -333,9 +333,9 @@ def test_the_served_model_is_listed_shown_and_running(server: RunningServer) -> 
     info = server.engine.info
     assert info is not None
     assert model["name"] == model["model"] == "scripted:latest"
-    assert (model["size"], len(model["digest"])) == (info.weight_bytes, 64)
+    assert (model["size"], len(model["digest"])) == (server.registry.default.size_bytes, 64)
     assert model["details"]["family"] == "llama"
-    assert model["details"]["quantization_level"] == "32.0 bits"
+    assert model["details"]["quantization_level"] == "float32"
     assert {name: loaded[name] for name in model} == model
     taken = server.registry.default.memory_bytes
     assert (loaded["size_vram"], loaded["context_length"]) == (taken, info.max_model_len)

@@ -27,16 +27,20 @@ DOCUMENTS = ["the blue river", "a stone", "count to nine and say what you are", 
 NAME = "Tiny-Qwen3-Reranker"
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_judge(path: Path) -> Path:
     """Its vocabulary has "no" of the demo model's, and "yes" beside it."""
     size = demo_vocab_size()
-    path = make_tiny_model(tmp_path_factory.mktemp("models") / NAME, "qwen3", vocab_size=size + 1)
+    make_tiny_model(path, "qwen3", vocab_size=size + 1)
     tokenizer = json.loads((path / "tokenizer.json").read_text())
     yes = tokenizer["added_tokens"][-1] | {"id": size, "content": "yes", "special": False}
     tokenizer["added_tokens"].append(yes)
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     return path
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_judge(tmp_path_factory.mktemp("models") / NAME)
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,9 @@ from mlxpaged.cpu.split_linear import LinearByInput
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models import loader
+from mlxpaged.models.context_length import DEFAULT_CONTEXT_LENGTH, context_length
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
-from mlxpaged.models.loader import DEMO_PATH, ServedModel, context_length, load_model, read_tokenizer
+from mlxpaged.models.loader import DEMO_PATH, ServedModel, load_model, read_tokenizer
 from mlxpaged.models.sources.resolve import resolve
 from mlxpaged.models.sources.short_names import DEMO_MODEL
 from mlxpaged.models.turns import Turns
@@ -274,9 +275,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"max_position_embeddings": None, "text_config": {"n_ctx": 9}}, 9),
         ({"max_position_embeddings": 5, "text_config": {"max_position_embeddings": 9}}, 5),
         ({"max_position_embeddings": 0, "n_ctx": 8}, 8),
-        ({"max_position_embeddings": "many"}, loader.DEFAULT_CONTEXT_LENGTH),
-        ({"text_config": None}, loader.DEFAULT_CONTEXT_LENGTH),
-        ({}, loader.DEFAULT_CONTEXT_LENGTH),
+        ({"max_position_embeddings": "many"}, DEFAULT_CONTEXT_LENGTH),
+        ({"text_config": None}, DEFAULT_CONTEXT_LENGTH),
+        ({}, DEFAULT_CONTEXT_LENGTH),
     ],
     ids=str,
 )

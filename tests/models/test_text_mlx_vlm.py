@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxpaged.models.architectures import Source, source_at, source_of
+from mlxpaged.models.architectures import Source, source_of
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.file_facts import file_facts
 from mlxpaged.models.fit import layers_of
 from mlxpaged.models.layers import KV, Recurrent, is_per_sequence
 from mlxpaged.models.loader import load_model
@@ -108,8 +109,8 @@ def test_the_source_of_a_model_on_the_disk_is_known(tmp_path: Path) -> None:
     (tmp_path / "painter" / "config.json").write_text(json.dumps(config_of("painter")))
     file = as_gguf(make_tiny_model(tmp_path / "llama", "llama"), tmp_path / "tiny-Q8_0.gguf")
     paths = tmp_path / "talker", tmp_path / "llama", make_encoder(tmp_path / "bert", "bert"), tmp_path / "painter"
-    assert [source_at(path) for path in paths] == [Source.MLX_VLM, Source.MLX_LM, Source.OWN, None]
-    assert [source_at(path) for path in (file, gguf_directory(file))] == [Source.GGUF, Source.GGUF]
+    found = [file_facts(path.name, path).source for path in (*paths, file, gguf_directory(file))]
+    assert found == [Source.MLX_VLM, Source.MLX_LM, Source.OWN, None, Source.GGUF, Source.GGUF]
 
 
 def test_code_of_a_models_directory_never_runs(tmp_path: Path) -> None:

@@ -10,12 +10,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from mlxpaged.api.capabilities import capabilities
 from mlxpaged.api.errors import ApiError
-from mlxpaged.api.models import known_model, models_for, on_disk
+from mlxpaged.api.models import created_at, known_model, models_for, on_disk
 from mlxpaged.api.ollama.renderer import timestamp
 from mlxpaged.api.ollama.schema import OllamaShowRequest
 from mlxpaged.api.server import server_of
 from mlxpaged.api.web import files as web
-from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.models.sources.short_names import LATEST
 from mlxpaged.registry.model import Model
 
@@ -61,44 +60,47 @@ async def version(request: Request) -> Response:
 async def tags(request: Request) -> Response:
     """The models that are served, then those that are on this machine and are loaded if a request names them."""
     server = server_of(request)
-    others = [listed(each.name, each.size_bytes) for each in await on_disk(request, server)]
+    others = [entry(model, model.name) for model in await on_disk(request, server)]
     served = [entry(model, name) for model in models_for(request, server) for name in model.names]
     return JSONResponse({"models": served + others})
 
 
 async def ps(request: Request) -> Response:
     """The loaded models. None has a time at which it will be unloaded."""
-    running = []
-    for model in models_for(request, server_of(request)):
-        if (info := loaded_info(model)) is not None:
-            more = {"size_vram": model.memory_bytes, "expires_at": NEVER, "context_length": info.max_model_len}
+    server, running = server_of(request), []
+    if (registry := server.registry) is None:
+        return JSONResponse({"models": []})
+    await registry.look()
+    for model in models_for(request, server):
+        if model.is_loaded and (facts := model.facts) is not None:
+            more = {"size_vram": model.memory_bytes, "expires_at": NEVER, "context_length": facts.max_model_len}
             running += [entry(model, name) | more for name in model.names]
     return JSONResponse({"models": running})
 
 
 async def show(request: Request, body: OllamaShowRequest) -> Response:
-    """A model that is not loaded is not loaded for this: only its name is known."""
-    found, adapter = await known_model(request, server_of(request), body.model or body.name or "")
-    info = loaded_info(found)
-    details = details_of(info) | {"parent_model": "" if adapter is None else found.name}
+    """A model that is not loaded is not loaded for this: its files tell."""
+    model, adapter = await known_model(request, server_of(request), body.model or body.name or "")
+    facts, files = model.facts, model.files
+    details = details_of(model) | {"parent_model": "" if adapter is None else model.name}
     family = details["family"]
-    shown = found.name if adapter is None else f"{found.name}:{adapter}"
-    facts: dict[str, Any] = {"general.architecture": family, "general.basename": shown}  # Copilot shows the name
-    if info is not None:
-        facts[f"{family}.context_length"] = info.max_model_len
-    if isinstance(info, EngineInfo):
-        facts["general.parameter_count"] = info.num_parameters
-    if info is not None and info.embedding_model is not None:
-        facts[f"{family}.embedding_length"] = info.embedding_model.dimensions
+    shown = model.name if adapter is None else f"{model.name}:{adapter}"
+    told: dict[str, Any] = {"general.architecture": family, "general.basename": shown}  # Copilot shows the name
+    if files is not None and files.num_parameters is not None:
+        told["general.parameter_count"] = files.num_parameters
+    if facts is not None:
+        told[f"{family}.context_length"] = facts.max_model_len
+    if facts is not None and facts.dimensions is not None:
+        told[f"{family}.embedding_length"] = facts.dimensions
     return JSONResponse(
         {
-            "modelfile": f"FROM {found.name}\n",
+            "modelfile": f"FROM {model.name}\n",
             "parameters": "",
-            "template": info.tokenizer.template_source if info is not None and capabilities(info)["chat"] else "",
+            "template": "" if facts is None else facts.template,
             "details": details,
-            "model_info": facts,
-            "capabilities": capabilities_of(info),
-            "modified_at": timestamp(0 if info is None else info.created),
+            "model_info": told,
+            "capabilities": capabilities_of(model),
+            "modified_at": timestamp(created_at(model)),
         }
     )
 
@@ -108,50 +110,37 @@ async def refuse(request: Request) -> Response:
     raise ApiError(400, f"{request.url.path}: {message}")
 
 
-def loaded_info(model: Model) -> EngineInfo | EmbeddingInfo | None:
-    return model.engine.info if model.is_loaded and model.engine is not None else None
-
-
 def entry(model: Model, name: str) -> dict[str, Any]:
-    """name: of the model, or with an adapter."""
-    info, parent = loaded_info(model), "" if name == model.name else model.name
-    return listed(name, (model.size_bytes or 0) if info is None else info.weight_bytes, info, parent)
-
-
-def listed(
-    name: str, size_bytes: int, info: EngineInfo | EmbeddingInfo | None = None, parent: str = ""
-) -> dict[str, Any]:
-    """A model in a list. info: None if it is not loaded. The digest is that of the name, because the weights are not
-    hashed."""
+    """A model in a list. name: of the model, or with an adapter. The digest is that of the name, because the weights
+    are not hashed."""
     return {
         "name": tagged(name),
         "model": tagged(name),
-        "modified_at": timestamp(0 if info is None else info.created),
-        "size": size_bytes,
+        "modified_at": timestamp(created_at(model)),
+        "size": model.size_bytes or 0,
         "digest": hashlib.sha256(name.encode()).hexdigest(),
-        "details": details_of(info) | {"parent_model": parent},
-        "capabilities": capabilities_of(info),
+        "details": details_of(model) | {"parent_model": "" if name == model.name else model.name},
+        "capabilities": capabilities_of(model),
     }
 
 
-def capabilities_of(info: EngineInfo | EmbeddingInfo | None) -> list[str]:
-    """info: None if the model is not loaded. What it can do is not known then."""
-    can = {} if info is None else capabilities(info)
+def capabilities_of(model: Model) -> list[str]:
+    """Empty if it is not known what the model can do."""
+    can = {} if model.facts is None else capabilities(model.facts)
     return [shown for ours, shown in KNOWN.items() if can.get(ours)]
 
 
-def details_of(info: EngineInfo | EmbeddingInfo | None) -> dict[str, Any]:
-    """info: None if the model is not loaded. The embedding model's family and sizes are not known."""
-    family, size, bits = "embedding" if isinstance(info, EmbeddingInfo) else "", "", ""
-    if isinstance(info, EngineInfo):
-        family, size = info.model_type, parameters(info.num_parameters)
-        bits = f"{info.checkpoint_bytes * 8 / info.num_parameters:.1f} bits"
+def details_of(model: Model) -> dict[str, Any]:
+    """Texts are empty if the files do not tell, or are not known."""
+    files = model.files
+    family = "" if files is None else files.family
+    count = None if files is None else files.num_parameters
     return {
-        "format": "safetensors",
+        "format": "gguf" if files is not None and files.is_gguf else "safetensors",
         "family": family,
         "families": [family],
-        "parameter_size": size,
-        "quantization_level": bits,
+        "parameter_size": "" if count is None else parameters(count),
+        "quantization_level": "" if files is None else files.quantization,
     }
 
 

@@ -11,13 +11,10 @@ from mlxpaged.api.models import (
     describe_adapter,
     known_model,
     models_for,
-    named,
     on_disk,
-    state_fields,
 )
 from mlxpaged.api.server import server_of
 from mlxpaged.registry.errors import LoadFailedError, ModelBusyError, NoRoomError
-from mlxpaged.registry.model import ModelState
 
 
 async def list_models(request: Request) -> Response:
@@ -29,11 +26,7 @@ async def list_models(request: Request) -> Response:
         for model in models_for(request, server)
         for described in (describe(model), *(describe_adapter(model, adapter) for adapter in model.adapters))
     ]
-    others = [
-        named(each.name, 0) | state_fields(ModelState.AVAILABLE, each.kind, each.source, each.size_bytes)
-        for each in found
-    ]
-    return JSONResponse({"object": "list", "data": served + others})
+    return JSONResponse({"object": "list", "data": served + [describe(model) for model in found]})
 
 
 async def get_model(request: Request) -> Response:
@@ -51,6 +44,7 @@ async def load(request: Request) -> Response:
         raise load_failed(model.name, error) from None
     except NoRoomError as error:
         raise no_room(model.name, error) from None
+    await server.started().look()
     return JSONResponse(describe(model))
 
 
@@ -62,4 +56,5 @@ async def unload(request: Request) -> Response:
         await server.started().unload(model)
     except ModelBusyError as error:
         raise ApiError(409, f"model: {error}", param="model", code="model_busy") from None
+    await server.started().look()
     return JSONResponse(describe(model))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,15 +75,18 @@ def repositories() -> list[CachedRepoInfo]:
         return []
 
 
-def quantization(config: dict[str, object]) -> str:
+UNKNOWN = "?"
+
+
+def quantization(config: Mapping[str, object]) -> str:
     """The quantization in a config.json, as "4-bit", "mxfp4" or "bfloat16"; the type of most of a GGUF file's
-    weights."""
+    weights; UNKNOWN if it says nothing."""
     if "gguf_type" in config:
         return str(config["gguf_type"])
     part = config.get("quantization") or config.get("quantization_config")
     if isinstance(part, dict):
         mode, bits = part.get("mode", "affine"), part.get("bits")
-        return str(mode) if mode != "affine" else f"{bits}-bit" if bits else str(part.get("quant_method", "?"))
+        return str(mode) if mode != "affine" else f"{bits}-bit" if bits else str(part.get("quant_method", UNKNOWN))
     text = config.get("text_config")
     kind = config.get("dtype") or config.get("torch_dtype") or (text.get("dtype") if isinstance(text, dict) else None)
-    return str(kind or "?")
+    return str(kind or UNKNOWN)

@@ -113,8 +113,21 @@ def fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield name, value
 
 
+class StoredTensor(NamedTuple):
+    """dtype: as the file names it, one of ITEM_BITS or another one."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
 def read_shapes(path: Path, most_bytes: int = MAX_HEADER_BYTES) -> list[list[int]]:
-    """The shapes of the tensors of a safetensors file. most_bytes: of its header. Raises UnsupportedModelError if the
+    """The shapes of `read_tensors`."""
+    return [tensor.shape for tensor in read_tensors(path, most_bytes)]
+
+
+def read_tensors(path: Path, most_bytes: int = MAX_HEADER_BYTES) -> list[StoredTensor]:
+    """The tensors of a safetensors file, by its header. most_bytes: of the header. Raises UnsupportedModelError if the
     file does not have what its header says."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -139,4 +152,4 @@ def read_shapes(path: Path, most_bytes: int = MAX_HEADER_BYTES) -> list[list[int
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         message = str(error) if type(error) is ValueError else "its header is damaged"
         raise UnsupportedModelError(f"its {path.name} is not usable: {message}") from error
-    return [shape for _, _, shape, _, _ in tensors]
+    return [StoredTensor(name, dtype, shape) for name, dtype, shape, _, _ in tensors]

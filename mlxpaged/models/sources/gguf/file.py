@@ -193,15 +193,15 @@ class Header:
         return np.frombuffer(self.data, layout, count, self.skip(count * layout.itemsize)).copy()
 
 
-def read_gguf(path: Path) -> GgufFile:
-    """The header of a file, or of all parts of a model whose first part is `path`. Raises UnsupportedModelError if it
-    is damaged."""
+def read_gguf(path: Path, texts: bool = True) -> GgufFile:
+    """The header of a file, or of all parts of a model whose first part is `path`. texts: whether its lists of strings
+    are read, which take most of the time. Raises UnsupportedModelError if it is damaged."""
     first, *others = split_paths(path)
-    metadata, tensors = read_part(first)
+    metadata, tensors = read_part(first, texts)
     for part in others:
         if not part.is_file():
             raise UnsupportedModelError(f"{part.name} is missing")
-        for name, tensor in read_part(part)[1].items():
+        for name, tensor in read_part(part, texts)[1].items():
             if name in tensors:
                 raise UnsupportedModelError(f"{part.name} is not usable: {name} is in another part too")
             tensors[name] = tensor
@@ -225,16 +225,16 @@ def split_paths(path: Path) -> list[Path]:
     return [path.with_name(f"{found[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
 
 
-def read_part(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_part(path: Path, texts: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Metadata and tensors of one file. Raises UnsupportedModelError."""
     try:
         with path.open("rb") as file:
-            return read_header(path, file)
+            return read_header(path, file, texts)
     except (ValueError, OSError, struct.error) as error:
         raise UnsupportedModelError(f"{path.name} is not usable: {error}") from error
 
 
-def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_header(path: Path, file: BinaryIO, texts: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Raises ValueError."""
     size = path.stat().st_size
     if size < 24 or file.read(4) != MAGIC:
@@ -262,8 +262,9 @@ def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], dict[str, T
         if len(tensors) < len(infos):
             raise ValueError("two tensors have the same name")
         check_places(list(tensors.values()), start, alignment, size)
-        read = {key: header.texts(found) if isinstance(found, Texts) else found for key, found in metadata.items()}
-    return read, tensors
+        lists = {key: found for key, found in metadata.items() if isinstance(found, Texts)}
+        read = {key: header.texts(found) if texts else None for key, found in lists.items()}
+    return metadata | read, tensors
 
 
 def read_info(header: Header) -> tuple[str, BlockType, tuple[int, ...], int]:
