@@ -58,6 +58,8 @@ class AsyncEngine:
         self.stats: EngineStats | None = None
         self.on_output: Callable[[Request, RequestOutput], None] | None = None
         """Called with every output and its request, for metrics."""
+        self.on_idle: Callable[[], None] = lambda: None
+        """Called when its last request has ended."""
         self._streams: dict[str, RequestStream] = {}
         self._line = WaitingLine()
         self._replies: set[asyncio.Future[Any]] = set()
@@ -230,6 +232,7 @@ class AsyncEngine:
         if not self.num_unfinished and not self._idle.is_set():
             self.touch()
             self._idle.set()
+            self.on_idle()
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._streams:

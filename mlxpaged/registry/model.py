@@ -42,6 +42,7 @@ class Model:
     found: Found | None = None  # its files; None if they are not known
     files: FileFacts | None = None  # what they say; likewise
     told: Facts | None = None  # what its last engine has said; None if it was not loaded since its files changed
+    keep_alive: float | None = None  # seconds, as the last request has asked; None: as --idle-unload says
     num_waiting: int = 0  # requests that wait for the load, or are about to be submitted
     is_found: bool = False
     loading: asyncio.Task[AsyncEngine] | None = field(default=None, repr=False)
@@ -113,7 +114,7 @@ class Model:
 
     def forget_engine(self) -> AsyncEngine | None:
         """Its engine, which is to be unloaded. What it has said of the model stays."""
-        engine, self.engine = self.engine, None
+        engine, self.engine, self.keep_alive = self.engine, None, None
         if engine is not None and engine.info is not None:
             self.told = engine_facts(engine.info)
         return engine

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,7 @@ class Registry:
         self._started = False
         self._loading = asyncio.Lock()  # held while a model is loaded
         self._watcher: asyncio.Task[None] | None = None
+        self._is_idle = asyncio.Event()  # set when a model may have to be unloaded
         self._watchdog: Watchdog | None = None
         self._alarm: asyncio.Future[None] | None = None  # done at the next stall
 
@@ -118,6 +120,7 @@ class Registry:
         engine = model.engine = AsyncEngine(model.config, self.clock, self.host)
         if self._on_output is not None:
             engine.on_output = partial(self._on_output, model.name)
+        engine.on_idle = self._is_idle.set
         engine.start(self.loop)
         return engine
 
@@ -145,6 +148,20 @@ class Registry:
         """Unload idle models from now on, if that is wanted."""
         if self.limits.idle_unload is not None:
             self._watcher = asyncio.ensure_future(self._unload_idle(self.limits.idle_unload))
+
+    def keep(self, model: Model, seconds: float) -> None:
+        """Unload a loaded model this long after its last request, whatever the limits say. math.inf: never."""
+        if model.engine is not None:
+            model.keep_alive = seconds
+            self._watcher = self._watcher or asyncio.ensure_future(self._unload_idle(WATCH_SECONDS))
+            self._is_idle.set()
+
+    def seconds_left(self, model: Model) -> float:
+        """How long the model stays loaded if no request comes any more; math.inf for as long as there is room."""
+        limit = self.limits.idle_unload if model.keep_alive is None else model.keep_alive
+        if limit is None or model.pinned:
+            return math.inf
+        return limit if not model.is_idle else max(0.0, model.idle_since + limit - self.clock())
 
     async def drain(self, timeout: float, reason: str = "the server is shutting down") -> bool:
         """Take no more requests, and wait until the others are done. Returns False if some had to be ended. Loads end,
@@ -477,14 +494,17 @@ class Registry:
         logger.info("%s is unloaded", model.name)
 
     async def _unload_idle(self, seconds: float) -> None:
+        """seconds: the shortest time after which a model is unloaded, unless it is idle just then."""
         with contextlib.suppress(EngineUnavailableError):
             await self.wait_loaded()
         for engine in self.engines:  # those that were loaded first have waited for the others
             engine.touch()
         while True:
-            await asyncio.sleep(min(seconds, WATCH_SECONDS))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._is_idle.wait(), min(seconds, WATCH_SECONDS))
+            self._is_idle.clear()
             for model in self.loaded:  # asked one by one: requests may come while another one is unloaded
-                if model.is_idle and not model.pinned and self.clock() - model.idle_since >= seconds:
+                if model.is_idle and not self.seconds_left(model):
                     await self._drop(model)
 
 

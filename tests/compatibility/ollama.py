@@ -8,7 +8,7 @@ from tests.compatibility.claims import Claim, by_model, honoured, ignored, label
 from tests.compatibility.shared import LEFT_OUT
 
 LOADED = "how a model is loaded is decided when the server starts"
-STAYS = "the model is loaded as long as the server runs"
+STAYS = "from the end of the model's last request; ignored, and named, if it is pinned, and for keys of no admin"
 NAME = "with or without `:latest`; another model is a 404"
 IMAGES = "if the model takes images; base64 of PNG, JPEG, WEBP or GIF, which stand before the text"
 SHORT: dict[str, Any] = {"num_predict": 2}
@@ -88,11 +88,13 @@ EMBED: tuple[Claim, ...] = (
     honoured("input", ["one", "two"], "up to 2,048 texts"),
     honoured("truncate", False, "by default, a text that is too long is cut; with false, it is refused"),
     honoured("dimensions", 64, "as in `/v1/embeddings`"),
+    honoured("keep_alive", "5m", STAYS),
 )
 
 EMBEDDINGS: tuple[Claim, ...] = (
     honoured("model", "vectors:latest", "the model that makes embeddings"),
     honoured("prompt", "one", "a text that is too long is cut"),
+    honoured("keep_alive", "5m", STAYS),
 )
 
 SHOW: tuple[Claim, ...] = (

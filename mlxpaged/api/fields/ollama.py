@@ -10,7 +10,6 @@ from mlxpaged.api.fields.table import Row, Table, ignored, label, refused
 LOADED = "how a model is loaded is decided when the server starts"
 NOT_SAMPLED = "this server does not sample in this way"
 TOO_LONG = "a prompt that is too long is refused"
-STAYS = "the model is loaded as long as the server runs"
 SHORT: dict[str, Any] = {"num_predict": 2}
 
 
@@ -44,13 +43,11 @@ GENERATE = Table(
 )
 
 EMBED = Table(
-    label("keep_alive", "5m", STAYS),
     ignored("options", {"num_ctx": 4096}, LOADED, ({},)),
     *shared.EVERYWHERE,
 )
 
 EMBEDDINGS = Table(
-    label("keep_alive", "5m", STAYS),
     ignored("options", {"num_ctx": 4096}, LOADED, ({},)),
     *shared.EVERYWHERE,
 )

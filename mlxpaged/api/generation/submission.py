@@ -19,11 +19,16 @@ from mlxpaged.engine.request import Request
 from mlxpaged.scheduler.admission import PromptTooLongError
 
 
-async def start(http: HttpRequest, translate: Callable[[], GenerationRequest], id_prefix: str) -> Answers:
+async def start(
+    http: HttpRequest,
+    translate: Callable[[], GenerationRequest],
+    id_prefix: str,
+    ended: Callable[[], None] = lambda: None,
+) -> Answers:
     """Check a request, tokenize its prompts, and submit it.
 
-    translate: makes the request from the client's body; it runs on a thread if the body is large. Raises ApiError and
-    the engine's errors.
+    translate: makes the request from the client's body; it runs on a thread if the body is large. ended: called when a
+    request that has come to its engine has ended, perhaps twice. Raises ApiError and the engine's errors.
     """
     server = server_of(http)
     request = await server.prepare(http, lambda: check_request(translate()))
@@ -32,6 +37,11 @@ async def start(http: HttpRequest, translate: Callable[[], GenerationRequest], i
     request = request.with_defaults(info.sampling_defaults)
     context = context_of(http, request, engine.config, id_prefix)
     num_prompts = 1 if isinstance(request.prompt, Chat) else len(request.prompt)
+
+    def forget() -> None:
+        server.open_requests.close(opened)
+        ended()
+
     opened = server.open_requests.open(context.request_id, num_prompts * request.candidates, context.caller, engine)
     try:
         with engine.reserve(len(opened.names), server.held_beside(opened)) as arrival_time:
@@ -45,7 +55,7 @@ async def start(http: HttpRequest, translate: Callable[[], GenerationRequest], i
         opened.submitted = True
         opened.count(sum(len(prompt) for prompt in prompts.token_ids))
     except BaseException as error:
-        server.open_requests.close(opened)
+        forget()
         match error:
             case QueueFullError(ever=False):
                 raise request.refusal("candidates", str(error), code="too_many_prompts") from None
@@ -55,9 +65,7 @@ async def start(http: HttpRequest, translate: Callable[[], GenerationRequest], i
                 raise ContextLengthError(prompts.param, error) from None
         raise
     model = info.model if adapter is None else f"{info.model}:{adapter}"
-    return Answers(
-        info, model, context, request, prompts, streams, lambda: server.open_requests.close(opened), server.render
-    )
+    return Answers(info, model, context, request, prompts, streams, forget, server.render)
 
 
 def engine_requests(

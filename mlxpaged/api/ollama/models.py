@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from typing import Any
 
 from starlette.requests import Request
@@ -15,6 +16,7 @@ from mlxpaged.api.ollama.renderer import timestamp
 from mlxpaged.api.ollama.schema import OllamaShowRequest
 from mlxpaged.api.server import server_of
 from mlxpaged.api.web import files as web
+from mlxpaged.models.file_facts import LATEST_TIME
 from mlxpaged.models.sources.short_names import LATEST
 from mlxpaged.registry.model import Model
 
@@ -66,16 +68,23 @@ async def tags(request: Request) -> Response:
 
 
 async def ps(request: Request) -> Response:
-    """The loaded models. None has a time at which it will be unloaded."""
+    """The loaded models."""
     server, running = server_of(request), []
     if (registry := server.registry) is None:
         return JSONResponse({"models": []})
     await registry.look()
     for model in models_for(request, server):
         if model.is_loaded and (facts := model.facts) is not None:
-            more = {"size_vram": model.memory_bytes, "expires_at": NEVER, "context_length": facts.max_model_len}
+            expiry = moment_after(registry.seconds_left(model))
+            more = {"size_vram": model.memory_bytes, "expires_at": expiry, "context_length": facts.max_model_len}
             running += [entry(model, name) | more for name in model.names]
     return JSONResponse({"models": running})
+
+
+def moment_after(seconds: float) -> str:
+    """seconds: from now on."""
+    moment = time.time() + seconds
+    return NEVER if moment >= LATEST_TIME else timestamp(moment)
 
 
 async def show(request: Request, body: OllamaShowRequest) -> Response:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -16,6 +17,7 @@ from mlxpaged.api.ollama.models import served_name
 from mlxpaged.api.ollama.renderer import ChatRenderer, GenerateRenderer, message, nanoseconds, timestamp
 from mlxpaged.api.ollama.schema import (
     GeneratingFields,
+    LoadingFields,
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
@@ -32,7 +34,8 @@ async def chat(request: Request, body: OllamaChatRequest) -> Response:
     name = served_name(request, body.model)
     if not body.messages:
         return await loaded(request, body, name, message("", {}))
-    answers = await start(request, lambda: translate_chat(body, name), ID_PREFIX)
+    kept = await keeping(request, body, name)
+    answers = await start(request, lambda: translate_chat(body, name), ID_PREFIX, kept)
     return await reply(answers, ChatRenderer(answers, body), body.streams)
 
 
@@ -40,33 +43,68 @@ async def generate(request: Request, body: OllamaGenerateRequest) -> Response:
     name = served_name(request, body.model)
     if not body.prompt:
         return await loaded(request, body, name, {"response": ""})
+    kept = await keeping(request, body, name)
     _, info = await server_of(request).ready(request, name)
-    answers = await start(request, lambda: translate_prompt(body, name, info.tokenizer), ID_PREFIX)
+    answers = await start(request, lambda: translate_prompt(body, name, info.tokenizer), ID_PREFIX, kept)
     return await reply(answers, GenerateRenderer(answers, body), body.streams)
 
 
 async def loaded(request: Request, body: GeneratingFields, name: str, said: dict[str, Any]) -> Response:
-    """Loads or unloads the model, as a request without a prompt asks. A model that runs requests or is pinned stays
-    loaded, and a key that is no admin's unloads none."""
-    server, caller = server_of(request), caller_of(request)
-    if not body.unloads:
-        await server.ready(request, name)
-    else:
-        model = await server.model(request, name)
-        if not model.pinned and (caller is None or caller.admin):
-            with contextlib.suppress(ModelBusyError):
-                await server.started().unload(model)
-    end = {"done": True, "done_reason": "unload" if body.unloads else "load"}
+    """Loads or unloads the model, as a request without a prompt asks."""
+    if not await unloaded(request, body, name):
+        kept = await keeping(request, body, name)
+        await server_of(request).ready(request, name)
+        kept()
+    end = {"done": True, "done_reason": "unload" if body.stay == 0 else "load"}
     return JSONResponse({"model": body.model, "created_at": timestamp(), **said, **end})
+
+
+async def unloaded(request: Request, body: LoadingFields, name: str) -> bool:
+    """Unloads the model if a request without a prompt asks for that, or when its requests have ended. Returns whether
+    it asks."""
+    if body.stay != 0:
+        return False
+    server, kept = server_of(request), await keeping(request, body, name)
+    if kept is not nothing:
+        model = await server.model(request, name)
+        try:
+            await server.started().unload(model)
+        except ModelBusyError:
+            kept()
+    return True
+
+
+def nothing() -> None:
+    """Leaves it to the server how long a model stays loaded."""
+
+
+async def keeping(request: Request, body: LoadingFields, name: str) -> Callable[[], None]:
+    """Returns what is called when the request has ended: from then on, its `keep_alive` counts for the model. That of a
+    pinned model, or with a key that is no admin's, is ignored. Raises ApiError or EngineUnavailableError."""
+    server, caller, stay = server_of(request), caller_of(request), body.stay
+    if stay is None:
+        return nothing
+    model = await server.model(request, name)
+    if model.pinned:
+        server.ignore(request, "keep_alive", f"{model.name!r} is pinned, so it stays loaded")
+        return nothing
+    if caller is not None and not caller.admin:
+        server.ignore(request, "keep_alive", f"the key {caller.name!r} is no admin's, and unloads no model")
+        return nothing
+    return partial(server.started().keep, model, stay)
 
 
 async def embed_inputs(request: Request, body: OllamaEmbedRequest) -> Response:
     inputs = [body.input] if isinstance(body.input, str) else body.input
     name = served_name(request, body.model)
     if not body.input:
-        await server_of(request).embedder(request, name)
+        await embedder_loaded(request, body, name)
         return JSONResponse({"model": body.model, "embeddings": []})
-    found = await embed(request, name, inputs, body.dimensions, truncate=body.truncate is not False)
+    kept = await keeping(request, body, name)
+    try:
+        found = await embed(request, name, inputs, body.dimensions, truncate=body.truncate is not False)
+    finally:
+        kept()
     times = {"total_duration": nanoseconds(found.seconds), "load_duration": 0}
     others = {"model": body.model, **times, "prompt_eval_count": found.num_tokens}
     vectors = (vector.tolist() for vector in found.vectors)
@@ -77,7 +115,19 @@ async def embed_prompt(request: Request, body: OllamaEmbeddingsRequest) -> Respo
     """Handles the older endpoint, for one text."""
     name = served_name(request, body.model)
     if not body.prompt:
-        await server_of(request).embedder(request, name)
+        await embedder_loaded(request, body, name)
         return JSONResponse({"embedding": []})
-    found = await embed(request, name, [body.prompt], truncate=True)
+    kept = await keeping(request, body, name)
+    try:
+        found = await embed(request, name, [body.prompt], truncate=True)
+    finally:
+        kept()
     return JSONResponse({"embedding": found.vectors[0].tolist()})
+
+
+async def embedder_loaded(request: Request, body: LoadingFields, name: str) -> None:
+    """Loads or unloads the model, as a request without an input asks."""
+    if not await unloaded(request, body, name):
+        kept = await keeping(request, body, name)
+        await server_of(request).embedder(request, name)
+        kept()

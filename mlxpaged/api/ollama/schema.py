@@ -13,6 +13,7 @@ from mlxpaged.api.fields import ollama as fields
 from mlxpaged.api.fields.kinds import OLLAMA_TOOLS
 from mlxpaged.api.foreign import OtherTool, hint, known_tools
 from mlxpaged.api.media import ImageBlock, ImageSource
+from mlxpaged.api.ollama.durations import stay_of
 from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, OneOf, ToolName, TopP, stop_field
 
 MAX_TOP_LOGPROBS = 20
@@ -43,28 +44,37 @@ class Options(Body):
     frequency_penalty: Penalty | None = None
 
 
-class GeneratingFields(Body):
-    """The fields that chat and generate share. stream: null is true. think: null leaves it to the chat template.
-    keep_alive: how long the model is to stay loaded; it does not change that the model stays loaded."""
+def duration(given: str | float | None) -> str | float | None:
+    if given is not None:
+        stay_of(given)
+    return given
+
+
+class LoadingFields(Body):
+    """The fields of requests that load a model. keep_alive: how long it stays loaded after its last request."""
 
     model: ModelName
+    keep_alive: Annotated[str | float | None, AfterValidator(duration)] = None
+
+    @property
+    def stay(self) -> float | None:
+        """What `keep_alive` asks for, in seconds; None for the server's default."""
+        return None if self.keep_alive is None else stay_of(self.keep_alive)
+
+
+class GeneratingFields(LoadingFields):
+    """The fields that chat and generate share. stream: null is true. think: null leaves it to the chat template."""
+
     stream: bool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: Annotated[bool | Literal["low", "medium", "high", "max"] | None, hint("think")] = None
     options: Options | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    keep_alive: str | float | None = None
 
     @property
     def streams(self) -> bool:
         return self.stream is not False
-
-    @property
-    def unloads(self) -> bool:
-        """Whether `keep_alive` asks to end the model's time in memory now."""
-        given = self.keep_alive
-        return given.rstrip("smh") == "0" if isinstance(given, str) else given == 0
 
 
 class CalledFunction(Body):
@@ -151,23 +161,21 @@ class OllamaGenerateRequest(GeneratingFields):
         return self
 
 
-class OllamaEmbedRequest(Body):
-    """An empty input asks to load the model. truncate: null is true."""
+class OllamaEmbedRequest(LoadingFields):
+    """An empty input asks to load or unload the model. truncate: null is true."""
 
     table = fields.EMBED
 
-    model: ModelName
     input: str | Annotated[list[str], Field(max_length=MAX_INPUTS, fail_fast=True)]
     truncate: bool | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
 
-class OllamaEmbeddingsRequest(Body):
-    """An empty prompt asks to load the model."""
+class OllamaEmbeddingsRequest(LoadingFields):
+    """An empty prompt asks to load or unload the model."""
 
     table = fields.EMBEDDINGS
 
-    model: ModelName
     prompt: str | None = None
 
 
