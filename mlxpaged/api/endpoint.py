@@ -57,6 +57,15 @@ class Endpoint:
         return [Route(path, handler, methods=[self.method]) for path in paths]
 
 
+def by_header(name: str, theirs: Handler, ours: Handler) -> Handler:
+    """Returns a handler that leaves requests with a header to `theirs`."""
+
+    async def chosen(request: Request) -> Response:
+        return await (theirs if name in request.headers else ours)(request)
+
+    return chosen
+
+
 def restrict(handler: Handler, access: Access) -> Handler:
     """Lets only admin keys call the handler, and those for metrics if that is the access."""
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from mlxpaged.api import downloadable, openapi, requests, rerank, status, status_stream, tokenize
 from mlxpaged.api.anthropic import messages
+from mlxpaged.api.anthropic import models as anthropic_models
 from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from mlxpaged.api.batches import routes as batches
 from mlxpaged.api.batches.records import BatchRecord, FileRecord
-from mlxpaged.api.endpoint import BYTES, FORM, HTML, TEXT, Access, Endpoint
+from mlxpaged.api.endpoint import BYTES, FORM, HTML, TEXT, Access, Endpoint, by_header
 from mlxpaged.api.ollama import models as ollama_models
 from mlxpaged.api.ollama import pull as ollama_pull
 from mlxpaged.api.ollama import renderer as ollama_renderer
@@ -99,8 +100,16 @@ ENDPOINTS = (
         answer=rerank.ScoreResponse,
         cancellable=True,
     ),
-    get("/v1/models", models.list_models, "The models that are served or on this machine"),
-    get("/v1/models/{model:path}", models.get_model, "One model"),
+    get(
+        "/v1/models",
+        by_header(anthropic_models.HEADER, anthropic_models.list_models, models.list_models),
+        "The models that are served or on this machine",
+    ),
+    get(
+        "/v1/models/{model:path}",
+        by_header(anthropic_models.HEADER, anthropic_models.get_model, models.get_model),
+        "One model",
+    ),
     post("/v1/models/{model:path}/load", models.load, "Load a model", access=Access.ADMIN),
     post("/v1/models/{model:path}/unload", models.unload, "Unload a model that runs nothing", access=Access.ADMIN),
     get("/v1/downloads", downloadable.list_downloads, "The models that can be downloaded by a short name"),

@@ -110,6 +110,7 @@ def details(facts: Facts) -> dict[str, Any]:
         "max_model_len": facts.max_model_len,
         "capabilities": capabilities(facts),
     }
+    found["meta"] = {"n_ctx": facts.max_model_len, "n_ctx_train": facts.context_length}  # llama.cpp's names
     if facts.generates:
         found["tool_calls"] = {"parser": facts.parser, "shown_by": facts.shown_by}
         found["sampling_defaults"] = facts.sampling
