@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence as ListOf
 
+from mlxpaged.engine.answer_stop import AnswerStop
 from mlxpaged.engine.grammar import GrammarMatcher, Mask, is_allowed
 from mlxpaged.engine.logprobs import PromptLogprobs, PromptRows, TokenLogprobs
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.sampler import SampledToken, SamplingRow
-from mlxpaged.engine.stop_strings import StopStrings
 from mlxpaged.engine.thinking_budget import ThinkingBudget
 from mlxpaged.engine.timeline import TimelineRecorder
 from mlxpaged.models.tokenizer import Tokenizer
@@ -42,7 +42,8 @@ class RunningRequest:
             sequence.logits_from = 0 if sequence.num_prompt_tokens > 1 else None
         after = request.prompt_token_ids[-1] if request.params.continues_text else None
         self.detokenizer = tokenizer.detokenizer(request.params.think_tags, request.params.tool_tags, after)
-        self.stop_strings = StopStrings(request.params.stop)
+        form = request.params.answer_form if request.params.stop else None
+        self.stop = AnswerStop(request.params.stop, None if form is None else form.parser(tokenizer.tags))
         self.num_tokens = 0  # of the answer, as text
         self.num_drafted = self.num_accepted = 0  # draft tokens that were verified, and those that were sampled
         self.made_chars = 0  # characters of the answer so far, including those that are held back
@@ -103,11 +104,12 @@ class RunningRequest:
             self.held_logprobs.append((sampled.logprobs, self.made_chars, self.made_chars + len(piece)))
         self.made_chars += len(piece)
         too_short = self.num_tokens < self.request.params.min_tokens
-        text, stopped = (piece, False) if too_short else self.stop_strings.feed(piece)
+        text, stopped = self.stop.feed(piece, counts=not too_short)
+        if not stopped and reason is not None:
+            rest, stopped = self.stop.finish(is_cut=reason is FinishReason.LENGTH)
+            text += rest
         if stopped:
             reason = FinishReason.STOP
-        elif reason is not None:
-            text += self.stop_strings.finish()
         self.sent_chars += len(text)
         logprobs = self._release_logprobs(reason, stopped) if self.held_logprobs else ()
         return self.output(now, reason, text=text, token_ids=(sampled.token_id,), logprobs=logprobs)
@@ -156,7 +158,7 @@ class RunningRequest:
             finish_reason=reason,
             error=error,
             timeline=self.timeline.finish(now) if self.timeline is not None and reason is not None else None,
-            stop_string=self.stop_strings.found,
+            stop_string=self.stop.found,
             prompt_logprobs=prompt_logprobs,
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted - max(0, left - 1),

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from mlxpaged.engine.answer_parser import AnswerForm
+
 MIN_TEMPERATURE = 1e-5
 """Below it, only the most likely token can be sampled, and dividing float32 logits by the temperature can overflow."""
 
@@ -41,6 +43,8 @@ class SamplingParams:
     min_tokens: int = 0  # tokens before a stop token or a stop string may end the answer
     # An answer with a constraint ends when nothing can follow, even with ignore_eos or min_tokens.
     constraint: Constraint | StructuredOutput | None = None
+    # What divides the answer: then stop strings hold for its text, not for its thoughts and calls.
+    answer_form: AnswerForm | None = None
     think_tags: bool = False  # whether the text shows the special tokens of thinking
     tool_tags: bool = False  # whether the text shows the special tokens of tool calls
     continues_text: bool = False  # whether the answer goes on with the prompt's text: then it may begin with a space

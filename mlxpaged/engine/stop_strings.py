@@ -60,6 +60,11 @@ class StopStrings:
         self._held = ""
         self.found: str | None = None
 
+    @property
+    def num_held(self) -> int:
+        """How many characters are held back."""
+        return len(self._held)
+
     def feed(self, text: str) -> tuple[str, bool]:
         """Returns the text to send, and whether a stop string was found. If so, the text ends before it."""
         if not self._stop:

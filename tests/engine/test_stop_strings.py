@@ -6,7 +6,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from mlxpaged.engine.answer_parser import AnswerParser, HarmonyParser, TagParser
+from mlxpaged.engine.answer_stop import AnswerStop
+from mlxpaged.engine.deltas import Text
 from mlxpaged.engine.stop_strings import StopStrings
+from mlxpaged.formats import FORMATS
+from mlxpaged.models.tokenizer import Tags
 from tests.engine.helpers import lines_run
 
 
@@ -100,3 +105,44 @@ def lines(stop: tuple[str, ...]) -> int:
 def test_many_long_stop_strings_take_no_more_time_than_a_short_one() -> None:
     long = tuple("a" * 1000 + chr(ord("c") + i) * 24 for i in range(16))
     assert lines(long) < 2 * lines(("ac",))
+
+
+SAY = [{"type": "function", "function": {"name": "say"}}]
+MARKS = {
+    "json_tools": ("<think>", "</think>", '<tool_call>{"name": "say"}</tool_call>', "<tool_call>", "</tool_call>"),
+    "harmony": ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|end|>", "<|start|>assistant"),
+    "llama3": ('{"name": "say"}', '{"name"', "<|python_tag|>", '[{"', "<think>"),
+}
+"""Pieces of answers, by format: with each of them in any order, most are malformed."""
+
+
+def new_parser(form: str) -> AnswerParser:
+    if form == "harmony":
+        return HarmonyParser(SAY, False)
+    return TagParser(Tags("<think>", "</think>", FORMATS[form]), False, SAY, False)
+
+
+@given(st.sampled_from(sorted(MARKS)), st.data())
+def test_the_text_of_an_answer_has_no_stop_string_however_it_is_cut(form: str, data: st.DataObject) -> None:
+    """The answer before it is what the model wrote."""
+    words = st.sampled_from((*MARKS[form], "a", "b", "ab", " ", "\n", "<"))
+    answer = "".join(data.draw(st.lists(words, max_size=12)))
+    stop = tuple(data.draw(st.lists(st.text("ab\n <", min_size=1, max_size=3), min_size=1, max_size=3)))
+    found = []
+    for pieces in ([answer], list(answer), cut(answer, data.draw(CUTS))):
+        strings, out, stopped = AnswerStop(stop, new_parser(form)), "", False
+        for piece in pieces:
+            if not stopped:
+                text, stopped = strings.feed(piece)
+                out += text
+        if not stopped:
+            text, stopped = strings.finish(is_cut=False)
+            out += text
+        found.append((out, strings.found))
+    assert found == found[:1] * 3
+    out, string = found[0]
+    assert answer.startswith(out if string is None else out + string)
+    assert (out == answer) == (string is None)
+    parts = new_parser(form)
+    for delta in (*parts.feed(out), *parts.finish()):
+        assert not isinstance(delta, Text) or not any(each.strip() and each in delta.text for each in stop)

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mlxpaged.api.generation.answer_parser import AnswerParser, HarmonyParser, TagParser
 from mlxpaged.api.generation.deltas import Delta, Text, Thinking, ToolCall, joined
+from mlxpaged.engine.answer_parser import AnswerParser, HarmonyParser, TagParser
 from mlxpaged.engine.constraint import Constraint, StructuredOutput
 from mlxpaged.formats import FORMATS, HARMONY
 from mlxpaged.models.tokenizer import Tags

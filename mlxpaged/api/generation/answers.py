@@ -17,13 +17,13 @@ from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.errors import ApiError, from_engine
-from mlxpaged.api.generation.answer_parser import AnswerParser
 from mlxpaged.api.generation.deltas import Delta, Finish, Part, Text, Update, Usage, joined
 from mlxpaged.api.generation.logprob_table import LogprobTable
 from mlxpaged.api.generation.prompt import Prompts
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.generation.request_context import RequestContext
 from mlxpaged.api.streaming import EVENTS, EventStream, Silence, comment
+from mlxpaged.engine.answer_parser import AnswerParser
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.logprobs import PromptLogprobs
 from mlxpaged.engine.prompt_progress import PromptProgress
@@ -96,8 +96,8 @@ class Answers:
 
     async def updates(self) -> AsyncGenerator[Update, None]:
         """Yields the deltas of all choices as they come. If one choice fails or the caller stops, all choices end."""
-        new_parser, echoes = self._prompts.new_parser, self._prompts.echoes
-        parsers = [None if new_parser is None else new_parser() for _ in self._streams]
+        echoes = self._prompts.echoes
+        parsers = [self._prompts.new_parser() for _ in self._streams]
         at_once = self._prompts.params.prompt_logprobs is None
         try:
             for choice in range(len(self._streams) if echoes and at_once else 0):

@@ -1,4 +1,4 @@
-"""Defines the deltas by which an answer grows: text, thinking and tool calls."""
+"""Defines what one step adds to an answer, and the parts of a whole one."""
 
 from __future__ import annotations
 
@@ -6,31 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mlxpaged.engine.deltas import Delta, Text, Thinking, ToolCall
 from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
 from mlxpaged.engine.timeline import Timeline
 
-
-@dataclass(frozen=True)
-class Text:
-    text: str
-
-
-@dataclass(frozen=True)
-class Thinking:
-    text: str
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A complete call. index: counts the calls of an answer from 0. text: the arguments, a JSON object."""
-
-    index: int
-    call_id: str
-    name: str
-    text: str
-
-
-Delta = Text | Thinking | ToolCall
+__all__ = ["Delta", "Finish", "Part", "Text", "Thinking", "ToolCall", "Update", "Usage", "joined"]
 
 
 @dataclass(frozen=True)

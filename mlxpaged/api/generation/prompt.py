@@ -14,7 +14,6 @@ from starlette.requests import Request
 
 from mlxpaged.api.errors import NOT_RENDERED, ApiError
 from mlxpaged.api.generation import check, images
-from mlxpaged.api.generation.answer_parser import AnswerParser, HarmonyParser, TagParser
 from mlxpaged.api.generation.history import adapted, as_shown, in_turns, with_thought_apart
 from mlxpaged.api.generation.images import Images, Prompt, apart, together
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
@@ -26,10 +25,10 @@ from mlxpaged.api.generation.structured_output import (
 )
 from mlxpaged.api.generation.tool_prompt import tool_prompt
 from mlxpaged.api.server import server_of
+from mlxpaged.engine.answer_parser import AnswerForm, AnswerParser
 from mlxpaged.engine.constraint import Constraint, StructuredOutput, Thinking
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.formats import HARMONY
 from mlxpaged.models.control_tokens import ControlTokenError
 from mlxpaged.models.template_form import plain
 from mlxpaged.models.tokenizer import ChatTemplateError
@@ -42,17 +41,21 @@ MOST_FOR_TOOLS = 0.5
 short context answers without them."""
 
 
+def no_parser() -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Prompts:
     """A request's prompts, ready for the engine. param: the client's field that holds them. echoes: their texts, if the
-    answers begin with them. new_parser: makes a parser for one answer; None if all of it is text. images: of each
+    answers begin with them. new_parser: makes a parser for one answer, or None if all of it is text. images: of each
     prompt."""
 
     param: str
     token_ids: list[list[int]]
     params: SamplingParams
     echoes: Sequence[str] = ()
-    new_parser: Callable[[], AnswerParser] | None = None
+    new_parser: Callable[[], AnswerParser | None] = no_parser
     images: tuple[PromptImage, ...] = ()
 
 
@@ -91,8 +94,10 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
     tools = [tool.for_template() for tool in chat.offered_tools]
     opened = thinking == "open"
     goes_on = opened and chat.continue_final_message and not info.tokenizer.ends_with(tokens, tags.think_start)
+    answer_form = AnswerForm(opened, tools, chat.one_call, form, goes_on)
     params = dataclasses.replace(
         request.params,
+        answer_form=answer_form,
         think_tags=True,
         tool_tags=bool(tools),
         continues_text=chat.continue_final_message,
@@ -106,12 +111,7 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
         check.check_thinking_limit(request)
         params = dataclasses.replace(params, thinking_budget=0)
 
-    def new_parser() -> AnswerParser:
-        if tags.tools is HARMONY:
-            return HarmonyParser(tools, chat.one_call)
-        return TagParser(tags, opened, tools, chat.one_call, form, goes_on)
-
-    return Prompts(param, [tokens], params, new_parser=new_parser, images=prompt.images)
+    return Prompts(param, [tokens], params, new_parser=partial(answer_form.parser, tags), images=prompt.images)
 
 
 async def tokens_of_prediction(http: Request, text: str, info: EngineInfo) -> tuple[int, ...]:

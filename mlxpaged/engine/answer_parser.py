@@ -6,13 +6,33 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from mlxpaged.api.generation.deltas import Delta, Text, Thinking, ToolCall
 from mlxpaged.engine.constraint import Constraint, StructuredOutput
+from mlxpaged.engine.deltas import Delta, Text, Thinking, ToolCall
 from mlxpaged.formats import HARMONY, Call, Format, NotACall, Source, Tools, harmony
 from mlxpaged.models.tokenizer import Tags
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """How one answer is divided. thinking: whether it begins inside a think block. The rest is as in the parsers."""
+
+    thinking: bool
+    tools: Sequence[Mapping[str, Any]]
+    one_call: bool
+    form: StructuredOutput | None
+    goes_on: bool
+
+    def parser(self, tags: Tags) -> AnswerParser | None:
+        """Returns None if all of the answer is text."""
+        if tags.tools is HARMONY:
+            return HarmonyParser(self.tools, self.one_call)
+        if not tags.think_start and not self.tools:
+            return None
+        return TagParser(tags, self.thinking, self.tools, self.one_call, self.form, self.goes_on)
 
 
 class Section(Enum):
@@ -37,11 +57,15 @@ class AnswerParser(ABC):
     def __init__(self, form: Format, tools: Sequence[Mapping[str, Any]], one_call: bool, begin: Section) -> None:
         self.calls_made = 0
         """The number of complete calls."""
+        self.texts: list[tuple[int, str]] | None = None
+        """If it is a list, each part of the text is added to it, after the place in the answer where it begins. White
+        space before the first word is a part of it once that has come."""
         self._format = form
         self._tools = Tools(tools)
         self._one_call = one_call
         self._section = begin
         self._buffer = ""
+        self._num_fed = 0  # characters of the answer so far
         self._space = ""  # white space that is held back until something follows it in this section
         self._trim = begin is Section.THINKING  # only white space has come since a tag
         self._said = False  # whether there was text, which white space separates from text after a tag
@@ -60,9 +84,16 @@ class AnswerParser(ABC):
         """Whether all that follows is dropped."""
         return self._section is Section.DONE
 
+    @property
+    def num_read(self) -> int:
+        """How many characters of the answer are known to be text or not."""
+        num_open = len(self._space) if self._section is Section.TEXT and not self._said else 0
+        return self._num_fed - len(self._buffer) - num_open
+
     def feed(self, text: str) -> list[Delta]:
         """Returns the deltas that no further text can change."""
         self._buffer += text
+        self._num_fed += len(text)
         return self._parse(ended=False)
 
     def finish(self, is_cut: bool = False) -> list[Delta]:
@@ -138,16 +169,24 @@ class AnswerParser(ABC):
         """Add text of this section."""
         if self._section in (Section.OPENING, Section.VERBATIM):
             deltas += [Text(text)] if text else []
+            self._note(text)
         elif self._section is not Section.DONE:
-            text = self._space + text
+            added, text = text, self._space + text
             if self._trim and not (self._said and self._section is Section.TEXT):
                 text = text.lstrip()
             said = text.rstrip()
             self._space = text[len(said) :]
+            if self._section is Section.TEXT and (said or self._said):
+                self._note(added if self._said else text)
             if said:
                 self._trim = False
                 self._said |= self._section is Section.TEXT
                 deltas.append(Thinking(said) if self._section is Section.THINKING else Text(said))
+
+    def _note(self, text: str) -> None:
+        """Text ends where the buffer begins."""
+        if self.texts is not None and text:
+            self.texts.append((self._num_fed - len(self._buffer) - len(text), text))
 
 
 class TagParser(AnswerParser):
