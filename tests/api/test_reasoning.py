@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai import BadRequestError, OpenAI
 
-from tests.api.helpers import DEADLINE, side_by_side
+from tests.api.helpers import DEADLINE, raw, side_by_side, stream_events
 from tests.api.test_tools import CALL, ROME, question, streamed
 from tests.support import RunningServer
 
@@ -40,6 +40,42 @@ def ask(client: OpenAI, text: str | list[Any], **extra: Any) -> tuple[str, str, 
 
 def test_thinking_is_in_a_field_of_its_own(client: OpenAI) -> None:
     assert ask(client, "Why?")[:2] == (THOUGHT, "Because.")
+
+
+def test_every_api_counts_the_tokens_of_the_thinking(server: RunningServer) -> None:
+    """A token for each tag and each byte. The answers to a request are counted together."""
+    expected = len(f"\n{THOUGHT}\n") + 2
+
+    def asked(text: str, **fields: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": text}]
+        return {"model": "scripted", "max_tokens": 100, "messages": messages} | fields
+
+    def usage(path: str, body: dict[str, Any]) -> Any:
+        with raw(server) as http:
+            return http.post(path, json=body).json()["usage"]
+
+    chat, messages = "/v1/chat/completions", "/v1/messages"
+    for text, fields, count in (
+        ("Why?", {}, expected),
+        ("Why?", {"stop": ["aus", "Simple"]}, expected),
+        ("Why?", {"max_tokens": 10}, 10),
+        ("Why?", {"n": 3}, 3 * expected),
+        ("Whole?", {}, 0),
+    ):
+        assert usage(chat, asked(text, **fields))["completion_tokens_details"] == {"reasoning_tokens": count}
+        options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        *chunks, _ = stream_events(server, chat, asked(text, **fields, **options))
+        so_far = [each["usage"]["completion_tokens_details"]["reasoning_tokens"] for each in chunks]
+        assert so_far == sorted(so_far)
+        assert so_far[-1] == count
+    assert usage("/v1/responses", {"model": "scripted", "input": "Why?"})["output_tokens_details"] == {
+        "reasoning_tokens": expected
+    }
+    assert usage(messages, asked("Why?"))["output_tokens_details"] == {"thinking_tokens": expected}
+    with raw(server) as http:
+        events = http.post(messages, json=asked("Why?", stream=True)).text
+        assert f'"output_tokens_details":{{"thinking_tokens":{expected}}}' in events.rpartition("message_delta")[2]
+    assert "completion_tokens_details" not in usage("/v1/completions", {"model": "scripted", "prompt": "Why?"})
 
 
 def test_an_answer_that_ends_in_thought_has_no_text(client: OpenAI) -> None:

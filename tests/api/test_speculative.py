@@ -24,7 +24,7 @@ def test_answers_are_those_without_drafts_and_usage_counts_them(monkeypatch: pyt
             plain, drafted, one = (post(server, body | {"speculative": value}) for value in (False, True, 1))
             answers = [each["choices"][0]["message"]["content"] for each in (plain, drafted, one)]
             assert answers[0] == answers[1] == answers[2]
-            assert "completion_tokens_details" not in plain["usage"]
+            assert plain["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
             details: dict[str, Any] = drafted["usage"]["completion_tokens_details"]
             assert details["accepted_prediction_tokens"] > 0
             assert details["accepted_prediction_tokens"] < drafted["usage"]["completion_tokens"]

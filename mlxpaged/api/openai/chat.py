@@ -13,7 +13,7 @@ from mlxpaged.api.generation.deltas import Delta, Finish, Text, Thinking, ToolCa
 from mlxpaged.api.generation.request import MAX_LOGPROBS, Chat, GenerationRequest, function_call, sampling_params
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.media import media_of
-from mlxpaged.api.openai.renderer import ChunkBeginning, CompletionsRenderer, chat_logprobs
+from mlxpaged.api.openai.renderer import ChunkBeginning, CompletionsRenderer, chat_logprobs, usage_field
 from mlxpaged.api.openai.schema import ChatRequest
 from mlxpaged.api.openai.thinking import ThinkingFields
 from mlxpaged.api.openai.tools import FunctionTool, NamedTool, translated_choice
@@ -88,6 +88,10 @@ class ChatRenderer(CompletionsRenderer):
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """All choices have the same prompt, so its log-probabilities stand beside them."""
         return super().whole(answers) | self.prompt_logprobs_field(answers[0])
+
+    def usage(self) -> dict[str, Any]:
+        usage = self.answers.usage
+        return usage_field(usage, reasoning_tokens=usage.thinking)
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         parts = answer.parts

@@ -49,6 +49,9 @@ class CompletionsRenderer(Renderer):
         tokenizer = self.answers.info.tokenizer
         return {"prompt_logprobs": prompt_logprobs(tokenizer, answer.prompt_logprobs, self._prompt_logprobs)}
 
+    def usage(self) -> dict[str, Any]:
+        return usage_field(self.answers.usage)
+
     @abstractmethod
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         """A whole answer."""
@@ -57,20 +60,18 @@ class CompletionsRenderer(Renderer):
         return self._envelope | {
             "object": self._kind,
             "choices": [self.choice(index, answer) for index, answer in enumerate(answers)],
-            "usage": usage_field(self.answers.usage),
+            "usage": self.usage(),
             **timeline_field([answer.finish.timeline for answer in answers]),
         }
 
     def chunk(self, choice: dict[str, Any]) -> str:
         if choice["finish_reason"] is not None:
             self._unfinished.remove(choice["index"])
-        usage = (
-            {"usage": usage_field(self.answers.usage) if self._usage_so_far else None} if self._include_usage else {}
-        )
+        usage = {"usage": self.usage() if self._usage_so_far else None} if self._include_usage else {}
         return event(self._envelope | {"choices": [choice]} | usage)
 
     def end(self) -> Iterator[str]:
-        last = {"usage": usage_field(self.answers.usage)} if self._include_usage else {}
+        last = {"usage": self.usage()} if self._include_usage else {}
         last |= timeline_field(self.answers.timelines)
         if last:
             yield event(self._envelope | {"choices": []} | last)
@@ -113,17 +114,17 @@ class ChunkBeginning(Beginning):
         return event(self._chunk)
 
 
-def usage_field(usage: Usage) -> dict[str, Any]:
-    drafts = {
-        "accepted_prediction_tokens": usage.accepted,
-        "rejected_prediction_tokens": usage.drafted - usage.accepted,
-    }
+def usage_field(usage: Usage, **details: int) -> dict[str, Any]:
+    """details: of the tokens of the completion, in addition to those of drafts."""
+    if usage.drafted:
+        details["accepted_prediction_tokens"] = usage.accepted
+        details["rejected_prediction_tokens"] = usage.drafted - usage.accepted
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
-        **({"completion_tokens_details": drafts} if usage.drafted else {}),
+        **({"completion_tokens_details": details} if details else {}),
     }
 
 
