@@ -211,6 +211,8 @@ class TagParser(AnswerParser):
         self._tags = tags
         self._trim &= not goes_on
         self._starts = tags.tools.starts if tools else ()
+        # A grammar of the text begins after the tag that closes a thought, so it must come then.
+        self._next = tags.think_next if self._text is Section.TEXT else ()
         self._first = tags.tools.first if tools and form is None else ()
         self._spaced = form is not None and form.spaced
         self._may_think = form is not None and form.thinking == "may"
@@ -236,6 +238,9 @@ class TagParser(AnswerParser):
         mark = self._to_next(marks, ended, deltas)
         if mark is None:
             return False
+        if self._section is Section.THINKING and mark in self._next:
+            self._begin(self._text)
+            return True
         if mark in self._starts:
             self._begin_call("")
             return True
@@ -255,7 +260,7 @@ class TagParser(AnswerParser):
         marks: dict[Section, tuple[str, ...]] = {
             Section.TEXT: (think_start, *self._starts, *dropped),
             Section.OPENING: (think_start if self._may_think else "", *self._starts),
-            Section.THINKING: (tags.think_end, *self._starts),
+            Section.THINKING: (tags.think_end, *self._next, *self._starts),
         }
         return [mark for mark in marks.get(self._section, ()) if mark]
 

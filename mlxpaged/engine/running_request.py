@@ -53,7 +53,8 @@ class RunningRequest:
         self.timeline = TimelineRecorder(sequence) if request.timeline else None
         limit, start, end = request.params.thinking_budget, tokenizer.think_start_ids, tokenizer.think_end_ids
         inside = request.params.begins_thinking
-        self.thinking = None if limit is None else ThinkingBudget(limit, start, end, inside)
+        following = tokenizer.think_next_ids
+        self.thinking = None if limit is None else ThinkingBudget(limit, start, end, inside, following)
         # Whether the sampler needs all earlier tokens: then it waits until the last one is read from the device.
         self.needs_tokens = matcher is not None or self.thinking is not None or request.params.penalizes
 

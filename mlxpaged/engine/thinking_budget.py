@@ -11,15 +11,25 @@ class ThinkingBudget:
 
     limit: tokens in all think blocks together. A block that opens after that may still have one token, unless the limit
     is 0.
-    start, end: the tokens of the tags. inside: whether the answer begins in a think block.
+    start, end: the tokens of the tags. inside: whether the answer begins in a think block. following: tags that end a
+    block, too.
     """
 
-    def __init__(self, limit: int, start: Sequence[int], end: Sequence[int], inside: bool) -> None:
+    def __init__(
+        self,
+        limit: int,
+        start: Sequence[int],
+        end: Sequence[int],
+        inside: bool,
+        following: Iterable[Sequence[int]] = (),
+    ) -> None:
         self._left = limit
         self._least = min(limit, 1)
         self._start, self._end = list(start), list(end)
+        self._ends = [self._end, *map(list, following)]
+        self._longest = max(map(len, [self._start, *self._ends]))
         self._inside = inside
-        self._recent: list[int] = []  # the latest tokens, as many as the longer tag has
+        self._recent: list[int] = []  # the latest tokens, as many as the longest tag has
         self._closing = 0  # tokens of the closing tag that were forced so far
 
     def forced(self) -> int | None:
@@ -44,10 +54,9 @@ class ThinkingBudget:
             if self._closing == len(self._end):
                 self._inside, self._closing, self._recent = False, 0, []
             return
-        self._recent = [*self._recent, token_id][-max(len(self._start), len(self._end)) :]
+        self._recent = [*self._recent, token_id][-self._longest :]
         self._left -= self._inside
         self._closing = 0
-        tag = self._end if self._inside else self._start
-        if self._recent[-len(tag) :] == tag:
+        if any(self._recent[-len(tag) :] == tag for tag in (self._ends if self._inside else [self._start])):
             self._inside, self._recent = not self._inside, []
             self._left = max(self._left, self._least)

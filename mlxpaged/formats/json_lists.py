@@ -49,6 +49,7 @@ COMMAND_R = Format(
     models="Command R7B, Command A",
     starts=(ACTION,),
     ends=(ACTION_END,),
+    dropped=("<|START_RESPONSE|>",),
     read=read_actions,
     in_template=((ACTION, ACTION_END),),
     written=written_after('[\n    {{"tool_call_id": "0", "tool_name": "{name}", "parameters": ', f"}}\n]{ACTION_END}"),

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class ThoughtTags:
     """start, end: around a thought. anywhere: whether a thought may also begin after text. If its tags are common text,
-    only the first counts."""
+    only the first counts. next: control tokens that begin the next part of an answer. A thought that is not closed ends
+    before them."""
 
     start: str = ""
     end: str = ""
     anywhere: bool = False
+    next: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.start)
@@ -27,10 +29,14 @@ THOUGHTS = (
     ThoughtTags("<think:opensource>", "</think:opensource>"),
     ThoughtTags("<|think:start|>", "<|think:end|>"),
     ThoughtTags("[THINK]", "[/THINK]", anywhere=True),
-    ThoughtTags("<|START_THINKING|>", "<|END_THINKING|>", anywhere=True),
+    ThoughtTags("<|START_THINKING|>", "<|END_THINKING|>", anywhere=True, next=("<|START_RESPONSE|>",)),
     ThoughtTags("<|inner_prefix|>", "<|inner_suffix|>", anywhere=True),
     ThoughtTags("<|channel>thought", "<channel|>", anywhere=True),
-    ThoughtTags("<|open|>think<|sep|>", "<|close|>think<|sep|>", anywhere=True),
+    ThoughtTags(
+        *("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+        anywhere=True,
+        next=("<|open|>response<|sep|>", "<|open|>tools<|sep|>"),
+    ),
 )
 
 

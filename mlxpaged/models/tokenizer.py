@@ -75,12 +75,14 @@ class ChatTemplateError(ValueError):
 @dataclass(frozen=True)
 class Tags:
     """The tags that divide an answer. think_start, think_end: around a thought; empty if there are none.
-    think_anywhere: whether a thought may begin after text. tools: HERMES if the chat template does not show tools."""
+    think_anywhere: whether a thought may begin after text. think_next: tags before which a thought ends, closed or not.
+    tools: HERMES if the chat template does not show tools."""
 
     think_start: str = ""
     think_end: str = ""
     tools: Format = HERMES
     think_anywhere: bool = False
+    think_next: tuple[str, ...] = ()
 
     @property
     def thinks(self) -> bool:
@@ -137,13 +139,15 @@ class Tokenizer:
             self.form = find(False, False)
         tools = found if found is not None and (self.shows_tools or self.shows_calls or found is HARMONY) else HERMES
         thoughts = thought_tags(vocabulary)
-        self.tags = Tags(thoughts.start, thoughts.end, tools, thoughts.anywhere)
+        following = tuple(tag for tag in thoughts.next if tag in tools.tags)
+        self.tags = Tags(thoughts.start, thoughts.end, tools, thoughts.anywhere, following)
         in_messages = tools is HARMONY
         if in_messages:
             ends = (i for i, token in added.items() if token.content in harmony.LAST)
             self.eos_token_ids |= {*ends}
         self.think_start_ids = self._tag_ids(harmony.BEGIN_THOUGHT if in_messages else thoughts.start)
         self.think_end_ids = self._tag_ids(harmony.END_THOUGHT if in_messages else thoughts.end)
+        self.think_next_ids = [self._tag_ids(tag) for tag in following]
         self._control = self._control_tokens()
         self.takes_system = self._shows_systems("system", "user")
         late = ("system", "user", "system"), ("system", "user", "assistant", "system", "user")
@@ -382,6 +386,8 @@ class Tokenizer:
         special tokens inside a call. after: the token before the answer, if its text goes on in the answer."""
         tools = self.tags.tools
         shown = {*self.think_start_ids, *self.think_end_ids} if think_tags else set()
+        if think_tags:
+            shown |= self._special_in(tools.dropped)
         if tool_tags or (think_tags and tools is HARMONY):
             shown |= self._special_in(tools.tags)
         opening = self._special_in(tools.starts) if tool_tags else NO_IDS

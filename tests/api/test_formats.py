@@ -114,6 +114,47 @@ def test_harmonys_channels_are_thoughts_calls_and_text(tmp_path: Path) -> None:
         assert [block["type"] for block in blocks] == ["thinking", "text"]
 
 
+OPEN_THOUGHTS = {
+    "kimi_k3": {
+        "Why?": "<|open|>think<|sep|>Hm.<|open|>response<|sep|>So.<|close|>response<|sep|><|close|>message<|sep|>",
+        "Rome?": f"<|open|>think<|sep|>Hm.{WRITTEN['kimi_k3']('weather', ROME)}<|close|>message<|sep|>",
+        "Closed?": "<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>So.<|close|>message<|sep|>",
+    },
+    "command_r": {
+        "Why?": "<|START_THINKING|>Hm.<|START_RESPONSE|>So.<|END_RESPONSE|>",
+        "Rome?": f"<|START_THINKING|>Hm.{WRITTEN['command_r']('weather', ROME)}",
+        "Closed?": "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>So.<|END_RESPONSE|>",
+    },
+    "harmony": {
+        "Why?": "<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>So.<|return|>",
+        "Rome?": f"<|channel|>analysis<|message|>Hm.{WRITTEN['harmony']('weather', ROME)}",
+        "Closed?": HARMONY["Why?"],
+    },
+}
+MORE = ("<|end_of_msg|>", "<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")
+
+
+@pytest.mark.parametrize("form", OPEN_THOUGHTS)
+def test_the_next_channel_ends_a_thought_that_is_not_closed(tmp_path: Path, form: str) -> None:
+    more = MORE[:1] if form == "kimi_k3" else MORE[1:]
+    with scripted_server(tmp_path, form, OPEN_THOUGHTS[form], plain=(), more=more) as server:
+        assert by_api(server, "Rome?") == {
+            api: [("weather", ROME)] for api in ("chat", "streamed", "responses", "messages", "ollama")
+        }
+        for question in ("Why?", "Closed?"):
+            for fields in ({}, {"tools": []}, {"thinking_budget": 30}):
+                message = post(server, chat(question, **fields))["choices"][0]["message"]
+                assert (message["reasoning_content"], message["content"]) == ("Hm.", "So.")
+            *chunks, _ = stream_events(server, CHAT, chat(question, stop="o."))
+            texts = [each["delta"] for chunk in chunks for each in chunk["choices"]]
+            assert "".join(each.get("reasoning_content", "") for each in texts) == "Hm."
+            assert "".join(each.get("content", "") for each in texts) == "S"
+            blocks = post(server, chat(question, tools=[], max_tokens=100), MESSAGES)["content"]
+            assert [(block["type"], block.get("text")) for block in blocks] == [("thinking", None), ("text", "So.")]
+            said = post(server, chat(question, stream=False), OLLAMA)["message"]
+            assert (said["thinking"], said["content"]) == ("Hm.", "So.")
+
+
 # -- earlier turns -----------------------------------------------------------------------------------------------------
 
 
