@@ -65,10 +65,11 @@ def make_scripted_model(
     plain: Sequence[str] = PLAIN,
     more: Sequence[str] = (),
     template: str | None = None,
+    padding: int = 0,
 ) -> Path:
     """A tiny model with a token for every byte and for every tag; its chat template writes calls in `tool_format`.
     plain: tags that count as text. Without those of thoughts, it does not think. more: further special tokens.
-    template: the chat template; None for one of ours."""
+    template: the chat template; None for one of ours. padding: rows of the head without a token."""
     special = [tag for tag in FORMATS[tool_format].tags if tag.startswith(("<|", "[", "<｜"))]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
@@ -83,7 +84,7 @@ def make_scripted_model(
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     call = CALLS.get(tool_format) or f"{{# {TEMPLATES.get(tool_format, tool_format)} #}}{CALL}"
     (directory / "chat_template.jinja").write_text(template or TEMPLATE.replace("CALL", call))
-    sizes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": context_length}
+    sizes = {"vocab_size": tokenizer.get_vocab_size() + padding, "max_position_embeddings": context_length}
     sizes["num_hidden_layers"] = 1  # what the model computes hardly matters
     config = {"model_type": "llama", "eos_token_id": tokenizer.token_to_id(END)} | SMALL | sizes
     model_class, args_class = _get_classes(config)
@@ -111,10 +112,11 @@ def scripted_server(
     plain: Sequence[str] = PLAIN,
     more: Sequence[str] = (),
     template: str | None = None,
+    padding: int = 0,
     **options: Any,
 ) -> Iterator[RunningServer]:
     """script: what is answered, by a text in the prompt; of several, the one that comes last there counts."""
-    model = make_scripted_model(directory, tool_format, context_length, plain, more, template)
+    model = make_scripted_model(directory, tool_format, context_length, plain, more, template, padding)
     options = {"served_model_name": "scripted", "kv_cache_bytes": 16_000_000, "speculative": "off"} | options
     config = EngineConfig(model=str(model), **options)
     with running_server(config) as server:

@@ -159,7 +159,8 @@ def build_engine(
     )
     runner.rollback.pads = pads
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
-    sampler = Sampler(served.vocab_size, compiled=on_gpu, one_by_one=config.batch_invariant)
+    absent = served.tokenizer.absent_ids(served.vocab_size)
+    sampler = Sampler(served.vocab_size, compiled=on_gpu, one_by_one=config.batch_invariant, absent=absent)
     if on_gpu:
         turns.begin(Stage.WARMING_UP)
         runner.warm_up()

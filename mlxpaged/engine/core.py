@@ -98,7 +98,7 @@ class EngineCore(Worker):
             self.parts.append(ImageEncoder(images, scheduler, self.requests.end_held, clock, invariant))
         self.drafting = None
         if drafter is not None or network is not None:
-            sizes = served.vocab_size, drafter, network
+            sizes = sampler.vocab_size, drafter, network
             self.drafting = Drafting(scheduler, self.requests, *sizes, runner.overlaps, clock)
             self.parts.append(self.drafting)
         own = scheduler, runner, resizer, sampler, grammars, headroom, self.requests, clock

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpaged.engine.logprobs import PromptRows
-from mlxpaged.engine.sampler import most_likely
+from mlxpaged.engine.sampler import most_likely, without
 from mlxpaged.step import Row
 
 MAX_BYTES = 256 * 2**20
@@ -40,12 +40,16 @@ class StepLogprobs:
     """The log-probabilities of all prompt tokens of a step, on the device until `read`.
 
     rows: those with such tokens. tokens[n]: these. logits[n, V]: those that predict them. top: how many of the most
-    likely tokens to report for each.
+    likely tokens to report for each. absent[V]: tokens that do not exist, if there are any.
     """
 
-    def __init__(self, rows: ListOf[Row], tokens: list[int], logits: mx.array, top: int) -> None:
+    def __init__(
+        self, rows: ListOf[Row], tokens: list[int], logits: mx.array, top: int, absent: mx.array | None = None
+    ) -> None:
         self._rows = rows
         scores = logits.astype(mx.float32)
+        if absent is not None:
+            scores = without(scores, absent)
         own = mx.take_along_axis(scores, mx.array(tokens)[:, None], axis=-1)
         total = mx.logsumexp(scores, axis=-1, keepdims=True)
         best = most_likely(scores, top)

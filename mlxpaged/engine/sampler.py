@@ -88,18 +88,25 @@ class Sampler:
     """Its only state is the token counts of requests with penalties. They stay on the device until `forget`.
 
     compiled: keep the graph of random sampling, and let MLX join its operations into fewer kernels. one_by_one: sample
-    each row in operations of its own, so that no rounding depends on the other rows.
+    each row in operations of its own, so that no rounding depends on the other rows. absent: tokens that have logits,
+    but do not exist. Those after the last token that exists are cut off, which is a view and no kernel.
     """
 
-    def __init__(self, vocab_size: int, compiled: bool = False, one_by_one: bool = False) -> None:
-        self._vocab_size = vocab_size
+    def __init__(
+        self, vocab_size: int, compiled: bool = False, one_by_one: bool = False, absent: Collection[int] = ()
+    ) -> None:
+        exist = np.ones(vocab_size, np.bool_)
+        exist[list(absent)] = False
+        self.vocab_size = int(exist.nonzero()[0][-1]) + 1
+        self.absent = mx.array(~exist) if absent else None  # bool [V]
+        self._gaps = None if exist[: self.vocab_size].all() else mx.array(~exist[: self.vocab_size])
         self._one_by_one = one_by_one
         self._compiled = mx.compile(sample_rows) if compiled else sample_rows
         self.reset()
 
     def reset(self) -> None:
         """Forget all sequences, after a device error."""
-        self._counts = TokenCounts(self._vocab_size)
+        self._counts = TokenCounts(self.vocab_size)
 
     def warm_up(self) -> None:
         """Sample once in each way, so that MLX compiles the kernels of random sampling before a request needs them."""
@@ -107,7 +114,7 @@ class Sampler:
         for params in (plain, replace(plain, min_p=0.5), replace(plain, top_p=0.5), replace(plain, top_k=2)):
             for count in (1, 2):
                 rows = [SamplingRow(i, params, 0, (), 0, 0) for i in range(count)]
-                self.sample(mx.zeros((count, self._vocab_size)), rows).read()
+                self.sample(mx.zeros((count, self.vocab_size)), rows).read()
 
     def forget(self, sequence_id: int) -> None:
         """Forget a sequence that ended, or whose last sampled tokens were discarded."""
@@ -115,6 +122,7 @@ class Sampler:
 
     def sample(self, logits: mx.array, rows: Sequence[SamplingRow]) -> Samples:
         """logits[R, V]: of any float type, one row for each entry of `rows`."""
+        logits = self.of_tokens(logits)
         if self._one_by_one and len(rows) > 1 and not all(row.plain for row in rows):
             samples = joined([self._samples(logits[i : i + 1], [row]) for i, row in enumerate(rows)])
         else:
@@ -125,7 +133,13 @@ class Sampler:
     def guess(self, logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
         """Tokens [R] that are likely to be sampled for these rows, by the logits [R, V] of a draft head: with the noise
         and the filters of each row, and without penalties."""
-        return self._sample(biased(logits.astype(mx.float32), rows), rows)
+        return self._sample(biased(self.of_tokens(logits).astype(mx.float32), rows), rows)
+
+    def of_tokens(self, logits: mx.array) -> mx.array:
+        """The logits of tokens that exist: none of the others is sampled or reported. A draft head may have fewer."""
+        if logits.shape[-1] > self.vocab_size:
+            logits = logits[:, : self.vocab_size]
+        return logits if self._gaps is None else without(logits, self._gaps[: logits.shape[-1]])
 
     def _samples(self, logits: mx.array, rows: Sequence[SamplingRow]) -> Samples:
         if all(row.plain for row in rows):
@@ -173,6 +187,11 @@ def biased(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     if not (known := tokens < logits.shape[-1]).all():
         at, tokens, bias = at[known], tokens[known], bias[known]
     return logits.at[mx.array(at), mx.array(tokens)].add(mx.array(bias)) if len(at) else logits
+
+
+def without(logits: mx.array, absent: mx.array) -> mx.array:
+    """Set the logits [R, V] of tokens that do not exist, absent[V], to -inf."""
+    return mx.where(absent, mx.array(-mx.inf, logits.dtype), logits)
 
 
 def never(token_ids: Collection[int]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:

@@ -42,13 +42,19 @@ class InFlightStep:
 
     scheduled: what the forward pass computes. rows: those whose sequences still ran when the previous step was
     processed. started: seconds on the engine's clock. logits[R + P, V]: as `ModelRunner.forward` returns them. prompts:
-    the P prompt tokens. top: the most likely tokens to report for each of them. is_usual: whether other
-    steps take as long: it moves no blocks, and was not traced. sampled_ids: the sequence of each sampled token. drafts:
-    of the draft head, for the next step.
+    the P prompt tokens. top: the most likely tokens to report for each of them. absent[V]: tokens that do not exist, if
+    there are any. is_usual: whether other steps take as long: it moves no blocks, and was not traced. sampled_ids: the
+    sequence of each sampled token. drafts: of the draft head, for the next step.
     """
 
     def __init__(
-        self, scheduled: Step, started: float, logits: mx.array, prompts: ListOf[int] = (), top: int = 0
+        self,
+        scheduled: Step,
+        started: float,
+        logits: mx.array,
+        prompts: ListOf[int] = (),
+        top: int = 0,
+        absent: mx.array | None = None,
     ) -> None:
         self.scheduled = scheduled
         self.started = started
@@ -60,7 +66,7 @@ class InFlightStep:
         if prompts:
             projected = logits.shape[0] - len(prompts)
             rows = [row for row in scheduled.rows if row.prompt_logprobs]
-            self._prompt_logprobs = StepLogprobs(rows, list(prompts), logits[projected:], top)
+            self._prompt_logprobs = StepLogprobs(rows, list(prompts), logits[projected:], top, absent)
             logits = logits[mx.arange(projected)]  # a copy: a slice would keep all rows until the sampler has run
         self.logits: mx.array | None = logits
         self._max_logits = logits.max(axis=-1)

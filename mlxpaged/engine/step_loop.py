@@ -199,7 +199,8 @@ class StepLoop:
             self._headroom.require(scheduled.num_tokens, lambda: max(scheduled.context_lens))
             running = {each.sequence_id for each in self._scheduler.running} if self._runner.is_recurrent else set()
             logits = self._runner.forward(scheduled, NO_TOKENS if previous is None else previous.tokens, running)
-            step = InFlightStep(scheduled, started, logits, *self._prompt_tokens(scheduled, logits))
+            prompts, top = self._prompt_tokens(scheduled, logits)
+            step = InFlightStep(scheduled, started, logits, prompts, top, self._sampler.absent)
             step.is_usual = not scheduled.moves and self._runner.num_traced == traced
             sampling = [row for row in scheduled.rows if row.num_sampled]
             if not any(requests[row.sequence_id].needs_tokens for row in sampling):

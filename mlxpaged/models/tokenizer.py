@@ -124,6 +124,10 @@ class Tokenizer:
         self._special_ids = frozenset(special)
         self.has_chat_template = bool(wrapped.has_chat_template)
         vocabulary = self._decoder.get_vocab()
+        token_ids = {*vocabulary.values(), *added}
+        self._is_token = bytearray(max(token_ids) + 1)
+        for token_id in token_ids:
+            self._is_token[token_id] = True
         found = FORMATS[tool_format] if tool_format else format_of(self.template_source, vocabulary)
         # Whether the chat template shows tools and calls, and their format is known. Some templates show calls and
         # results, but leave it to the system message to describe the tools, as the server can do for these formats.
@@ -239,6 +243,18 @@ class Tokenizer:
     def most_chars(self, num_tokens: int) -> int:
         """The most characters that this many tokens can have."""
         return num_tokens * self._longest_token
+
+    def absent_ids(self, size: int) -> list[int]:
+        """The ids below `size` that no token has: the head of a model may have more rows, and a vocabulary gaps."""
+        flags = self._is_token[:size].ljust(size, b"\0")
+        ids = (token_id for token_id, is_token in enumerate(flags) if not is_token)
+        return [each for each in ids if each not in self.eos_token_ids and not self._has_name(each)]
+
+    def _has_name(self, token_id: int) -> bool:
+        try:
+            return self._decoder.convert_ids_to_tokens(token_id) is not None
+        except Exception:  # a tokenizer in Python raises any type
+            return False
 
     @functools.cached_property
     def _longest_token(self) -> int:

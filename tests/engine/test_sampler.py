@@ -49,6 +49,33 @@ def softmax(logits: Array) -> Array:
     return weights / weights.sum()
 
 
+# -- tokens that do not exist ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("absent", [[36], [34, 35, 36], [3, 20, 36], [0]])
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"seed": 1}, {"temperature": 0.0, "presence_penalty": 1.0}])
+def test_a_token_that_does_not_exist_is_as_if_it_had_no_logit(absent: list[int], params: dict[str, Any]) -> None:
+    logits = np.array(logits_of(3))
+    large, never = logits.copy(), logits.copy()
+    large[:, absent], never[:, absent] = 50.0, -np.inf
+    rows = [row(i, logprobs=4, **params) for i in range(3)]
+    found, expected = (Sampler(VOCAB, absent=absent).sample(mx.array(each), rows).read() for each in (large, never))
+    for one, other in zip(found, expected, strict=True):
+        assert one == other
+        assert one.logprobs is not None
+        assert not {one.token_id, *(token for token, _ in one.logprobs.top)} & {*absent}
+    assert (
+        Sampler(VOCAB, absent=absent).guess(mx.array(large), rows).tolist()
+        == Sampler(VOCAB, absent=absent).guess(mx.array(never), rows).tolist()
+    )
+
+
+def test_a_head_without_such_rows_has_no_further_operation() -> None:
+    sampler, logits = Sampler(VOCAB), logits_of(2)
+    assert sampler.of_tokens(logits) is logits
+    assert sampler.absent is None
+
+
 # -- filters -----------------------------------------------------------------------------------------------------------
 
 
