@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 from pydantic_core import to_json
 
-from mlxpaged.api.openai.renderer import completion_logprobs, prompt_logprobs
+from mlxpaged.api.openai.renderer import TextOffsets, completion_logprobs, prompt_logprobs
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
 from tests.api.helpers import (
@@ -128,7 +128,9 @@ def test_of_tokens_with_the_same_text_the_most_likely_one_is_shown(demo_server: 
     tokenizer = demo_server.engine.info.tokenizer
     one, other = [token for token in range(300) if tokenizer.token_text(token) == "\ufffd"][:2]
     token = TokenLogprobs(one, -3.0, ((other, -0.5),))
-    assert completion_logprobs(tokenizer, [token])["top_logprobs"] == [{"\ufffd": -0.5}]
+    assert completion_logprobs(tokenizer, [token], TextOffsets(tokenizer, [1], ""))["top_logprobs"] == [
+        {"\ufffd": -0.5}
+    ]
 
 
 def test_a_chat_has_them_once_for_all_its_answers(demo_server: RunningServer) -> None:

@@ -145,6 +145,11 @@ class Answers:
             deltas.insert(0, Text(self._echo(choice)))
         return Update(choice, deltas, output.logprobs, thinking, finish, output.prompt_logprobs)
 
+    def prompt_of(self, index: int) -> tuple[Sequence[int], str]:
+        """Returns the prompt of a shown answer, and the text with which the answer repeats it."""
+        number = index // self._request.n
+        return self._prompts.token_ids[number], self._prompts.echoes[number] if self._prompts.echoes else ""
+
     def _echo(self, choice: int) -> str:
         return self._prompts.echoes[choice // self._request.candidates]
 

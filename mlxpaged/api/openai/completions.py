@@ -12,7 +12,7 @@ from mlxpaged.api.generation.answers import Answer, Answers, reply
 from mlxpaged.api.generation.deltas import Text, Update
 from mlxpaged.api.generation.request import MAX_LOGPROBS, GenerationRequest, sampling_params
 from mlxpaged.api.generation.submission import start
-from mlxpaged.api.openai.renderer import ChunkBeginning, CompletionsRenderer, completion_logprobs
+from mlxpaged.api.openai.renderer import ChunkBeginning, CompletionsRenderer, TextOffsets, completion_logprobs
 from mlxpaged.api.openai.schema import CompletionRequest
 from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
 
@@ -50,11 +50,11 @@ class CompletionRenderer(CompletionsRenderer):
         self._shows_logprobs = body.logprobs is not None
         self._num_top = body.logprobs or 0
         self._echoes = bool(body.echo)
-        self._offsets = [0] * answers.num_choices
+        self._offsets = [self._offsets_of(index) for index in range(answers.num_choices if body.stream else 0)]
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         text = "".join(part.text for part in answer.parts)
-        logprobs = self._logprobs(answer.logprobs, answer.prompt_logprobs)
+        logprobs = self._logprobs(answer.logprobs, answer.prompt_logprobs, self._offsets_of(index))
         return self._choice(index, text, answer.finish.reason, logprobs) | self.prompt_logprobs_field(answer)
 
     def events(self, update: Update) -> Iterator[str]:
@@ -62,20 +62,22 @@ class CompletionRenderer(CompletionsRenderer):
             reason = None if update.finish is None else update.finish.reason
             text = "".join(delta.text for delta in update.deltas if isinstance(delta, Text))
             logprobs = self._logprobs(update.logprobs, update.prompt_logprobs, self._offsets[update.choice])
-            if logprobs is not None:
-                self._offsets[update.choice] += sum(map(len, logprobs["tokens"]))
             yield self.chunk(self._choice(update.choice, text, reason, logprobs))
 
     def empty_chunk(self, index: int) -> str:
         return self.chunk(self._choice(index, "", None, None))
 
+    def _offsets_of(self, index: int) -> TextOffsets:
+        prompt, echo = self.answers.prompt_of(index)
+        return TextOffsets(self.answers.info.tokenizer, prompt, echo)
+
     def _logprobs(
-        self, tokens: Sequence[TokenLogprobs], prompt: PromptLogprobs | None, offset: int = 0
+        self, tokens: Sequence[TokenLogprobs], prompt: PromptLogprobs | None, offsets: TextOffsets
     ) -> dict[str, Any] | None:
         if not self._shows_logprobs:
             return None
         tokenizer, echoed = self.answers.info.tokenizer, prompt if self._echoes else None
-        return completion_logprobs(tokenizer, tokens, offset, echoed, self._num_top)
+        return completion_logprobs(tokenizer, tokens, offsets, echoed, self._num_top)
 
     def _choice(
         self, index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, ClassVar
 
 from mlxpaged.api.answer_thread import give_way
@@ -133,15 +133,45 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> dict
     return {"content": described(tokenizer, tokens), "refusal": None}
 
 
+class TextOffsets:
+    """Says where the tokens of one choice begin in its text, in characters. A token that is a part of a character
+    begins with it.
+
+    echo: the prompt as the text has it; empty if it has not.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], echo: str) -> None:
+        self._tokenizer = tokenizer
+        self._echo = echo
+        self._answer = tokenizer.detokenizer(after=prompt[-1])
+        self._end = len(echo)
+
+    def of_prompt(self, token_ids: Sequence[int]) -> list[int]:
+        """Special tokens that the client has not written are no part of the text."""
+        text, at, offsets = self._tokenizer.detokenizer(), 0, []
+        for token_id in token_ids:
+            give_way()
+            offsets.append(min(at, len(self._echo)))
+            special = self._tokenizer.text_alone(token_id)
+            at += len(text.add(token_id)) or (len(special) if self._echo.startswith(special, at) else 0)
+        return offsets
+
+    def of_answer(self, token_id: int) -> int:
+        """Returns where its next token begins."""
+        start = self._end
+        self._end += len(self._answer.add(token_id))
+        return start
+
+
 def completion_logprobs(
     tokenizer: Tokenizer,
     tokens: Sequence[TokenLogprobs],
-    offset: int = 0,
+    offsets: TextOffsets,
     prompt: PromptLogprobs | None = None,
     num_top: int = 0,
 ) -> dict[str, list[Any]]:
-    """offset: characters of the answer before the first of `tokens`. prompt: comes before `tokens`, if it is not None.
-    Its tokens get the `num_top` most likely ones. Its first token has no log-probability: nothing predicts it."""
+    """prompt: comes before `tokens`, if it is not None. Its tokens get the `num_top` most likely ones. Its first token
+    has no log-probability: nothing predicts it."""
     texts = [] if prompt is None else [tokenizer.token_text(prompt.token_ids[0])]
     logprobs: list[float | None] = [None] * len(texts)
     tops: list[dict[str, float] | None] = [None] * len(texts)
@@ -150,8 +180,9 @@ def completion_logprobs(
         texts.append(tokenizer.token_text(token.token_id))
         logprobs.append(max(token.logprob, MIN_LOGPROB))
         tops.append(top_logprobs(tokenizer, token))
-    offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
-    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+    places = [] if prompt is None else offsets.of_prompt(prompt.token_ids)
+    places += [offsets.of_answer(token.token_id) for token in tokens]
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": places}
 
 
 def top_logprobs(tokenizer: Tokenizer, token: TokenLogprobs) -> dict[str, float]:
