@@ -20,10 +20,10 @@ def gemma(name: str, models: str, start: str, end: str, quote: str) -> Format:
         yield from source.space()
         yield from source.literal("call:")
         called = (yield from source.before("{", end, most=MAX_NAME)).strip()
-        tools.schema(called)
+        schema = tools.schema(called)
         if not (yield from source.maybe("{")):
             raise NotACall
-        arguments = yield from notation.object(source)
+        arguments = yield from notation.object(source, schema=schema, root=schema)
         yield from source.close(end)
         if not source.thinking and (yield from source.has_more_ends(start, end)):
             raise NotACall

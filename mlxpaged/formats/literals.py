@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
-from mlxpaged.formats.schemas import as_string
+from mlxpaged.formats.schemas import Schema, as_string, fits, items_of, loads, member, types_of
 from mlxpaged.formats.source import NotACall, Reading, Source
 
 CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
@@ -24,6 +25,7 @@ ESCAPES = {
     "/": "/",
     "\n": "",
 }
+NOTHING: Schema = {}
 HEX = {"x": 2, "u": 4, "U": 8}
 NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?\Z")
 PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
@@ -36,13 +38,13 @@ MAX_WORD = 400
 @dataclass(frozen=True)
 class Notation:
     """quote: a tag at both ends of a string, in which nothing is escaped; empty if strings are Python's. bare_keys:
-    whether keys of objects have no quotes."""
+    whether keys of objects have no quotes. Then a word without quotes is a string if the schema says so."""
 
     quote: str = ""
     bare_keys: bool = False
 
-    def value(self, source: Source, depth: int = 0) -> Reading[str]:
-        """Reads a value. Returns it as JSON."""
+    def value(self, source: Source, depth: int = 0, schema: Any = None, root: Schema = NOTHING) -> Reading[str]:
+        """Reads a value. Returns it as JSON. schema: of the value, within `root`; None if it is not known."""
         if depth > MAX_DEPTH:
             raise NotACall
         yield from source.space()
@@ -50,19 +52,23 @@ class Notation:
             return as_string((yield from self._quoted(source)))
         first = yield from source.maybe("{", "[", "(", '"', "'")
         if first == "{":
-            return (yield from self.object(source, depth))
+            return (yield from self.object(source, depth, schema, root))
         if first in ("[", "("):
-            return (yield from self._list(source, "]" if first == "[" else ")", depth))
+            return (yield from self._list(source, "]" if first == "[" else ")", depth, schema, root))
         if first:
             return as_string((yield from string(source, first)))
         word = (yield from source.before(",", "}", "]", ")", "\n", most=MAX_WORD)).strip()
-        if word in CONSTANTS:
-            return CONSTANTS[word]
-        if NUMBER.match(word):
-            return word
-        raise NotACall
+        written = CONSTANTS.get(word, word if NUMBER.match(word) else "")
+        types = types_of(schema, root) if self.bare_keys else None
+        if types is None or "string" not in types or (written and fits(loads(written), {"type": [*types]}, NOTHING)):
+            if not written:
+                raise NotACall
+            return written
+        if not word or any(mark in word for mark in "<{["):
+            raise NotACall
+        return as_string(word)
 
-    def object(self, source: Source, depth: int = 0) -> Reading[str]:
+    def object(self, source: Source, depth: int = 0, schema: Any = None, root: Schema = NOTHING) -> Reading[str]:
         """Reads an object from after its bracket. Returns it as JSON."""
         found: dict[str, str] = {}
         while True:
@@ -77,7 +83,7 @@ class Notation:
             yield from source.literal(":")
             if key in found:
                 raise NotACall
-            found[key] = yield from self.value(source, depth + 1)
+            found[key] = yield from self.value(source, depth + 1, member(schema, loads(key), root), root)
 
     def _key(self, source: Source) -> Reading[str]:
         if self.quote and (yield from source.maybe(self.quote)):
@@ -92,8 +98,9 @@ class Notation:
             raise NotACall
         return as_string(key)
 
-    def _list(self, source: Source, end: str, depth: int) -> Reading[str]:
+    def _list(self, source: Source, end: str, depth: int, schema: Any, root: Schema) -> Reading[str]:
         found: list[str] = []
+        items = items_of(schema, root)
         while True:
             yield from source.space()
             if (yield from source.maybe(end)):
@@ -103,7 +110,7 @@ class Notation:
                 yield from source.space()
                 if (yield from source.maybe(end)):
                     return f"[{', '.join(found)}]"
-            found.append((yield from self.value(source, depth + 1)))
+            found.append((yield from self.value(source, depth + 1, items, root)))
 
     def _quoted(self, source: Source) -> Reading[str]:
         """Reads a string between tags. A tag in the middle of it, after which the object does not go on, is a quotation

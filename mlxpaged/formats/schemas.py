@@ -139,9 +139,15 @@ def _mentions(schema: Any, words: set[str]) -> bool:
     return False
 
 
-def member(schema: Any, key: str) -> Any:
+def items_of(schema: Any, root: Schema) -> Any:
+    """Returns the schema of a list's items; {} if the schema says nothing about them."""
+    schema = resolved(schema, root)
+    found = (each.get("items") for each in (schema, *(resolved(one, root) for one in choices(schema))))
+    return next((each for each in found if isinstance(each, Mapping)), {})
+
+
+def member(schema: Any, key: str, root: Schema) -> Any:
     """Returns the schema of an object's member; {} if the schema says nothing about it."""
-    root = schema
     schema = resolved(schema, root)
     for each in (schema, *(resolved(one, root) for one in (*choices(schema), *(schema.get("allOf") or ())))):
         properties = each.get("properties")

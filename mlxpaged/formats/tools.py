@@ -78,4 +78,4 @@ class Tools:
     def argument(self, name: str, key: str, text: str) -> str:
         """Returns the JSON of an argument that the model wrote as it is, without the quotes of a string."""
         root = self.schema(name)
-        return json_of(text, member(root, key), root)
+        return json_of(text, member(root, key, root), root)

@@ -114,6 +114,12 @@ def test_harmonys_channels_are_thoughts_calls_and_text(tmp_path: Path) -> None:
         assert [block["type"] for block in blocks] == ["thinking", "text"]
 
 
+def test_every_api_has_a_call_whose_word_has_no_quotes(tmp_path: Path) -> None:
+    with scripted_server(tmp_path, "gemma4", {"Rome?": "<|tool_call>call:weather{city:Rome}<tool_call|>"}) as server:
+        calls = by_api(server, "Rome?")
+        assert calls == {api: [("weather", ROME)] for api in ("chat", "streamed", "responses", "messages", "ollama")}
+
+
 OPEN_THOUGHTS = {
     "kimi_k3": {
         "Why?": "<|open|>think<|sep|>Hm.<|open|>response<|sep|>So.<|close|>response<|sep|><|close|>message<|sep|>",

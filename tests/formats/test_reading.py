@@ -236,6 +236,54 @@ def test_a_complete_call_before_a_cut_one_is_not_lost(form: str) -> None:
     assert "Par" in said(deltas)
 
 
+CITY = {"type": "object", "properties": {"name": STRING, "zip": STRING, "size": {"type": "integer"}}}
+TRIP = tool(
+    "trip",
+    city=STRING,
+    unit={"enum": ["celsius", "kelvin"]},
+    days={"type": "integer"},
+    stops={"type": "array", "items": STRING},
+    home={"$ref": "#/$defs/city"},
+    cities={"type": "array", "items": CITY},
+    note={"anyOf": [STRING, {"type": "null"}]},
+    any={},
+)
+TRIP["function"]["parameters"]["$defs"] = {"city": CITY}
+
+
+@pytest.mark.parametrize("form", ["gemma4", "function_gemma"])
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("city:Rome", {"city": "Rome"}),
+        ("city: New York ,days:3", {"city": "New York", "days": 3}),
+        ("city:12:30,unit:kelvin", {"city": "12:30", "unit": "kelvin"}),
+        ("stops:[Rome, New York,Q7Q]", {"stops": ["Rome", "New York", "7"]}),
+        ("home:{name:Rome,zip:00184,size:3}", {"home": {"name": "Rome", "zip": "00184", "size": 3}}),
+        ("cities:[{name:Rome},{zip:7}]", {"cities": [{"name": "Rome"}, {"zip": "7"}]}),
+        ("note:null,city:true", {"note": None, "city": "true"}),
+        ("note:none of it", {"note": "none of it"}),
+        ("any:3,days:4", {"any": 3, "days": 4}),
+        ("days:three", None),
+        ("any:Rome", None),
+        ("city:", None),
+        ("city:Rome, Italy", None),
+        ("city:f{x", None),
+        ("city:<b>", None),
+    ],
+)
+def test_a_word_without_quotes_is_a_string_where_the_schema_says_so(
+    form: str, written: str, arguments: dict[str, Any] | None
+) -> None:
+    """Else the call is text."""
+    start, end = FORMATS[form].starts[0], FORMATS[form].ends[0]
+    text = f"{start}call:trip{{{written.replace('Q', GEMMA_QUOTE if form == 'gemma4' else '<escape>')}}}{end}"
+    for pieces in ([text], list(text)):
+        deltas = parse(pieces, form, [TRIP])
+        assert calls_of(deltas) == ([] if arguments is None else [("trip", arguments)])
+        assert said(deltas) == (text if arguments is None else "")
+
+
 SEVERAL = {
     "json_tools": "<tool_call>\n{}\n{}\n</tool_call>",
     "phi4_mini": "<|tool_call|>[{}, {}]<|/tool_call|>",
