@@ -139,6 +139,7 @@ def add_parser(commands: Any) -> None:
     requests.field("--request-timeout", timeout, f"time for the whole answer, {limit}", "0")
     requests.field("--ttft-timeout", timeout, f"time for the first token, {limit}", "0")
     requests.switch("--strict", "refuse unknown fields and hints in requests, which are ignored otherwise")
+    requests.switch("--close-thoughts", "if a model ends within its thought, close the thought and begin the answer")
     requests.switch("--timelines", "add the times of waiting, prefill and decoding to every answer")
     kept = "directory for /v1/files and /v1/batches; 0: both are off"
     requests.value("--data-dir", flags.or_zero(flags.path, None), None, kept, "0")

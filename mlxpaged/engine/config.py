@@ -83,6 +83,7 @@ class EngineConfig:
     default_frequency_penalty: float | None = None
     request_timeout: float | None = None  # seconds for the whole answer, for requests that set no timeout
     ttft_timeout: float | None = None  # seconds for the first token, for requests that set no timeout
+    close_thoughts: bool = False  # whether an end token in a thought closes the thought, and the answer begins
     timelines: bool = False  # whether every answer has a timeline, also if the request does not ask for it
 
     attention_backend: str = "auto"  # "auto", "metal", "gather" or "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence as ListOf
 
@@ -53,8 +54,12 @@ class RunningRequest:
         self.timeline = TimelineRecorder(sequence) if request.timeline else None
         limit, start, end = request.params.thinking_budget, tokenizer.think_start_ids, tokenizer.think_end_ids
         inside = request.params.begins_thinking
-        following = tokenizer.think_next_ids
-        self.thinking = None if limit is None else ThinkingBudget(limit, start, end, inside, following)
+        closes = request.params.close_thought
+        self.thinking: ThinkingBudget | None = None
+        if limit is not None or closes:
+            most, following, calls = math.inf if limit is None else limit, tokenizer.think_next_ids, tokenizer.call_ids
+            self.thinking = ThinkingBudget(most, start, end, inside, following, calls)
+        self._ends = tokenizer.eos_token_ids & sequence.stop_token_ids if closes else frozenset()
         # Whether the sampler needs all earlier tokens: then it waits until the last one is read from the device.
         self.needs_tokens = matcher is not None or self.thinking is not None or request.params.penalizes
 
@@ -68,6 +73,10 @@ class RunningRequest:
         finished. mask: the tokens that the grammar allows there."""
         token = None if self.thinking is None else self.thinking.after(drafts).forced()
         return token if token is None or mask is None or is_allowed(mask, token) else None
+
+    def _close(self, drafts: ListOf[int]) -> tuple[int, frozenset[int]] | None:
+        token = None if self.thinking is None else self.thinking.after(drafts).close
+        return None if token is None else (token, self._ends)
 
     def sampling_row(self, position: int, mask: Mask | None, drafts: ListOf[int]) -> SamplingRow:
         """The sampler's input for the token at `position`. mask: the tokens that the grammar allows there. drafts: the
@@ -84,6 +93,7 @@ class RunningRequest:
             mask=mask,
             forced=self.forced(drafts, mask),
             drafts=drafts,
+            close=self._close(drafts) if self._ends and mask is None else None,
         )
 
     def advance(self, sampled: SampledToken, now: float) -> RequestOutput:

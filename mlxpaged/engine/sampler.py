@@ -25,8 +25,9 @@ class SamplingRow(NamedTuple):
     """One row of logits. position: of the token to sample. token_ids: prompt and answer, known up to `position`.
 
     forbidden: tokens that must not be sampled. mask: the tokens that a grammar allows. forced: the token to take,
-    for any logits. drafts: the tokens before `position` that `token_ids` does not have. The rows of a sequence with
-    drafts follow one another, each with one draft more. Each may be rejected by the row before it.
+    for any logits. close: the token to take in place of any of these end tokens. drafts: the tokens before `position`
+    that `token_ids` does not have. The rows of a sequence with drafts follow one another, each with one draft more.
+    Each may be rejected by the row before it.
     """
 
     sequence_id: int
@@ -39,6 +40,7 @@ class SamplingRow(NamedTuple):
     mask: Mask | None = None
     forced: int | None = None
     drafts: Sequence[int] = ()
+    close: tuple[int, Collection[int]] | None = None
 
     def token_at(self, position: int) -> int:
         """A token before `self.position`."""
@@ -47,7 +49,13 @@ class SamplingRow(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        return self.params.plain and not self.forbidden and self.mask is None and self.forced is None
+        return (
+            self.params.plain
+            and not self.forbidden
+            and self.mask is None
+            and self.forced is None
+            and self.close is None
+        )
 
 
 class SampledToken(NamedTuple):
@@ -146,7 +154,7 @@ class Sampler:
             return Samples(mx.argmax(logits, axis=-1).astype(mx.int32))
         raw = logits.astype(mx.float32)
         scores = masked(self._counts.penalize(biased(raw, rows), rows), rows)
-        tokens = self._sample(scores, rows)
+        tokens = closed(self._sample(scores, rows), rows)
         forced = {i: row.forced for i, row in enumerate(rows) if row.forced is not None}
         if forced:
             tokens[mx.array(list(forced))] = mx.array(list(forced.values()), dtype=mx.int32)
@@ -187,6 +195,22 @@ def biased(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     if not (known := tokens < logits.shape[-1]).all():
         at, tokens, bias = at[known], tokens[known], bias[known]
     return logits.at[mx.array(at), mx.array(tokens)].add(mx.array(bias)) if len(at) else logits
+
+
+def closed(tokens: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+    """Replace the end tokens [R] of the rows in whose place another is to be taken."""
+    at, instead, ends = [], [], set[int]()
+    for i, row in enumerate(rows):
+        if row.close is not None:
+            at.append(i)
+            instead.append(row.close[0])
+            ends.update(row.close[1])
+    if not ends:
+        return tokens
+    index = mx.array(at)
+    is_end = mx.any(tokens[index][:, None] == mx.array(sorted(ends)), axis=-1)
+    tokens[index] = mx.where(is_end, mx.array(instead, mx.int32), tokens[index])
+    return tokens
 
 
 def without(logits: mx.array, absent: mx.array) -> mx.array:

@@ -49,6 +49,7 @@ class SamplingParams:
     tool_tags: bool = False  # whether the text shows the special tokens of tool calls
     continues_text: bool = False  # whether the answer goes on with the prompt's text: then it may begin with a space
     thinking_budget: int | None = None  # most tokens in think blocks
+    close_thought: bool = False  # whether an end token in the first think block closes it, and the answer begins
     begins_thinking: bool = False  # whether the prompt opened a think block
     predicted: tuple[int, ...] = ()  # what the answer will be for the most part: draft tokens are taken from it too
     speculative: bool | int | None = None  # most draft tokens that a step verifies; None or True: no limit of its own

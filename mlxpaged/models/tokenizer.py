@@ -152,6 +152,7 @@ class Tokenizer:
         self.think_start_ids = self._tag_ids(harmony.BEGIN_THOUGHT if in_messages else thoughts.start)
         self.think_end_ids = self._tag_ids(harmony.END_THOUGHT if in_messages else thoughts.end)
         self.think_next_ids = [self._tag_ids(tag) for tag in following]
+        self.call_ids = [self._tag_ids(tag) for tag in tools.starts]
         self._control = self._control_tokens()
         self.takes_system = self._shows_systems("system", "user")
         late = ("system", "user", "system"), ("system", "user", "assistant", "system", "user")

@@ -76,6 +76,17 @@ def test_a_head_without_such_rows_has_no_further_operation() -> None:
     assert sampler.absent is None
 
 
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"seed": 1}])
+def test_an_end_token_is_replaced_in_the_rows_that_say_so(params: dict[str, Any]) -> None:
+    """After a draft too: the row after it has the draft behind it."""
+    logits = np.full((4, VOCAB), -20.0, np.float32)
+    logits[[0, 1, 2, 3], [5, 5, 6, 7]] = 20.0
+    close = 9, frozenset({5, 6})
+    rows = [row(i, **params)._replace(close=each) for i, each in enumerate((close, None, close, close))]
+    rows[2] = rows[2]._replace(drafts=(5,), position=rows[2].position + 1)
+    assert sample(mx.array(logits), rows) == [9, 5, 9, 7]
+
+
 # -- filters -----------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -74,3 +75,24 @@ def test_the_closing_tag_is_forced_and_the_answer_goes_on_from_it(
 def test_without_a_block_nothing_is_forced(served: ServedModel) -> None:
     core = build_engine(EngineConfig(kv_cache_bytes=1_000_000), served)
     assert run_requests(core, [[10, 11, 12]], thinking_budget=1) == run_requests(core, [[10, 11, 12]])
+
+
+@pytest.mark.parametrize(
+    ("inside", "tokens", "close"),
+    [
+        (True, [], 5),
+        (True, [1, 2], 5),
+        (False, [], None),
+        (False, [3], 5),
+        (False, [1, 3, 2], 5),
+        (True, [5], None),
+        (True, [1, 5, 2, 3], None),  # a further block
+        (True, [1, 8, 9], None),  # a call
+        (True, [1, 7], None),  # the next channel
+    ],
+)
+def test_an_end_token_closes_the_first_block_only(inside: bool, tokens: list[int], close: int | None) -> None:
+    budget = ThinkingBudget(math.inf, [3], [5], inside, following=[[7]], calls=[[8, 9]])
+    assert budget.after(tokens).close == close
+    assert budget.close == (5 if inside else None)
+    assert ThinkingBudget(math.inf, [3], [5, 6], True).close is None  # its first token alone closes nothing

@@ -102,6 +102,7 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
         tool_tags=bool(tools),
         continues_text=chat.continue_final_message,
         begins_thinking=opened,
+        close_thought=info.close_thoughts and bool(tags.think_start),
         constraint=form,
         predicted=await tokens_of_prediction(http, chat.prediction, info),
     )
