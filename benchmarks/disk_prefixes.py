@@ -22,6 +22,7 @@ from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.disk_tier import PREFIX
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.loader import load_model
@@ -90,7 +91,7 @@ def compare(core: EngineCore, streams: int, rounds: int, seconds: float, prompt:
         core.scheduler.clear_cache()
         request = Request("prompt", prompt, SamplingParams(max_tokens=1, temperature=0.0), core.clock())
         # The last step may compute the prompt's last tokens.
-        beside += gaps(core, streams, once_added(core, request, lambda: not core.scheduler.loading))[:-1]
+        beside += gaps(core, streams, once_added(core, request, lambda: not core.scheduler.held[PREFIX]))[:-1]
     print(f"{streams} streams: {len(alone)} steps alone, {len(beside)} beside a prompt that is read")
     if beside:
         print_gaps(alone, beside, "beside")

@@ -15,9 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.wiring import Wiring
+from wiring import Wiring
 
 CLASSES = {
     "engine/core.py": "EngineCore",

@@ -21,6 +21,7 @@ from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.image_encoder import IMAGES
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.loader import load_model
@@ -89,7 +90,7 @@ def main() -> None:
         tokens, images = prompt_with(numbers, args.side, form)
         started = time.monotonic()
         request = Request(f"images {i}", tokens, params, core.clock(), images=images)
-        beside += gaps(core, args.streams, once_added(core, request, lambda: not core.scheduler.held))
+        beside += gaps(core, args.streams, once_added(core, request, lambda: not core.scheduler.held[IMAGES]))
         seconds += time.monotonic() - started
     print(f"{args.streams} streams; {args.images} images of {args.side} x {args.side} pixels in {seconds:.1f} s")
     print_gaps(alone, beside, "while images are encoded")

@@ -151,7 +151,7 @@ class Wiring:
                 if isinstance(node, ast.AugAssign | ast.AnnAssign):
                     targets = [node.target]
                 found += [
-                    f"{name}:{node.lineno}: {ast.unparse(target)}"
+                    f"{name}:{target.lineno}: {ast.unparse(target)}"
                     for target in targets
                     if isinstance(target, ast.Attribute)
                     if dotted(target).startswith("self.")
