@@ -1,10 +1,11 @@
 """mlxpaged: one model, many clients, one Mac."""
 
-from mlxpaged import mlx_settings
+from mlxpaged import mlx_settings, open_files
 from mlxpaged.cpu import blas
 
 blas.prepare()
 mlx_settings.prepare()
+open_files.prepare()
 
 __version__: str
 

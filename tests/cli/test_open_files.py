@@ -21,7 +21,6 @@ from tests.support import wait_until
 LIMIT = 96
 SERVE = f"""
 import resource, sys
-import mlxpaged.models.loader  # imports mlx-lm, which sets limits of its own: 2048, at most 4096
 resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))
 from mlxpaged.cli import main
 sys.exit(main(["serve", "none", "--port", "0"]))
@@ -51,6 +50,17 @@ def is_healthy(url: str) -> bool:
         return httpx.get(f"{url}/health", trust_env=False, timeout=DEADLINE).status_code == 200
     except httpx.TransportError:  # the connections before are not closed yet
         return False
+
+
+def test_a_hard_limit_below_that_of_mlx_lm_is_kept() -> None:
+    code = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))
+import mlxpaged.models.loader
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == f"{(LIMIT, LIMIT)}\n", done.stderr
 
 
 @pytest.mark.more
