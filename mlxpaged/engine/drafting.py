@@ -33,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class Drafter(Protocol):
+    def begin_step(self) -> None:
+        """The drafts of another step are asked for."""
+        ...
+
     def propose(self, running: RunningRequest, most: int) -> tuple[list[int], int]:
         """Returns up to `most` tokens that may come next, and how many tokens of the text they were found by."""
         ...
@@ -145,6 +149,8 @@ class Drafting(Part):
             sequence.drafts = ()
         if not can_pay:
             return False
+        if self.drafter is not None:
+            self.drafter.begin_step()
         searched: list[int] = []
         proposals = [self._in_vocabulary(self._propose(sequence, searched)) for sequence in decoding]
         if not any(proposal.drafts for proposal in proposals):

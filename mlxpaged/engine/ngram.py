@@ -23,8 +23,9 @@ PLACES = 8
 LONGEST = 64
 """Tokens that are compared, back from the end of the text."""
 
-TOKENS_AT_ONCE = 4096
-"""Tokens that a step adds to the index, so that a long prompt does not delay it: each takes about a microsecond."""
+TOKENS_AT_ONCE, LEAST_TOKENS = 4096, 64
+"""Tokens that a step adds to the indexes of all sequences together, and those that it adds to each even so. So long
+prompts do not delay it: each token takes about a microsecond."""
 
 
 NONE = -1
@@ -43,16 +44,19 @@ class NgramIndex:
         self._pairs: dict[int, int] = {}
         self._followed = 0  # after the tokens that were copied last: a copy goes on if a token of it was replaced
 
-    def extend(self, token_ids: ListOf[int], end: int) -> None:
-        """Add the tokens up to `end`, some of them if they are many. token_ids: all of the sequence."""
+    def extend(self, token_ids: ListOf[int], end: int, most: int = TOKENS_AT_ONCE) -> int:
+        """Add the tokens up to `end`, at most so many of them. token_ids: all of the sequence. Returns how many were
+        added."""
         if self._num_predicted < len(self._prediction):
             first = self._num_predicted
-            self._num_predicted += self._add(self._prediction[first : first + TOKENS_AT_ONCE])
-            return
+            added = self._add(self._prediction[first : first + most])
+            self._num_predicted += added
+            return added
         start = len(self._tokens) - self._num_predicted
-        added = self._add(token_ids[start : min(end, start + TOKENS_AT_ONCE)])
+        added = self._add(token_ids[start : min(end, start + most)])
         if self._followed:
             self._followed += added
+        return added
 
     def _add(self, token_ids: ListOf[int]) -> int:
         tokens, latest = self._tokens, self._latest
@@ -83,7 +87,7 @@ class NgramIndex:
         place = self._followed if self._followed < end else 0
         best, candidate = self._match(place), self._latest.get(gram, 0)
         for _ in range(PLACES):
-            if not candidate:
+            if not candidate or best == LONGEST:
                 break
             length = self._match(candidate)
             if length > best:
@@ -116,6 +120,10 @@ class NgramDrafter:
 
     def __init__(self) -> None:
         self._indexes: dict[int, NgramIndex] = {}
+        self._left = TOKENS_AT_ONCE  # tokens that this step may still add
+
+    def begin_step(self) -> None:
+        self._left = TOKENS_AT_ONCE
 
     def propose(self, running: RunningRequest, most: int) -> tuple[list[int], int]:
         sequence = running.sequence
@@ -123,7 +131,7 @@ class NgramDrafter:
         if index is None:
             index = self._indexes[sequence.sequence_id] = NgramIndex(running.request.params.predicted)
         end = sequence.num_known_tokens
-        index.extend(sequence.token_ids, end)
+        self._left -= index.extend(sequence.token_ids, end, max(self._left, LEAST_TOKENS))
         return index.continuation(end, most)
 
     @property

@@ -71,6 +71,9 @@ class Late:
     def __init__(self, device: Device, known: Mapping[str, ListOf[int]], after: int = 0) -> None:
         self._device, self._known, self._after, self._oracle = device, known, after, Oracle(known)
 
+    def begin_step(self) -> None:
+        pass
+
     def propose(self, running: RunningRequest, most: int) -> tuple[list[int], int]:
         self._device.asked.append(len(self._device.steps))
         sequence = running.sequence

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from mlxpaged.engine import ngram
 from mlxpaged.engine.constraint import Constraint
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.drafting import Drafting
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
-from mlxpaged.engine.ngram import NgramDrafter
+from mlxpaged.engine.ngram import NgramDrafter, NgramIndex
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampling_params import SamplingParams
@@ -38,6 +39,9 @@ class Oracle:
 
     def __init__(self, answers: Mapping[str, ListOf[int]], seed: int = 1, right: float = RIGHT) -> None:
         self._answers, self._rng, self._right = answers, random.Random(seed), right
+
+    def begin_step(self) -> None:
+        pass
 
     def propose(self, running: RunningRequest, most: int) -> tuple[list[int], int]:
         sequence = running.sequence
@@ -494,6 +498,32 @@ def test_nothing_is_kept_of_a_request_that_has_ended(either: Path) -> None:
     core.step()
     core.abort_all("enough")
     assert drafter.num_sequences == 0
+
+
+def test_many_long_prompts_delay_no_step(either: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step adds few tokens to the indexes, of however many sequences. All are searched in the end."""
+    monkeypatch.setattr(ngram, "TOKENS_AT_ONCE", 40)
+    monkeypatch.setattr(ngram, "LEAST_TOKENS", 4)
+    added = [0]
+    extend = NgramIndex.extend
+
+    def count(index: NgramIndex, token_ids: ListOf[int], end: int, most: int) -> int:
+        number = extend(index, token_ids, end, most)
+        added[-1] += number
+        return number
+
+    monkeypatch.setattr(NgramIndex, "extend", count)
+    _, core = both(either)
+    assert core.drafting is not None
+    core.drafting.budget.lengths = as_many
+    params = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True, logit_bias={50: 50.0})
+    core.submit([Request(f"r{i}", prompt(i, 100), params, float(i)) for i in range(6)])
+    while core.has_work():
+        core.step()
+        added.append(0)
+    assert max(added) <= 2 * (40 + 6 * 4)  # what a step verifies may be chosen twice
+    assert sum(added) > 6 * 100
+    assert core.stats().drafts.accepted_total > 6 * 20
 
 
 def test_drafts_beside_images(either: Path) -> None:

@@ -194,6 +194,9 @@ class Known:
     def __init__(self, prompts: list[list[int]], answers: list[list[int]]) -> None:
         self._answers = {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
 
+    def begin_step(self) -> None:
+        pass
+
     def propose(self, running: RunningRequest, most: int) -> tuple[list[int], int]:
         sequence = running.sequence
         answer = self._answers[tuple(sequence.token_ids[: sequence.num_prompt_tokens])]
