@@ -7,7 +7,6 @@ import contextlib
 import gc
 import math
 import threading
-import time
 from codecs import BOM_UTF8
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any, TypeVar
@@ -178,17 +177,20 @@ async def pieces(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit and expects_continue:
         raise too_large(limit)  # the client waits before it sends the body
-    received = 0
-    started = time.monotonic()
+    received, server = 0, server_of(request)
+    started = server.now
     stream = request.stream()
     try:
         while True:
             allowed = BODY_SECONDS + received / MIN_BYTES_PER_SECOND
             try:
-                piece = await asyncio.wait_for(anext(stream), started + allowed - time.monotonic())
+                piece = await asyncio.wait_for(anext(stream), started + allowed - server.now)
             except StopAsyncIteration:
                 break
             except asyncio.TimeoutError:
+                if server.now < started + allowed:  # the process was stopped: the rest may have arrived meanwhile
+                    stream = request.stream()
+                    continue
                 message = f"the request body was not complete after {allowed:.0f} s; {received} bytes had arrived"
                 raise ApiError(408, message, "timeout_error", "body", "body_timeout", CLOSE) from None
             received += len(piece)

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -346,12 +345,29 @@ def test_a_body_that_does_not_arrive_in_time_gets_a_408(
     assert b'"code":"body_timeout"' in received
 
 
+def test_the_time_in_which_the_process_is_stopped_counts_for_no_body(
+    server: RunningServer, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's clock stands still meanwhile."""
+    monkeypatch.setattr(Server, "now", 0.0)
+    monkeypatch.setattr(body, "BODY_SECONDS", 0.1)
+    sent = json.dumps(run_on("x", 1)).encode()
+
+    def pieces() -> Iterator[bytes]:
+        yield sent[:10]
+        time.sleep(0.3)
+        yield sent[10:]
+
+    with raw(server) as client:
+        assert client.post(COMPLETIONS, content=pieces(), headers={"x-api-key": key}).status_code == 200
+
+
 def test_a_body_that_comes_fast_enough_may_take_longer(
     server: RunningServer, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """300 bytes each 40 s: the first must be there after 60 s, the others after 60 s more each."""
     clock = FakeClock()
-    monkeypatch.setattr(body, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(Server, "now", property(lambda _: clock()))
     monkeypatch.setattr(body, "BODY_SECONDS", 60.0)
     monkeypatch.setattr(body, "MIN_BYTES_PER_SECOND", 5)
     sent = json.dumps(run_on("x", 1)).encode().ljust(900)
