@@ -35,13 +35,13 @@ PARTS = {
         "cache.checkpoints models.gated_delta models.rollback models.states scheduler.junctions scheduler.recurrent"
     ),
     "memory": (
-        "engine.headroom engine.memory_pressure engine.memory_watch engine.pool_resizer engine.step_memory "
-        "engine.swap_space engine.wired_memory"
+        "engine.growth_wait engine.headroom engine.memory_pressure engine.memory_watch engine.pool_resizer "
+        "engine.step_memory engine.swap_space engine.wired_memory"
     ),
     "grammar": (
         "engine.characters engine.constraint engine.grammar engine.grammar_check engine.grammar_limits engine.integers "
-        "engine.json_grammar engine.json_in_lark engine.json_schema engine.patterns engine.schema_limits "
-        "engine.schema_merge engine.structured_output"
+        "engine.json_grammar engine.json_in_lark engine.json_schema engine.loosening engine.patterns "
+        "engine.schema_limits engine.schema_merge engine.structured_output"
     ),
     "images": "engine.image_encoder engine.images models.vision models.vision_family models.vision_probe vision",
     "pace": (

@@ -10,6 +10,7 @@ from mlxpaged.engine.disk_tier import NO_TIER, DiskTier
 from mlxpaged.engine.drafting import Drafter, Drafting
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder
 from mlxpaged.engine.grammar import Grammars
+from mlxpaged.engine.growth_wait import GrowthWait
 from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.image_encoder import ImageEncoder
 from mlxpaged.engine.images import Images
@@ -89,6 +90,7 @@ class EngineCore(Worker):
         # Drafts follow known tokens, so they come last: the encoder may have ended the step in flight.
         self.parts: list[Part] = []
         self.requests = RequestTable(served, scheduler, grammars, clock, self._forget, images, self.parts)
+        self.parts.append(GrowthWait(scheduler, self.requests, clock))
         if tier is not None:
             self.parts.append(tier)
         if images is not None:

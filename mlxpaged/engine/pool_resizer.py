@@ -27,7 +27,7 @@ pool is copied whole, also if it is larger."""
 RETRY_SECONDS = 1.0
 """Seconds after a growth that failed until the next one is tried. They double with each failure."""
 
-MAX_RETRY_SECONDS = 60.0
+MAX_RETRY_SECONDS = 16.0
 
 REST_SECONDS = 3600.0
 """An idle engine that has nothing to give back does not wake up more often than this without a command."""

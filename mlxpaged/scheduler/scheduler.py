@@ -149,6 +149,14 @@ class Scheduler:
         """Sequences that wait for nothing but room, or run."""
         return len(self.running) + len(self.waiting)
 
+    def too_large_for_pool(self) -> list[int]:
+        """Ids of the sequences that could not run on even alone in the pool as large as it is now."""
+        if self.blocks.size.num_blocks == self.blocks.size.limit:
+            return []
+        running = (each for each in self.running if self.blocks.outgrows_pool(each, 1))
+        waiting = (each for each in self.waiting if not self.blocks.can_hold(each))
+        return [each.sequence_id for each in itertools.chain(running, waiting)]
+
     def _value(self, chain: ListOf[CachedBlock]) -> None:
         """Mark a prefix if it takes long to compute."""
         if self.valuable_seconds < math.inf:

@@ -13,9 +13,11 @@ import pytest
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.engine import pool_resizer
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.growth_wait import GROWTH_SECONDS
 from mlxpaged.engine.memory_pressure import MemoryPressure
 from mlxpaged.engine.memory_watch import IDLE_SECONDS, POLL_SECONDS
 from mlxpaged.engine.pool_resizer import LEAST_SHARE, PRESSURE_SECONDS
+from mlxpaged.engine.request import RequestOutput
 from mlxpaged.scheduler.sequence import FinishReason, Priority
 from tests.engine.fuzz import play
 from tests.engine.hybrid import Hybrid, TinyModel, assert_balanced, request, run
@@ -257,6 +259,70 @@ def test_a_request_that_waits_for_memory_ends_at_its_deadline(
     assert ended[0].finish_reason is FinishReason.TIMEOUT
     assert clock.now == 0.5
     assert core.pause() > IDLE_SECONDS
+
+
+@pytest.mark.parametrize("is_pressed", [False, True])
+def test_a_request_for_which_the_pool_cannot_grow_ends_and_others_do_not(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch, is_pressed: bool
+) -> None:
+    """Nothing of this server would make room for it. It ends after GROWTH_SECONDS, and later ones are served."""
+    if not is_pressed:
+        monkeypatch.setattr("mlxpaged.engine.model_runner.unused_memory", lambda: 0)
+    clock, level = Clock(), WARNING if is_pressed else NORMAL
+    core = llama.engine(num_blocks=64, start_tokens=32, clock=clock, pressure=lambda: level)
+    core.add(request("long", [1] * 60, 4))
+    ended = step_until(core, clock, "long")
+    assert ended.finish_reason is FinishReason.MEMORY
+    assert "it stays at 4 blocks" in (ended.error or "")
+    assert GROWTH_SECONDS <= clock.now <= GROWTH_SECONDS + 2 * POLL_SECONDS
+    core.add(request("later", [1] * 60, 4))
+    clock.now += POLL_SECONDS
+    core.add(request("short", [1, 2, 3], 4))
+    assert step_until(core, clock, "short").finish_reason is FinishReason.LENGTH
+    assert core.requests.by_sequence  # the later one has its own time
+    assert step_until(core, clock, "later").finish_reason is FinishReason.MEMORY
+    assert_balanced(core)
+
+
+def test_an_answer_that_outgrows_a_pool_that_cannot_grow_ends(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxpaged.engine.model_runner.unused_memory", lambda: 0)
+    clock = Clock()
+    core = llama.engine(num_blocks=64, start_tokens=32, clock=clock)
+    core.add(request("answer", [1] * 8, 60))
+    ended = step_until(core, clock, "answer")
+    assert ended.finish_reason is FinishReason.MEMORY
+    assert 20 <= ended.num_output_tokens <= 32
+    assert_balanced(core)
+
+
+def test_a_request_that_outgrows_the_pool_again_waits_as_long_again(llama: TinyModel) -> None:
+    clock, level = Clock(), [WARNING]
+    core = llama.engine(num_blocks=64, start_tokens=32, clock=clock, pressure=lambda: level[0])
+    core.add(request("long", [1] * 60, 100))
+    while clock.now < GROWTH_SECONDS - 2 * POLL_SECONDS:
+        core.step()
+        clock.now += POLL_SECONDS
+    level[0] = NORMAL
+    while core.scheduler.pool.num_blocks == 4:
+        core.step()
+        clock.now += POLL_SECONDS
+    grown_at, level[0] = clock.now, WARNING
+    ended = step_until(core, clock, "long")
+    assert ended.finish_reason is FinishReason.MEMORY
+    assert ended.num_output_tokens > 0
+    assert clock.now >= grown_at + GROWTH_SECONDS
+
+
+def step_until(core: EngineCore, clock: Clock, request_id: str) -> RequestOutput:
+    """The last output of a request. Time passes only while the engine waits."""
+    while clock.now < 10 * GROWTH_SECONDS:
+        for output in core.step():
+            if output.request_id == request_id and output.finish_reason is not None:
+                return output
+        clock.now += core.pause()
+    pytest.fail(f"{request_id} does not end")
 
 
 def test_a_growth_to_less_than_was_wanted_is_not_repeated_at_once(
