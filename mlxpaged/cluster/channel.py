@@ -60,6 +60,12 @@ class Channel:
                 raise EOFError("the channel is closed") from error
             raise
 
+    def replace(self, descriptor: int) -> None:
+        """Put this connection in the place of another socket, and end the channel. It does not block there."""
+        os.set_blocking(self._connection.fileno(), False)
+        os.dup2(self._connection.fileno(), descriptor, inheritable=False)
+        self._connection.close()
+
     def close(self) -> None:
         """A thread in `receive` gets EOFError, also if the peer cannot be reached."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as connected:
@@ -69,10 +75,10 @@ class Channel:
 
 
 class Listener:
-    """Accepts channels from the given addresses only, and on one of them. Peers that are silent or slow delay no other,
-    however many they are."""
+    """Accepts channels on one address. peers: from these only; None for any. Peers that are silent or slow delay no
+    other, however many they are."""
 
-    def __init__(self, address: str, peers: Container[str], secret: bytes) -> None:
+    def __init__(self, address: str, peers: Container[str] | None, secret: bytes) -> None:
         self._socket = socket.create_server((address, 0))
         self._peers = peers
         self._secret = secret
@@ -101,7 +107,7 @@ class Listener:
         while not self._is_closed:
             try:
                 connected, (address, *_) = self._socket.accept()
-                if address in self._peers:
+                if self._peers is None or address in self._peers:
                     self._begin(connected)
                 else:
                     connected.close()

@@ -251,8 +251,10 @@ class ClusterEngine(threading.Thread):
         assert self._slot is not None
         steps = self._hellos[0].steps
         assert steps is not None
-        start = Start(self._slot.config, len(self._hosts), self._hosts.backend, steps, self._stall_limits)
-        for rank in range(len(self._hosts)):
+        size = len(self._hosts)
+        ring = tuple(self._hellos[rank].ring for rank in range(size))
+        start = Start(self._slot.config, size, self._hosts.backend, steps, ring, self._stall_limits)
+        for rank in range(size):
             self._send(rank, start)
 
     def _on_message(self, processes: Processes, rank: int, message: object) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import random
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +12,6 @@ LOCAL = "127.0.0.1"
 """`mlx.launch` starts the ranks of this host itself, and all others with ssh."""
 
 BACKENDS = ("ring", "jaccl", "jaccl-ring")
-FIRST_PORT = 32323
-"""The ring's first port on machines in a network: the default of `mlx.launch`. Each rank and address has the next
-one."""
-PORTS = (20_000, 32_000)
-"""Ports of the ring on one machine: below those that Linux (32,768) and macOS (49,152) give to connections."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +61,9 @@ class Hosts:
         return len(self.hosts)
 
     @property
-    def are_local(self) -> bool:
-        return all(host.is_local for host in self.hosts)
-
-    @property
     def addresses(self) -> frozenset[str]:
         """Addresses from which ranks may connect."""
         return frozenset(ip for host in self.hosts for ip in host.ips)
-
-    @property
-    def first_port(self) -> int:
-        """The first port of the ring. On one machine alone any free ones will do."""
-        count = sum(len(host.ips) for host in self.hosts)
-        return free_ports(count) if self.are_local else FIRST_PORT
 
     def label(self, rank: int) -> str:
         return f"rank {rank} ({self.hosts[rank].ssh})"
@@ -107,15 +90,3 @@ def is_own(address: str) -> bool:
         except OSError:
             return False
     return True
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` ports of this machine, one after the other, that are free now. The system gives none of
-    these to a connection until the ranks take them, seconds later."""
-    while True:
-        first = random.randrange(*PORTS)
-        with contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.bind((LOCAL, port))
-            return first

@@ -25,6 +25,8 @@ or computes."""
 Versions = tuple[tuple[str, str], ...]
 """Names and versions."""
 
+Address = tuple[str, int]
+
 
 def versions() -> Versions:
     """What must be the same on all ranks."""
@@ -38,12 +40,14 @@ def versions() -> Versions:
 
 @dataclass(frozen=True)
 class Hello:
-    """steps: where rank 0 accepts the others; None of other ranks."""
+    """steps: where rank 0 accepts the others; None of other ranks. ring: where this rank accepts the one before it, for
+    each link; empty without a ring of MLX's."""
 
     rank: int
     pid: int
     versions: Versions
-    steps: tuple[str, int] | None
+    steps: Address | None
+    ring: tuple[Address, ...]
 
 
 @dataclass(frozen=True)
@@ -94,12 +98,13 @@ class Replied:
 
 @dataclass(frozen=True)
 class Start:
-    """Goes to all ranks, once, after the last one has said Hello. steps: rank 0's."""
+    """Goes to all ranks, once, after the last one has said Hello. steps: rank 0's. ring: of all ranks."""
 
     config: EngineConfig
     size: int
     backend: str
-    steps: tuple[str, int]
+    steps: Address
+    ring: tuple[tuple[Address, ...], ...]
     stall_limits: StallLimits
 
 

@@ -52,9 +52,8 @@ class Processes:
         self._hostfile.write(hosts.for_launch)
         self._hostfile.flush()
         script = [*PYTHON, "-m", "mlxpaged.cluster.rank"]
-        ports = ["--starting-port", str(hosts.first_port)]
         self._launcher = subprocess.Popen(
-            [*LAUNCH, "--hostfile", self._hostfile.name, "--backend", hosts.backend, *ports, *OFFLINE, "--", *script],
+            [*LAUNCH, "--hostfile", self._hostfile.name, "--backend", hosts.backend, *OFFLINE, "--", *script],
             stdin=subprocess.PIPE,
             stdout=sys.stderr.fileno(),
             start_new_session=True,  # Ctrl-C in the terminal is for the server, which ends the ranks after its requests

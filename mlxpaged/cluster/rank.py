@@ -35,6 +35,7 @@ from mlxpaged.cluster.messages import (
     Submit,
     versions,
 )
+from mlxpaged.cluster.ring import Ring, own_addresses
 from mlxpaged.cluster.silence import Silence
 from mlxpaged.engine.builder import load_core
 from mlxpaged.engine.engine_thread import EXPECTED, Callbacks, EngineThread, Failure, ModelSlot
@@ -65,19 +66,21 @@ def main() -> None:
     secret, server = bytes.fromhex(told["secret"]), tuple(told["server"])
     # The other ranks reach rank 0 where they reach the server.
     accepts = Listener(server[0], told["peers"], secret) if rank == 0 else None
+    ring = Ring(own_addresses(rank), secret)
     channel = connect(server, secret)
-    channel.send(Hello(rank, os.getpid(), versions(), None if accepts is None else accepts.address))
-    Rank(rank, channel, secret, accepts).run()
+    channel.send(Hello(rank, os.getpid(), versions(), None if accepts is None else accepts.address, ring.addresses))
+    Rank(rank, channel, secret, accepts, ring).run()
 
 
 class Rank:
     """accepts: on rank 0, the channels of the others."""
 
-    def __init__(self, rank: int, channel: Channel, secret: bytes, accepts: Listener | None) -> None:
+    def __init__(self, rank: int, channel: Channel, secret: bytes, accepts: Listener | None, ring: Ring) -> None:
         self._rank = rank
         self._channel = channel
         self._secret = secret
         self._accepts = accepts
+        self._ring = ring
         self._silence = Silence()  # of the server
         self._silence.heard()
         self._thread = EngineThread()
@@ -183,7 +186,10 @@ class Rank:
         """Meet the other ranks; None if there are none."""
         if start.size == 1:
             return None
-        group = mx.distributed.init(strict=True, backend=start.backend.removesuffix("-ring"))
+        if start.backend == "ring":
+            group = self._ring.join(self._rank, start.ring)
+        else:
+            group = mx.distributed.init(strict=True, backend=start.backend.removesuffix("-ring"))
         size, tokens = hidden_size(start.config.model), start.config.max_num_batched_tokens
         self._link = measure_link(group, size, tokens)
         return group

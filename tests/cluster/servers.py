@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 
-from mlxpaged.cluster.hosts import PORTS
 from tests.cli.helpers import Command, mlxpaged
 from tests.support import wait_until
 
@@ -141,7 +140,7 @@ def listening(pid: int) -> set[int]:
 
 class Storm:
     """As soon as a process of a server listens at a port of its own, 200 connections that prove nothing are there: some
-    are silent, and some send a byte now and then. Ports of MLX's ring are left alone: it trusts its network.
+    are silent, and some send a byte now and then.
 
     reached: a file that is made when it has been at two ports."""
 
@@ -165,7 +164,7 @@ class Storm:
     def _run(self) -> None:
         while not self._ends.wait(0.02):
             ports = {port for pid in processes_of(self._home) for port in listening(pid)}
-            for port in {port for port in ports if port >= PORTS[1]} - self.ports:
+            for port in ports - self.ports:
                 self.ports.add(port)
                 for _ in range(200):
                     with contextlib.suppress(OSError):

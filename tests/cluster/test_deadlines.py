@@ -46,7 +46,7 @@ class Ranks:
     def kill(self) -> None: ...
 
     def join(self) -> None:
-        self._on_joined(self, Hello(0, os.getpid(), versions(), (LOCAL, 1)))
+        self._on_joined(self, Hello(0, os.getpid(), versions(), (LOCAL, 1), ()))
 
     def say(self, message: object) -> None:
         self._on_message(self, 0, message)

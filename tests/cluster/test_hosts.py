@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlxpaged.cli import main, serve
-from mlxpaged.cluster.hosts import FIRST_PORT, Hosts
+from mlxpaged.cluster.hosts import Hosts
 
 HERE = {"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}
 OTHER = {"ssh": "studio-2.local", "ips": ["10.0.0.2"]}
@@ -32,7 +32,6 @@ def test_both_formats_of_mlx_launch_are_read(tmp_path: Path) -> None:
     assert plain.backend == "ring"
     assert [plain.label(rank) for rank in range(len(plain))] == ["rank 0 (127.0.0.1)", "rank 1 (studio-2.local)"]
     assert plain.addresses == {"127.0.0.1", "10.0.0.2"}
-    assert plain.first_port == FIRST_PORT
     rdma = [{**HERE, "rdma": [None, "rdma_en2"]}, {**OTHER, "rdma": ["rdma_en2", None]}]
     assert Hosts.read(write(tmp_path, {"backend": "jaccl", "envs": [], "hosts": rdma})).backend == "jaccl"
 
@@ -43,12 +42,6 @@ def test_the_first_host_is_started_without_ssh(tmp_path: Path) -> None:
     hosts = Hosts.read(write(tmp_path, named))
     assert hosts.hosts[0].is_local
     assert json.loads(hosts.for_launch) == {"backend": "ring", "envs": ["A=1"], "hosts": [HERE, OTHER]}
-
-
-def test_ranks_on_one_machine_take_free_ports_that_no_connection_is_given(tmp_path: Path) -> None:
-    ports = {Hosts.read(write(tmp_path, [HERE, HERE])).first_port for _ in range(20)}
-    assert len(ports) > 1
-    assert max(ports) < 32_768  # from here on, Linux gives them to connections; macOS from 49,152 on
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,9 @@ def test_connections_that_prove_nothing_keep_no_rank_from_starting(model: str, t
     reached = tmp_path / "reached"
     env = {"PYTHONPATH": with_start(tmp_path, WAITING_RANK_1.format(reached=str(reached)))}
     with Storm(tmp_path, reached) as storm, cluster_of(tmp_path, model=model, hosts=HOSTS, env=env) as cluster:
-        wait_until(lambda: len(storm.ports) >= 3)  # of the server for its ranks, of rank 0 for the others, and of HTTP
+        wait_until(
+            lambda: len(storm.ports) >= 4
+        )  # of the server for its ranks, two of rank 0 for the others, and of HTTP
         assert set(cluster.ranks()) == {*range(NUM_RANKS)}
         answer = cluster.complete(PROMPTS[0])
         assert (answer.text, answer.error) == (cluster.expected[PROMPTS[0]], None)
