@@ -9,6 +9,8 @@ import signal
 import sys
 from typing import Any
 
+from mlxpaged.process_memory import is_out_of_memory
+
 INTERRUPTED = 130
 """The exit status is 128 plus the number of SIGINT, as in a shell."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -16,7 +18,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def main() -> int:
     """Returns the exit status. Ctrl-C shows no traceback: neither during the imports, nor while Python ends. The same
-    holds for a reader of standard output that leaves, as `head` does, and for a full disk: the status is then 1."""
+    holds for a reader of standard output that leaves, as `head` does, for a full disk, and if an allocation fails or no
+    thread can start: the status is then 1."""
     sys.unraisablehook = end_if_interrupted
     try:
         open_standard_streams()
@@ -35,6 +38,9 @@ def main() -> int:
             status = 1
         elif was_interrupted(error):
             status = INTERRUPTED
+        elif is_out_of_memory(error):
+            print(f"mlxpaged: there is too little memory: {error}", file=sys.stderr)
+            status = 1
         else:
             raise
     signal.signal(signal.SIGINT, signal.SIG_IGN)
