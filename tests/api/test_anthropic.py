@@ -234,6 +234,7 @@ def test_without_tokens_for_an_answer_only_the_prompt_is_cached(demo_server: Run
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 USE = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
 RESULT = {"type": "tool_result", "tool_use_id": "b", "content": "x"}
+IMPOSSIBLE = TOOLS[0] | {"input_schema": {"not": {}}, "strict": True}
 
 
 @pytest.mark.parametrize(
@@ -251,7 +252,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "b", "content": "x"}
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
-        ({"tools": [TOOLS[0] | {"input_schema": {"not": {}}}], "tool_choice": {"type": "any"}}, "tools.0"),
+        ({"tools": [IMPOSSIBLE], "tool_choice": {"type": "any"}}, "tools.0"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "king"}}, "tool_choice"),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),

@@ -35,7 +35,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "tools": (
         "/v1/chat/completions",
         lambda s: {
-            "tools": [{"type": "function", "function": {"name": "f", "parameters": in_tool(s)}}],
+            "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": in_tool(s)}}],
             "tool_choice": "required",
         },
     ),
@@ -49,7 +49,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
         "/v1/messages",
         lambda s: {
             "max_tokens": 2,
-            "tools": [{"name": "f", "input_schema": in_tool(s)}],
+            "tools": [{"name": "f", "strict": True, "input_schema": in_tool(s)}],
             "tool_choice": {"type": "any"},
         },
     ),

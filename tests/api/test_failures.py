@@ -296,10 +296,10 @@ def test_a_request_that_the_engine_will_not_take_fails_alone(
     """Every check before it passed, by mistake: the engine thread refuses it, and goes on."""
     add = server.core.scheduler.add
 
-    def refusing(sequence: Any, **options: Any) -> None:
+    def refusing(sequence: Any, *waits: Any) -> None:
         if sequence.max_tokens == 3:
             raise ValueError("not this one")
-        add(sequence, **options)
+        add(sequence, *waits)
 
     monkeypatch.setattr(server.core.scheduler, "add", refusing)
     with raw(server) as client:

@@ -104,7 +104,6 @@ SECRETS: list[tuple[str, dict[str, Any]]] = [
     (CHAT, ask("x", response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": SECRET}}})),
     (CHAT, ask("x", structured_outputs={"regex": f"({SECRET}"})),
     (CHAT, ask("x", structured_outputs={"grammar": f"{SECRET} ::= "})),
-    (CHAT, ask("x", service_tier=SECRET)),
     (COMPLETIONS, run_on([1, SECRET], 1)),
     (COMPLETIONS, run_on("x", 1, model=f'it\'s "{SECRET}", or {SECRET!r}')),
     (RESPONSES, {"input": "x", "previous_response_id": f"resp '{SECRET}"}),

@@ -38,6 +38,12 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+SMALL = (
+    "mlxpaged: demo has a context of 4,096 tokens: below 65,536, it shortens its conversation in nearly every turn "
+    "(claude)\n"
+)
+
+
 def got(directory: Path) -> tuple[dict[str, str], list[str]]:
     lines = (directory / "env").read_text().splitlines()
     return dict(line.split("=", 1) for line in lines if "=" in line), (directory / "args").read_text().splitlines()
@@ -47,7 +53,7 @@ def test_claude_gets_variables_and_its_own_arguments(
     agents: Path, run: Callable[..., Result], demo_server: RunningServer
 ) -> None:
     result = run("launch", "claude", "--small-context", "--url", demo_server.url, "--", "-p", "say -- it", "--url", "x")
-    assert result == Result(7, "", ""), "the exit status is the agent's"
+    assert result == Result(7, "", SMALL), "the exit status is the agent's"
     variables, args = got(agents)
     assert args == ["-p", "say -- it", "--url", "x"]
     assert variables["ANTHROPIC_BASE_URL"] == demo_server.url
@@ -175,7 +181,7 @@ def test_an_agent_whose_interpreter_is_gone_is_no_traceback(
 ) -> None:
     (program := agents / "programs" / "claude").write_text(f"#!{agents}/node\n")
     result = run("launch", "claude", "--small-context", "--url", demo_server.url)
-    assert result == Result(1, "", f"mlxpaged: {program} cannot be started: No such file or directory\n")
+    assert result == Result(1, "", f"{SMALL}mlxpaged: {program} cannot be started: No such file or directory\n")
 
 
 def test_nothing_is_started_to_print_the_variables(run: Callable[..., Result]) -> None:

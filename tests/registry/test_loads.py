@@ -93,7 +93,8 @@ def test_lines_of_a_batch_wait_for_another_load_if_theirs_is_ended(
         batch = submit(client, jsonl([run_on("x", 3, model="small")]))
         wait_until(lambda: server.registry.models["small"].loading is not None)
         with raw(server) as other:
-            assert other.post("/v1/models/small/unload").json()["state"] == "available"
+            # The line may have asked for the model again.
+            assert other.post("/v1/models/small/unload").json()["state"] in ("available", "loading")
         go_on.set()
         found = ended(client, batch)
         assert found.request_counts is not None

@@ -174,7 +174,7 @@ FAULTS: dict[str, Fault] = {
         "engine/swap_space.py", "tempfile.TemporaryFile(prefix", "tempfile.NamedTemporaryFile(delete=False, prefix"
     ),
     "test_an_idle_model_is_unloaded_after_a_time_and_comes_back": Fault(
-        "registry/registry.py", "self.clock() - model.idle_since >= seconds:\n", "model.idle_since < 0:\n"
+        "registry/registry.py", "model.is_idle and not self.seconds_left(model):\n", "model.idle_since < 0:\n"
     ),
     "test_mlx_lm_1695_other_machines_are_not_let_in_without_a_key": Fault(
         "cli/serve.py", "if not (args.api_keys or args.insecure or", "if not (args.port == 0 or args.insecure or"
