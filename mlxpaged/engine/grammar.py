@@ -31,7 +31,13 @@ from mlxpaged.engine.grammar_check import checker
 from mlxpaged.engine.grammar_limits import check_size
 from mlxpaged.engine.json_grammar import JSON_OPTIONS, lark_of_schema
 from mlxpaged.engine.json_in_lark import with_own_json
-from mlxpaged.engine.json_schema import check_integers, check_schema, enforceable, has_limited_strings
+from mlxpaged.engine.json_schema import (
+    check_integers,
+    check_schema,
+    enforceable,
+    has_limited_strings,
+    with_inclusive_bounds,
+)
 from mlxpaged.engine.loosening import check_enforced
 from mlxpaged.engine.schema_limits import parsed
 from mlxpaged.engine.schema_merge import OtherSchemaError
@@ -278,6 +284,7 @@ def grammar_text(constraint: Constraint) -> str:
     except (OtherSchemaError, RecursionError):
         check_enforced(schema, schema)
         check_integers(schema)
+    schema = with_inclusive_bounds(schema)
     # In some strings, llguidance knows `\\u` for control characters only, and would force these on a model that begins
     # to write another character.
     text = json.dumps(schema)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import re
+
 from mlxpaged.engine.characters import numbers
 from mlxpaged.engine.schema_merge import Unsatisfiable
 
+DIGIT = "[0-9]"
+RUN = re.compile(rf"(?:{re.escape(DIGIT)}){{2,}}(?!\{{)")
+MAX_DIGITS = 309
+"""Most digits of an integer without a bound: those of the largest double. Models write digits until max_tokens."""
 
-def integers(low: int | None, high: int | None) -> str:
-    """A regular expression for the integers from `low` to `high`."""
+
+def integers(low: int | None, high: int | None, minus: str = "-", plus: str = "") -> str:
+    """A regular expression for the integers from `low` to `high`. minus, plus: what is before their digits."""
     found = []
     if low is None or low < 0:
         least = 1 if high is None or high >= 0 else -high
-        found.append(f"-(?:{_naturals(least, None if low is None else -low)})")
+        found.append(f"{minus}(?:{_naturals(least, None if low is None else -low)})")
     if high is None or high >= 0:
-        found.append(_naturals(max(low or 0, 0), high))
-    return f"(?:{'|'.join(found)})"
+        found.append(f"{plus}(?:{_naturals(max(low or 0, 0), high)})")
+    # Of 309 digits, a text that has each of them alone is 300 times as long.
+    return RUN.sub(lambda run: f"{DIGIT}{{{len(run[0]) // len(DIGIT)}}}", f"(?:{'|'.join(found)})")
 
 
 def _naturals(low: int, high: int | None) -> str:
@@ -22,12 +30,15 @@ def _naturals(low: int, high: int | None) -> str:
         raise Unsatisfiable("the minimum is above the maximum")
     found = ["0"] if low == 0 else []
     low = max(low, 1)
-    longest = len(str(low if high is None else high))
-    for places in range(len(str(low)), longest + 1):
-        least, most = max(low, 10 ** (places - 1)), 10**places - 1
-        most = most if high is None else min(most, high)
+    high = 10 ** max(MAX_DIGITS, len(str(low))) - 1 if high is None else high
+    shortest, longest = len(str(low)), len(str(high))
+    # Numbers with so many digits are all in the range.
+    first = shortest + (low > 10 ** (shortest - 1))
+    last = longest - (high < 10**longest - 1)
+    if first <= last:
+        found.append(f"[1-9][0-9]{{{first - 1},{last - 1}}}")
+    for places in sorted({shortest, longest} - {*range(first, last + 1)}):
+        least, most = max(low, 10 ** (places - 1)), min(high, 10**places - 1)
         if least <= most:
             found += numbers(least, most, places, 10, lambda _, a, b: f"[{a}-{b}]")
-    if high is None:
-        found.append(f"[1-9][0-9]{{{longest},}}")
     return "|".join(found)

@@ -2,8 +2,8 @@
 
 llguidance compiles JSON schemas itself. But version 1.9.1 has no escape `\\/`, knows `\\u` in some strings for control
 characters only, and reads numbers as doubles: an answer that writes such an escape becomes another text without a sign.
-Here, a string has every escape of RFC 8259, and integers are exact. llguidance still writes numbers, and it compiles,
-or refuses, what raises OtherSchemaError.
+Here, a string has every escape of RFC 8259, integers are exact, and no number has digits without end. llguidance still
+writes numbers with `multipleOf`, and it compiles, or refuses, what raises OtherSchemaError.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from decimal import Decimal
 from typing import Any
 
 from mlxpaged.engine.characters import ALL, as_it_is, in_json, in_key, is_plain, spelled
+from mlxpaged.engine.decimals import decimals
 from mlxpaged.engine.grammar_check import checker
 from mlxpaged.engine.integers import integers
-from mlxpaged.engine.json_schema import is_double
+from mlxpaged.engine.json_schema import with_inclusive_bounds
+from mlxpaged.engine.number_bounds import bounds_of, check_doubles, of_doubles, of_integers, of_multiples
 from mlxpaged.engine.patterns import NOT_REGULAR, OtherPatternError, Spelling, regex, terms
 from mlxpaged.engine.schema_limits import target
 from mlxpaged.engine.schema_merge import OtherSchemaError, Schema, Unsatisfiable, all_of, merged, types_of, validating
@@ -100,7 +102,7 @@ class _Grammar:
     def _any(self) -> str:
         if "any" not in self._references:
             self._references["any"] = "any"
-            string, number = self._terminal(regex(f'"{in_json(ALL)}*"')), self._leaf({"type": "number"})
+            string, number = self._terminal(regex(f'"{in_json(ALL)}*"')), self._number("number", {})
             self._rules += [
                 f'any: "null" | "true" | "false" | {number} | {string} | any_array | any_object',
                 'any_array: "[" (any ("," any)*)? "]"',
@@ -259,16 +261,15 @@ class _Grammar:
         return self._terminal(regex(f'"(?:{"|".join(map(spelled, texts))})"'))
 
     def _number(self, kind: str, schema: Schema) -> str:
-        bounds = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
-        given = {key: schema[key] for key in schema if key in bounds}
-        if all(not isinstance(value, int) or is_double(value) for value in given.values()):
-            numeric = {key: schema[key] for key in schema if key in {*bounds, "multipleOf"}}
-            return self._leaf({"type": kind, **numeric})
-        if kind != "integer" or "multipleOf" in schema or not all(isinstance(each, int) for each in given.values()):
-            raise ValueError("has a bound above 2^53 that is not one of integers only")
-        low = max([*(_given(given, "minimum", 0)), *(_given(given, "exclusiveMinimum", 1))], default=None)
-        high = min([*(_given(given, "maximum", 0)), *(_given(given, "exclusiveMaximum", -1))], default=None)
-        return self._terminal(regex(integers(low, high)))
+        bounds = bounds_of(schema)
+        if kind == "number" or "multipleOf" in schema:
+            check_doubles(bounds)
+        if "multipleOf" in schema:
+            rest = {"multipleOf": schema["multipleOf"], **of_multiples(bounds)}
+            return self._leaf(with_inclusive_bounds({"type": kind, **rest}))
+        return self._terminal(
+            regex(integers(*of_integers(bounds)) if kind == "integer" else decimals(*of_doubles(bounds)))
+        )
 
     def _string(self, schema: Schema) -> str:
         least, most = _size(schema, "minLength", 0), _size(schema, "maxLength", None)
@@ -450,10 +451,6 @@ def _leaf_of(schema: Schema) -> Schema:
     words: Schema = {key: schema[key] for key in ("minLength", "maxLength", "format") if key in schema}
     rest = {"pattern": patterns[0]} if len(patterns) == 1 else {"allOf": [{"pattern": each} for each in patterns]}
     return {"type": "string", **words, **(rest if patterns else {})}
-
-
-def _given(bounds: Mapping[str, int], key: str, offset: int) -> list[int]:
-    return [bounds[key] + offset] if key in bounds else []
 
 
 def is_of(value: Any, kind: str) -> bool:

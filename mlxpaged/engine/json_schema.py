@@ -3,8 +3,8 @@
 A `oneOf` whose branches exclude each other means the same as `anyOf`, which a grammar can express. Pydantic writes a
 union with a discriminator like that. Any other `oneOf` stays, and the compiler refuses it.
 
-Exclusive bounds of numbers become inclusive ones next to them, because llguidance 1.9.1 takes 0 for a number that is
-above 0 and at most 0.5.
+For llguidance, exclusive bounds of numbers become inclusive ones next to them, because version 1.9.1 takes 0 for a
+number that is above 0 and at most 0.5.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def _object(value: Any) -> dict[str, Any]:
 
 def enforceable(root: Any) -> Any:
     """The schema, with `oneOf` written as `anyOf` if its branches exclude each other: by their types, or by a required
-    property that has different constants. Exclusive bounds of numbers are inclusive ones, and names of properties are
-    listed. What forbids nothing is left out. Raises ValueError if the branches are too many to compare."""
+    property that has different constants. Names of properties are listed. What forbids nothing is left out. Raises
+    ValueError if the branches are too many to compare."""
     return _rewritten(root, _Branches(root))
 
 
@@ -153,12 +153,19 @@ def _rewritten(schema: Any, branches: _Branches) -> Any:
             result[key] = _rewritten(value, branches)
     if "propertyNames" in result:
         result = with_listed_names(result, branches.root)
-    return result if schema.get("type") == "integer" else _with_inclusive_bounds(result)
+    return result
 
 
-def _with_inclusive_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of numbers, with inclusive bounds in place of exclusive ones that are integers."""
-    result = dict(schema)
+def with_inclusive_bounds(schema: Any) -> Any:
+    """The schema for llguidance, with inclusive bounds of numbers in place of exclusive ones that are integers. Calls
+    itself as `_rewritten` does."""
+    if isinstance(schema, list):
+        return [with_inclusive_bounds(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {key: value if key in DATA else with_inclusive_bounds(value) for key, value in schema.items()}
+    if schema.get("type") == "integer":
+        return result
     bound: Any
     for exclusive, inclusive, sign in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
         bound, other = schema.get(exclusive), schema.get(inclusive)

@@ -29,8 +29,8 @@ NAMED = {
     "pydantic schema_extra.not": "not",
 }
 """Those of which a keyword cannot be enforced."""
-IMPOSSIBLE = {"zod never": "required property 'a' is unsatisfiable", "zod float32": "range", "zod float64": "range"}
-"""A required field that nothing fits, and bounds that are too large."""
+IMPOSSIBLE = {"zod never": "required property 'a' is unsatisfiable"}
+"""A required field that nothing fits."""
 
 FORMATS = ("gemma4", "minimax_m2", "deepseek_v32", "json_tools")
 PATH = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}

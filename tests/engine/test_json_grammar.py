@@ -5,17 +5,22 @@ from __future__ import annotations
 import ipaddress
 import itertools
 import json
+import math
 import os
 import random
 import re
+import sys
 import unicodedata
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from mlxpaged.engine import characters
@@ -23,6 +28,7 @@ from mlxpaged.engine.characters import in_json
 from mlxpaged.engine.constraint import Constraint
 from mlxpaged.engine.grammar import grammar_text
 from mlxpaged.engine.grammar_check import checker
+from mlxpaged.engine.integers import integers
 from mlxpaged.formats.string_formats import STRING_FORMATS
 from mlxpaged.watched_program import WatchedProgram
 from tests.engine.json_cases import VOCABULARY, Case, matcher_of, reordered, written
@@ -262,6 +268,106 @@ def test_large_integers_are_exact(
 def test_large_integers_that_cannot_be_exact_are_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"above 2\^53|9007199254740993"):
         grammar_text(Constraint("json_schema", json.dumps(schema)))
+
+
+NUMBERS: dict[str, dict[str, Any]] = {
+    "any": {},
+    "float32": {"minimum": -3.4028234663852886e38, "maximum": 3.4028234663852886e38},
+    "float64": {"minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308},
+    "share": {"minimum": 0, "maximum": 1},
+    "positive": {"exclusiveMinimum": 0},
+    "negative": {"exclusiveMaximum": 0, "minimum": -1e22},
+    "between tenths": {"exclusiveMinimum": 0.1, "exclusiveMaximum": 99.95},
+    "around zero": {"minimum": -273.15, "maximum": 1e3},
+    "small": {"minimum": 1.5e-7, "maximum": 2.5e-7},
+    "tiny": {"minimum": 3e-320, "exclusiveMaximum": 1e-300},
+    "large": {"minimum": 2**60, "maximum": 1e300},
+    "one": {"minimum": 2.5, "maximum": 2.5},
+}
+EDGES = sorted({0.0, 1.0, 2.0**60, *(float(each) for schema in NUMBERS.values() for each in schema.values())})
+NEAR_EDGES = [math.nextafter(edge, end) for edge in EDGES for end in (-math.inf, math.inf)]
+
+
+def as_javascript_writes_it(number: float) -> str:
+    """JSON.stringify's text of a double."""
+    found = Decimal(repr(number))
+    digits, exponent = "".join(map(str, found.as_tuple().digits)).rstrip("0"), found.adjusted()
+    if number == 0 or -7 < exponent < 21:
+        return format(found, "f").removesuffix(".0") if number else "0"
+    point = f".{digits[1:]}" if digits[1:] else ""
+    return f"{'-' if number < 0 else ''}{digits[0]}{point}e{'+' if exponent > 0 else ''}{exponent}"
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_double_can_be_written_if_it_is_in_the_range(tokenizer: LLTokenizer, name: str) -> None:
+    schema = {"type": "number", **NUMBERS[name]}
+    start, validator = matcher_of(schema, tokenizer), jsonschema.Draft202012Validator(schema)
+
+    def allows(text: str) -> bool:
+        tokens, matcher = VOCABULARY(text), start.deep_copy()
+        return (
+            matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+        )
+
+    anywhere = st.floats(allow_nan=False, allow_infinity=False)
+    inside = st.floats(schema.get("minimum"), schema.get("maximum"), allow_nan=False, allow_infinity=False)
+    edges = st.sampled_from([each for each in (*EDGES, *NEAR_EDGES) if math.isfinite(each)])
+    short = st.decimals(-1000, 1000, places=3).map(float)
+
+    @given(anywhere | inside | edges | short, st.text("0123456789", max_size=20))
+    def check(number: float, digits: str) -> None:
+        plain = format(Decimal(repr(number)), "f")
+        for text in (repr(number), as_javascript_writes_it(number), json.dumps(number).upper()):
+            if text.strip("-0.") or not text.startswith("-"):  # a zero has a sign only beside negative numbers
+                assert allows(text) == validator.is_valid(number), text
+        for text in (plain, plain + ("" if "." in plain else ".") + digits, repr(number).replace("e", f"{digits}e")):
+            assert not allows(text) or validator.is_valid(float(text)), text
+
+    check()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *({"type": "number", **bounds} for bounds in NUMBERS.values()),
+        *({"type": "integer", **bounds} for bounds in ({}, {"minimum": 3}, {"maximum": -3}, {"multipleOf": 5})),
+        *(
+            {"type": "number", "multipleOf": 0.01, **bounds}
+            for bounds in ({}, {"minimum": 0}, {"exclusiveMaximum": 1e30})
+        ),
+    ],
+    ids=str,
+)
+def test_a_number_ends_though_digits_are_written_as_long_as_they_may(
+    tokenizer: LLTokenizer, schema: dict[str, Any]
+) -> None:
+    for order in itertools.product(("0123456789", "9876543210", "3120456789"), ("-.e+", ".e-+", "e-.+")):
+        matcher, text = matcher_of(schema, tokenizer), ""
+        while not matcher.is_stopped():
+            options = [char for char in "".join(order) if matcher.validate_tokens(VOCABULARY(char))]
+            if not options:
+                break
+            text += options[0]
+            assert matcher.consume_tokens(VOCABULARY(options[0]))
+            assert len(text) < 340, text
+        assert matcher.is_accepting(), text
+        assert math.isfinite(float(text)) or schema["type"] == "integer"
+
+
+@given(st.integers(-(2**65), 2**65), st.integers(-(2**65), 2**65), st.data())
+def test_integers_are_those_of_the_range(one: int, other: int, data: st.DataObject) -> None:
+    low, high = min(one, other), max(one, other)
+    found = re.compile(integers(low, high))
+    edges = [low - 1, low, high, high + 1, 0, 2**53 + 1, 2**63, 2**64 - 1, -(2**63)]
+    for number in [*edges, data.draw(st.integers(low, high)), data.draw(st.integers(-(10**21), 10**21))]:
+        assert bool(found.fullmatch(str(number))) == (low <= number <= high)
+
+
+def test_an_integer_without_bounds_has_as_many_digits_as_the_largest_double(tokenizer: LLTokenizer) -> None:
+    for text in ("0", "-7", str(2**64 + 1), str(int(sys.float_info.max)), "-" + "9" * 309):
+        assert accepts({"type": "integer"}, text, tokenizer)
+    for text in ("1" + "0" * 309, "-0", "01", "1.0", "1e3"):
+        assert not accepts({"type": "integer"}, text, tokenizer)
 
 
 def pattern_of(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
