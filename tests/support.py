@@ -271,6 +271,7 @@ def running_server(
             loop="uvloop",
             http=ConnectionFactory(),  # type: ignore[arg-type]
             lifespan="on",
+            timeout_keep_alive=30,  # as in http_server: httpx gives a connection up after 5 s, which is the default
             timeout_graceful_shutdown=5,
         )
         server = uvicorn.Server(uvicorn_config)
