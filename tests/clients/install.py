@@ -15,7 +15,7 @@ TIME_LIMIT_S = 900.0
 
 PYTHON = {
     "aider": "aider-chat==0.86.2",
-    "anthropic": "anthropic==2.12.0",
+    "anthropic": "anthropic==2.14.0",
     "dspy": "dspy==3.4.1",
     "guidellm": "guidellm==0.8.1",  # 1.1 GB; on Linux, torch from PyPI brings CUDA, 3 GB more
     "instructor": "instructor==1.17.0",
@@ -25,13 +25,13 @@ PYTHON = {
     "llm": "llm==0.36",
     "ollama": "ollama==0.6.3",
     "open_webui": "open-webui==0.12.4",  # 2.3 GB, without CUDA; Python 3.11 or 3.12
-    "openai": "openai==3.54.0",
+    "openai": "openai==3.57.0",
     "openai_agents": "openai-agents==0.24.0",
     "pydantic_ai": "pydantic-ai-slim[openai,anthropic]==2.68.0",
     "smolagents": "smolagents[openai]==1.26.0",
 }
 NODE = {
-    "anthropic_node": "@anthropic-ai/sdk@1.12.0",
+    "anthropic_node": "@anthropic-ai/sdk@1.14.0",
     "claude_code": "@anthropic-ai/claude-code@2.1.330",
     "codex": "@openai/codex@0.169.0",
     "continue": "@continuedev/cli@1.5.47",

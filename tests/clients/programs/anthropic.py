@@ -1,6 +1,6 @@
 import sys
 
-from anthropic import Anthropic
+from anthropic import Anthropic, beta_tool
 from pydantic import BaseModel
 
 
@@ -9,7 +9,14 @@ class Weather(BaseModel):
     degrees: int
 
 
-messages = Anthropic(base_url=sys.argv[1], api_key="unused", max_retries=0).messages
+@beta_tool
+def weather(city: str) -> str:
+    """The weather in a city."""
+    return f"21 degrees in {city}"
+
+
+client = Anthropic(base_url=sys.argv[1], api_key="unused", max_retries=0)
+messages = client.messages
 fields = {"model": "scripted", "max_tokens": 200, "system": "Be brief."}
 
 
@@ -32,5 +39,8 @@ history += user([{"type": "tool_result", "tool_use_id": call.id, "content": "21 
 print("tool:", messages.create(messages=history, **fields).content[0].text)
 
 del fields["tools"]
+runner = client.beta.messages.tool_runner(messages=user("Weather in Rome?"), tools=[weather], **fields)
+print("runner tool:", runner.until_done().content[0].text)
+
 answer = messages.parse(messages=user("Describe Rome"), output_format=Weather, **fields)
 print("object:", answer.parsed_output.model_dump_json())

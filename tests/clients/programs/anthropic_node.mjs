@@ -1,6 +1,6 @@
 import Anthropic from "@anthropic-ai/sdk";
 
-const { messages } = new Anthropic({ baseURL: process.argv[2], apiKey: "unused", maxRetries: 0 });
+const { beta, messages } = new Anthropic({ baseURL: process.argv[2], apiKey: "unused", maxRetries: 0 });
 const fields = { model: "scripted", max_tokens: 200, system: "Be brief." };
 const user = (content) => [{ role: "user", content }];
 
@@ -18,3 +18,7 @@ const history = [
   ...user([{ type: "tool_result", tool_use_id: call.id, content: "21 degrees" }]),
 ];
 console.log("tool:", (await messages.create({ ...fields, tools, messages: history })).content[0].text);
+
+const weather = { ...tools[0], type: "custom", run: ({ city }) => `21 degrees in ${city}`, parse: (input) => input };
+const done = await beta.messages.toolRunner({ ...fields, tools: [weather], messages: user("Weather in Rome?") });
+console.log("runner tool:", done.content[0].text);

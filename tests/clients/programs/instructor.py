@@ -1,4 +1,5 @@
 import sys
+from collections.abc import Iterable
 
 import instructor
 from openai import OpenAI
@@ -13,13 +14,21 @@ class Weather(BaseModel):
 
 
 openai = OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="unused", max_retries=0)
-for mode in ("TOOLS", "JSON", "JSON_SCHEMA"):
+fields = {"model": "scripted", "max_retries": 0}
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+for mode in ("TOOLS", "TOOLS_STRICT", "RESPONSES_TOOLS", "JSON", "JSON_SCHEMA", "MD_JSON"):
     client = instructor.from_openai(openai, mode=instructor.Mode[mode])
-    fields = {"model": "scripted", "response_model": Weather, "max_retries": 0}
+    whole, part = ("Describe it", "Describe a part") if "TOOLS" in mode else ("Describe Rome", "Describe Rome")
+    answer = client.create(messages=user(whole), response_model=Weather, **fields)
+    print(f"{mode} object:", answer.model_dump_json())
+    parts = list(client.create_partial(messages=user(part), response_model=Weather, **fields))
+    print(f"{mode} streamed object:", parts[-1].model_dump_json())
 
-    def ask(create, tools_question, mode=mode, fields=fields):
-        question = tools_question if mode == "TOOLS" else "Describe Rome"
-        return create(messages=[{"role": "user", "content": question}], **fields)
-
-    print(f"{mode} object:", ask(client.create, "Describe it").model_dump_json())
-    print(f"{mode} streamed object:", list(ask(client.create_partial, "Describe a part"))[-1].model_dump_json())
+client = instructor.from_openai(openai, mode=instructor.Mode.PARALLEL_TOOLS)
+for answer in client.create(messages=user("Describe it"), response_model=Iterable[Weather], **fields):
+    print("PARALLEL_TOOLS object:", answer.model_dump_json())
