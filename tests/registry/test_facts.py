@@ -291,6 +291,17 @@ def test_a_model_with_damaged_files_is_listed_with_what_is_known(tmp_path: Path)
     assert listed["odd templates"]["capabilities"]["chat"] is False
 
 
+def test_weights_that_are_no_file_are_not_opened(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "m", "qwen3")
+    (weights := path / "model.safetensors").unlink()
+    os.mkfifo(weights)
+    other_end = os.open(weights, os.O_RDWR | os.O_NONBLOCK)  # with it, to open them would not take for ever
+    os.write(other_end, bytes(8))
+    assert file_facts("m", path).num_parameters is None
+    assert os.read(other_end, 8) == bytes(8)
+    os.close(other_end)
+
+
 def test_what_cannot_be_known_is_left_open(tmp_path: Path) -> None:
     base = EngineConfig(kv_cache_bytes=2_000_000)
     missing = Model("missing", EngineConfig("someone/not-downloaded", "missing"))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.files import check_file
 
 MAX_HEADER_BYTES = 2**22
 """The header of a file with 30,000 tensors is as large. The largest models have 200,000, in a hundred files. Other
@@ -128,7 +129,8 @@ def read_shapes(path: Path, most_bytes: int = MAX_HEADER_BYTES) -> list[list[int
 
 def read_tensors(path: Path, most_bytes: int = MAX_HEADER_BYTES) -> list[StoredTensor]:
     """The tensors of a safetensors file, by its header. most_bytes: of the header. Raises UnsupportedModelError if the
-    file does not have what its header says."""
+    file does not have what its header says, or is none."""
+    check_file(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         num_bytes = int.from_bytes(file.read(8), "little")
