@@ -203,7 +203,8 @@ class Server:
         strict."""
         if self.http.strict:
             raise bad_parameter(field, reason, code="unsupported_parameter")
-        request.state.ignored.insert(0, field)
+        if field not in request.state.ignored:
+            request.state.ignored.insert(0, field)
         self.ignored_fields.note(client_of(request), [field])
 
     async def prepare(self, request: Request, function: Callable[[], Result]) -> Result:

@@ -21,6 +21,8 @@ def loosened(schema: Schema) -> tuple[Schema, tuple[str, ...]]:
         return schema, ()
     found: dict[str, str] = {}
     loose = _without(root, root, "", found)
+    if found:  # references into what is left out lead nowhere now
+        loose = _without(loose, loose, "", found)
     return (loose, tuple(found)) if found and isinstance(loose, dict) else (schema, ())
 
 
@@ -47,13 +49,16 @@ def _without(schema: Any, root: Any, place: str, found: dict[str, str]) -> Any:
         inside = f"{place}.{key}"
         if key in DATA:
             result[key] = value
+        elif key in UNENFORCED or (key in ("pattern", "$ref") and _is_other(key, value, root)):
+            found.setdefault(key, place)
         elif key in NAMED and isinstance(value, dict):
-            result[key] = {name: _without(each, root, f"{inside}.{name}", found) for name, each in value.items()}
+            names = [name for name in value if key != "patternProperties" or not _is_other("pattern", name, root)]
+            if len(names) < len(value):
+                found.setdefault(key, place)
+            result[key] = {name: _without(value[name], root, f"{inside}.{name}", found) for name in names}
         elif key == "oneOf":
             found.setdefault(key, place)
             result.setdefault("anyOf", _without(value, root, inside, found))
-        elif key in UNENFORCED or (key in ("pattern", "$ref") and _is_other(key, value, root)):
-            found.setdefault(key, place)
         else:
             result[key] = _without(value, root, inside, found)
     return result

@@ -14,6 +14,8 @@ from mlxpaged.formats.string_formats import STRING_FORMATS
 
 MAX_COPIED = 2**17
 """Most characters of the schema that is written for each of the names."""
+TYPES = {"minLength": int, "maxLength": int, "pattern": str, "format": str}
+"""Keywords that a pattern can say, and the types of their values."""
 
 
 def with_listed_names(schema: Schema, root: Any) -> Schema:
@@ -45,7 +47,7 @@ def with_listed_names(schema: Schema, root: Any) -> Schema:
 
 def _pattern(says: Schema) -> str | None:
     """A pattern for texts that fit all keywords; None if there is none, and empty if any text fits."""
-    if says.keys() - {"minLength", "maxLength", "pattern", "format"}:
+    if any(type(value) is not TYPES.get(key) for key, value in says.items()):
         return None
     wholes = []
     if says.keys() & {"minLength", "maxLength"}:

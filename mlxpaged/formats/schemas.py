@@ -73,7 +73,7 @@ def resolved(schema: Any, root: Schema) -> Schema:
 
 
 def choices(schema: Schema) -> list[Any]:
-    return [each for word in ("anyOf", "oneOf") for each in (schema.get(word) or ()) if isinstance(schema[word], list)]
+    return [each for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list) for each in schema[word]]
 
 
 def required(schema: Schema) -> list[Any]:

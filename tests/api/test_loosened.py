@@ -211,6 +211,32 @@ def test_a_text_whose_schema_need_not_be_strict_has_the_rest_of_it(json_server: 
     assert '{"a": [1, 1]}' in json.loads(json.dumps(answer.text)).replace("\\", "")
 
 
+TEXT_B = {"b": {"not": {"type": "string"}}}
+LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "schemas that depend": ({"dependentSchemas": {"a": {"required": ["b"]}}}, ("dependentSchemas",)),
+    "look-ahead of names": ({"patternProperties": {"^a(?=b)": {"type": "integer"}}}, ("patternProperties",)),
+    "a way into a part": ({"properties": {"a": {"$ref": "#/properties/b/not"}, **TEXT_B}}, ("$ref", "not")),
+    "a pattern of names that is none": ({"propertyNames": {"pattern": 7}}, ("propertyNames",)),
+    "a union of names that is none": ({"propertyNames": {"anyOf": 7}}, ("propertyNames",)),
+}
+"""Schemas of objects, and what is left out of them."""
+
+
+def test_what_depends_on_what_is_left_out_is_left_out_too(json_server: RunningServer) -> None:
+    path, body, field = AS_TEXT["chat"]
+    for name, (schema, keywords) in LEFT_OUT.items():
+        answer = send(json_server, path, body({"type": "object", **schema}) | {"max_tokens": 1})
+        assert answer.status_code == 200, (name, answer.text)
+        assert answer.headers["x-mlxpaged-ignored"] == ", ".join(f"{field}.{keyword}" for keyword in keywords), name
+
+
+def test_a_field_of_two_tools_is_named_once(json_server: RunningServer) -> None:
+    path, body = chat([{"name": name, "parameters": SET, "strict": True} for name in "ab"], tool_choice="auto")
+    answer = send(json_server, path, body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-mlxpaged-ignored"] == "tools.strict"
+
+
 @pytest.mark.parametrize("api", ["chat", "responses"])
 def test_a_strict_schema_is_refused_with_the_place(json_server: RunningServer, api: str) -> None:
     path, body, field = AS_TEXT[api]
