@@ -55,6 +55,8 @@ class Hosts:
                 "this machine"
             )
         entries[0]["ssh"] = LOCAL
+        for entry, host in zip(entries, hosts, strict=True):
+            entry["ips"] = list(host.ips)  # a rank may find another address for its own name
         return cls(backend, (Host(LOCAL, hosts[0].ips), *hosts[1:]), json.dumps(found))
 
     def __len__(self) -> int:

@@ -75,11 +75,13 @@ def ring_of(rank: int, size: int, to_left: Sequence[Channel], to_right: Sequence
         os.environ["MLX_HOSTFILE"] = hostfile.name
         stack.enter_context(connecting(ports[0]))
         group = mx.distributed.init(strict=True, backend="ring")
-        # By a port, and whether it is the other end's: MLX accepts from the left, and connects to the right.
-        links = {(port, False): each for port, each in zip(ports[0], to_left, strict=True)}
-        links |= {(port, True): each for port, each in zip(ports[1], to_right, strict=True)}
+        # By an address, and whether it is the other end's: MLX accepts from the left, and connects to the right. The
+        # port alone may be that of a connection to another machine too.
+        links: dict[tuple[object, bool], Channel] = {}
+        links |= {((LOCAL, port), False): each for port, each in zip(ports[0], to_left, strict=True)}
+        links |= {((LOCAL, port), True): each for port, each in zip(ports[1], to_right, strict=True)}
         for descriptor in set(map(int, os.listdir("/dev/fd"))) - {each.fileno() for each in left}:
-            own, peer = ports_at(descriptor)
+            own, peer = ends_of(descriptor)
             for end in ((own, False), (peer, True)):
                 if end in links:
                     links.pop(end).replace(descriptor)
@@ -103,6 +105,7 @@ def port_of(own: socket.socket) -> int:
 CONNECT = """
 import socket, sys, time
 
+print(flush=True)
 connected = []
 for port in sys.argv[1:]:
     for _ in range(60_000):  # the rank may have been killed
@@ -118,24 +121,27 @@ sys.stdin.read()
 @contextlib.contextmanager
 def connecting(ports: Sequence[int]) -> Iterator[None]:
     """Connect to the ports one after the other, as soon as MLX listens there. It takes a process: MLX holds Python's
-    lock until the ring is made."""
-    process = subprocess.Popen([*PYTHON, "-S", "-c", CONNECT, *map(str, ports)], stdin=subprocess.PIPE)
+    lock until the ring is made. The process has started before, or this rank would not beat meanwhile."""
+    command = [*PYTHON, "-S", "-c", CONNECT, *map(str, ports)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            raise RuntimeError("the process that connects to MLX's ring does not start")
         yield
     finally:
         process.kill()
         process.communicate()
 
 
-def ports_at(descriptor: int) -> tuple[int, int]:
-    """The ports of this and the other end of a TCP socket; 0 for an end that there is not, or not any more."""
-    own = peer = 0
+def ends_of(descriptor: int) -> tuple[object, object]:
+    """The addresses of this and the other end of a socket; None for an end that there is not, or not any more."""
+    own = peer = None
     with contextlib.suppress(OSError):  # it is no socket
         found = socket.socket(fileno=descriptor)
         try:
-            if found.family == socket.AF_INET:
-                own = found.getsockname()[1]
-                peer = found.getpeername()[1]
+            own = found.getsockname()
+            peer = found.getpeername()
         finally:
             found.detach()
     return own, peer

@@ -44,6 +44,12 @@ def test_the_first_host_is_started_without_ssh(tmp_path: Path) -> None:
     assert json.loads(hosts.for_launch) == {"backend": "ring", "envs": ["A=1"], "hosts": [HERE, OTHER]}
 
 
+def test_the_ranks_are_told_the_addresses_that_the_server_has_found(tmp_path: Path) -> None:
+    """A name may be that of another address on the machine that has it."""
+    hosts = Hosts.read(write(tmp_path, [{**HERE, "ips": ["localhost"]}, OTHER]))
+    assert [host["ips"] for host in json.loads(hosts.for_launch)] == [["127.0.0.1"], ["10.0.0.2"]]
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
