@@ -1,8 +1,8 @@
 """The links of MLX's ring, made here: only ranks that know the secret take part.
 
-MLX takes the first connection to a rank's port for its neighbor's, whoever made it. So it makes a ring within this
-process instead, over loopback, and its sockets are then replaced by links that were proved. MLX 0.32 sends nothing
-before the first collective operation (mlx/distributed/ring/ring.cpp).
+MLX takes the first connection to a rank's port for its neighbor's, also if another program made it. So it makes a ring
+within this process instead, over loopback, and its sockets are then replaced by links that were proved. MLX 0.32 sends
+nothing before the first collective operation (mlx/distributed/ring/ring.cpp).
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def test_a_user_without_a_home_directory_gets_no_traceback(
 def test_the_home_directory_of_another_user_gets_no_traceback(
     run: Run, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after `sudo -u OTHER`, which keeps HOME on a Mac. Root can read all, so the name is one that nobody can."""
+    """As after `sudo -u OTHER`, which keeps HOME on a Mac. Root can read all, so it is a name that no user can read."""
     monkeypatch.setenv("HOME", f"/{'x' * 300}")
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     assert "file: none" in run("config").stdout

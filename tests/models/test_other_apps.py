@@ -65,7 +65,7 @@ def test_the_directory_of_ollama_can_be_another(home: Path, gguf: Path, monkeypa
 
 
 def test_a_folder_that_cannot_be_read_has_no_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of another user. Root can read all, so the name is one that nobody can read."""
+    """As that of another user. Root can read all, so the name is one that no user can read."""
     for variable in ("HOME", "OLLAMA_MODELS"):
         monkeypatch.setenv(variable, f"/{'x' * 300}")
     assert app_models() == []
