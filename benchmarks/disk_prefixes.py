@@ -22,7 +22,7 @@ from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.disk_tier import PREFIX
+from mlxpaged.engine.disk_tier import NO_TIER, PREFIX
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.loader import load_model
@@ -70,7 +70,7 @@ def restart(make: Callable[[], EngineCore], directory: Path, prompt: list[int]) 
     core = make()
     ttft(core, prompt_of(2, 100))
     read, loaded = ttft(core, prompt)
-    tier = core.stats().tier
+    tier = core.stats().of(NO_TIER)
     print(f"{core.served.name}: {len(prompt)} tokens, {tier.store.size / 1e6:.0f} MB in {tier.store.blocks} blocks")
     print(f"{'':24} {'TTFT s':>8} {'ratio':>8} {'tokens not computed':>20}")
     for name, seconds, tokens in (

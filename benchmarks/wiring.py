@@ -15,11 +15,12 @@ CORE = {
     "scheduler": "admission block_manager config pool_size preemption prefill_budget queue row_table schedule_builder "
     "scheduler sequence sequence_kv stats wait",
     "attention": "gather kv_cache layer layout metadata pool",
-    "engine": "async_engine builder commands core engine_thread errors model_runner part recovery request "
+    "engine": "async_engine commands core engine_thread errors model_runner part recovery request "
     "request_stream request_table row_times running_request sampler sampling_params step step_input step_loop",
 }
 """By room, the modules that every request of every model runs: scheduling, blocks, keys and values, the engine. Until
-they have a folder of their own, this is the list."""
+they have a folder of their own, this is the list. What makes an engine of its parts (engine/builder.py, sizes.py,
+executor.py, parts.py) names them all, and is none of it."""
 
 PARTS = {
     "drafting": (
@@ -29,7 +30,7 @@ PARTS = {
     ),
     "disk": (
         "cache.disk_index cache.disk_journal cache.disk_records cache.disk_store engine.disk_share engine.disk_tier "
-        "engine.disk_writer"
+        "engine.disk_writer engine.stored_prefixes"
     ),
     "states": (
         "cache.checkpoints models.gated_delta models.rollback models.states scheduler.junctions scheduler.recurrent"
@@ -54,8 +55,8 @@ PARTS = {
     "ranks": "cluster engine.follower engine.rank_messages engine.ranks engine.shared_runner",
     "adapters": "models.adapted_layers models.adapters",
     "embeddings": (
-        "engine.embedder engine.embedding_core engine.embedding_passes models.embedding models.encoder "
-        "models.encoder_files models.encoder_model models.reranker"
+        "engine.embedder engine.embedder_loading engine.embedding_core engine.embedding_passes models.embedding "
+        "models.encoder models.encoder_files models.encoder_model models.reranker"
     ),
 }
 """By optional part, its modules and folders. A server without one of them still answers."""

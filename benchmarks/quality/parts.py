@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.drafting import NO_DRAFTS
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.row_times import time_rows
 from mlxpaged.engine.sampling_params import SamplingParams
@@ -190,7 +191,7 @@ def answer_all(core: EngineCore, batch: int) -> tuple[int, int, int, float]:
         tokens += core.requests.num_generated_tokens - begun
         steps += core.loop.num_steps - before
         seconds += core.clock() - began
-    return tokens, steps, core.stats().drafts.accepted_total, seconds
+    return tokens, steps, core.stats().of(NO_DRAFTS).accepted_total, seconds
 
 
 def schemas(model: Path, count: int, concurrent: int = 8) -> Table:

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxpaged.engine import builder
+from mlxpaged.engine import sizes
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
@@ -122,7 +122,7 @@ def run(core: EngineCore) -> tuple[list[RequestOutput], int]:
 @contextlib.contextmanager
 def whole_prompts() -> Iterator[None]:
     """Engines that are built meanwhile compute the logits of a whole prompt in one step, whatever memory that takes."""
-    with mock.patch.object(builder, "max_prompt_logits", return_value=ROOM):
+    with mock.patch.object(sizes, "max_prompt_logits", return_value=ROOM):
         yield
 
 

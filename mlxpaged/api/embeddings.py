@@ -23,6 +23,7 @@ from mlxpaged.engine.embedding_passes import Vectors
 from mlxpaged.engine.errors import RequestCancelledError
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.models.embedding import EmbeddingFacts
+from mlxpaged.models.features import Feature
 from mlxpaged.models.kinds import Kind
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ def embedding_model(server: Server, info: EngineInfo | EmbeddingInfo) -> Embeddi
         return info.embedding_model
     others = [repr(model.name) for model in server.started().models.values() if model.kind is Kind.EMBEDDING]
     remedy = f"use {' or '.join(others)}" if others else "start the server with --embedding-model to have one for them"
-    message = f"{info.model!r} cannot be used for embeddings, because {info.no_embeddings_because}; {remedy}"
+    message = f"{info.model!r} cannot be used for embeddings, because {info.missing[Feature.EMBEDDINGS]}; {remedy}"
     raise bad_parameter("model", message, code="embeddings_not_supported")
 
 

@@ -11,8 +11,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mlxpaged.api.recent_latencies import RecentLatencies
+from mlxpaged.engine.disk_tier import NO_TIER
+from mlxpaged.engine.drafting import DRAFTERS, NO_DRAFTS
+from mlxpaged.engine.image_encoder import NO_IMAGES
 from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.engine.status import DRAFTERS, EngineStats
+from mlxpaged.engine.status import EngineStats
 from mlxpaged.registry.model import Model, ModelState
 from mlxpaged.scheduler.sequence import FinishReason
 
@@ -42,25 +45,25 @@ GAUGES: tuple[tuple[str, str, Read], ...] = (
     ("max_state_checkpoints", "Most checkpoints of recurrent states", lambda stats: stats.scheduler.max_checkpoints),
     ("state_reserved_bytes", "Bytes reserved for recurrent states", lambda stats: stats.state_bytes),
     ("embedding_inputs_waiting", "Inputs that wait for their embeddings", lambda stats: stats.embeddings.waiting),
-    ("prefix_disk_bytes", "Bytes of prefixes on the disk", lambda stats: stats.tier.store.size),
+    ("prefix_disk_bytes", "Bytes of prefixes on the disk", lambda stats: stats.of(NO_TIER).store.size),
     (
         "prefix_disk_written_today_bytes",
         "Bytes of prefixes that were written today",
-        lambda stats: stats.tier.store.written_today,
+        lambda stats: stats.of(NO_TIER).store.written_today,
     ),
     (
         "prefix_disk_writing_stopped",
         "1 if an error of the disk has stopped the writing of prefixes",
-        lambda stats: bool(stats.tier.store.stopped),
+        lambda stats: bool(stats.of(NO_TIER).store.stopped),
     ),
-    ("requests_loading", "Requests whose prefix is read from the disk", lambda stats: stats.tier.loading),
-    ("image_feature_bytes", "Bytes of the features of images", lambda stats: stats.images.feature_bytes),
+    ("requests_loading", "Requests whose prefix is read from the disk", lambda stats: stats.of(NO_TIER).loading),
+    ("image_feature_bytes", "Bytes of the features of images", lambda stats: stats.of(NO_IMAGES).feature_bytes),
 )
 COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("embedding_requests", "Requests whose embeddings were made", lambda stats: stats.embeddings.requests_total),
     ("embedding_tokens", "Tokens of inputs that were embedded", lambda stats: stats.embeddings.tokens_total),
     ("embedding_steps", "Forward passes for embeddings", lambda stats: stats.embeddings.steps_total),
-    ("images_encoded", "Images that were encoded", lambda stats: stats.images.encoded_total),
+    ("images_encoded", "Images that were encoded", lambda stats: stats.of(NO_IMAGES).encoded_total),
     (
         "prefix_hit_tokens",
         "Prompt tokens taken from the prefix cache",
@@ -85,8 +88,8 @@ COUNTERS: tuple[tuple[str, str, Read], ...] = (
         "KV blocks moved back from swap space",
         lambda stats: stats.scheduler.blocks_swapped_in_total,
     ),
-    ("kv_blocks_stored", "KV blocks given to the disk", lambda stats: stats.tier.blocks_stored_total),
-    ("kv_blocks_loaded", "KV blocks read from the disk", lambda stats: stats.tier.blocks_loaded_total),
+    ("kv_blocks_stored", "KV blocks given to the disk", lambda stats: stats.of(NO_TIER).blocks_stored_total),
+    ("kv_blocks_loaded", "KV blocks read from the disk", lambda stats: stats.of(NO_TIER).blocks_loaded_total),
     ("engine_steps", "Steps of the engine", lambda stats: stats.steps_total),
     ("model_calls", "Forward passes of the model", lambda stats: stats.model_calls_total),
     (
@@ -140,7 +143,7 @@ class Metrics(Collector):
             text = f"Draft tokens that were {'sampled' if which else 'verified'}, by what drafted them"
             counter = CounterMetricFamily(f"mlxpaged_draft_tokens{which}", text, labels=["model", "drafter"])
             for model, stats in models.items():
-                for drafter, counts in zip(DRAFTERS, stats.drafts.counts, strict=True):
+                for drafter, counts in zip(DRAFTERS, stats.of(NO_DRAFTS).counts, strict=True):
                     counter.add_metric([model, drafter], getattr(counts, field))
             yield counter
         for family, values in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):

@@ -30,6 +30,7 @@ from mlxpaged.engine.embedder import EmbeddingRequest
 from mlxpaged.engine.info import EmbeddingInfo
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.embedding import EmbeddingFacts
+from mlxpaged.models.features import Feature
 from mlxpaged.scheduler.admission import PromptTooLongError
 
 MAX_DOCUMENTS = 1000
@@ -169,7 +170,7 @@ async def judge(
         return await judge_by_encoder(request, engine, info.cross_encoder, body.timeout, pairs, param, id_prefix)
     reranker = None if isinstance(info, EmbeddingInfo) else info.reranker
     if isinstance(info, EmbeddingInfo) or reranker is None:
-        message = f"{info.model!r} is no reranker: {info.no_reranker_because}"
+        message = f"{info.model!r} is no reranker: {info.missing[Feature.RERANKING]}"
         raise bad_parameter("model", message, code="rerank_not_supported")
     for index, pair in enumerate(pairs):
         check_text_length(f"{param}.{index}", sum(map(len, pair)), info)

@@ -14,10 +14,12 @@ from mlxpaged.api.errors import RETRY
 from mlxpaged.api.metrics import CONTENT_TYPE
 from mlxpaged.api.server import server_of
 from mlxpaged.engine.async_engine import AsyncEngine
-from mlxpaged.engine.disk_tier import TierStats
+from mlxpaged.engine.disk_tier import NO_TIER, TierStats
+from mlxpaged.engine.drafting import DRAFTERS, NO_DRAFTS
 from mlxpaged.engine.errors import EngineState, EngineUnavailableError
 from mlxpaged.engine.info import EngineInfo
-from mlxpaged.engine.status import DRAFTERS, NO_DRAFTS, EngineStatus, SequenceState
+from mlxpaged.engine.status import EngineStatus, SequenceState
+from mlxpaged.models.features import Feature, Missing
 from mlxpaged.registry.model import Model
 
 
@@ -105,7 +107,7 @@ def describe_engine(engine: AsyncEngine, found: EngineStatus) -> dict[str, Any]:
 
 def memory_of(engine: AsyncEngine, found: EngineStatus, info: EngineInfo) -> dict[str, Any]:
     blocks, swap = found.scheduler.blocks, found.scheduler.swap
-    drafts = NO_DRAFTS if engine.stats is None else engine.stats.drafts
+    drafts = NO_DRAFTS if engine.stats is None else engine.stats.of(NO_DRAFTS)
     return {
         "blocks": {
             "used": blocks.used,
@@ -118,13 +120,13 @@ def memory_of(engine: AsyncEngine, found: EngineStatus, info: EngineInfo) -> dic
             "bytes": 0 if engine.stats is None else engine.stats.kv_cache_bytes,
             "max_bytes": info.kv_cache_bytes,
             "dtype": info.kv_cache_dtype,
-            "dtype_because": info.kv_cache_dtype_because or None,
+            "dtype_because": info.missing[Feature.KV_CACHE_DTYPE] or None,
         },
         "swap": {"used": swap.used, "total": swap.used + swap.free},
-        "prefix_cache_disk": None if engine.stats is None else describe_tier(engine.stats.tier),
+        "prefix_cache_disk": None if engine.stats is None else describe_tier(engine.stats.of(NO_TIER), info.missing),
         "speculative": {
             "drafters": info.drafters,
-            "no_mtp_because": info.no_mtp_because or None,
+            "no_mtp_because": info.missing[Feature.DRAFT_HEAD] or None,
             "drafted_tokens": drafts.drafted_total,
             "accepted_tokens": drafts.accepted_total,
             "by_drafter": {name: counts._asdict() for name, counts in zip(DRAFTERS, drafts.counts, strict=True)},
@@ -144,12 +146,12 @@ def memory_of(engine: AsyncEngine, found: EngineStatus, info: EngineInfo) -> dic
     }
 
 
-def describe_tier(tier: TierStats) -> dict[str, Any]:
+def describe_tier(tier: TierStats, missing: Missing) -> dict[str, Any]:
     """Returns what the prefix cache has on a disk."""
     store = tier.store
     return {
         "directory": tier.directory or None,
-        "off_because": tier.off_because or None,
+        "off_because": missing[Feature.DISK_PREFIXES] or None,
         "blocks": store.blocks,
         "bytes": store.size,
         "max_bytes": store.max_size,

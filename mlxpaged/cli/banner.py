@@ -54,6 +54,9 @@ Try it:
 
 def of_text_model(info: EngineInfo, engine: AsyncEngine) -> str:
     """Lines about a model that generates text, and its memory."""
+    from mlxpaged.engine.disk_tier import NO_TIER
+    from mlxpaged.models.features import Feature
+
     config = engine.config
     weights, pool = megabytes(info.weight_bytes), megabytes(info.start_kv_cache_bytes)
     if info.start_kv_cache_bytes < info.kv_cache_bytes:
@@ -63,9 +66,9 @@ def of_text_model(info: EngineInfo, engine: AsyncEngine) -> str:
     if "model" in info.drafters or "mtp" in info.drafters:
         extra += f"  drafts    by {config.draft_model or 'the draft head of the model'}\n"
     elif config.speculative == "mtp":
-        extra += f"  slower    there is no draft head: {info.no_mtp_because}\n"
-    if info.kv_cache_dtype_because:
-        extra += f"  larger    the KV cache is not {config.kv_cache_dtype}: {info.kv_cache_dtype_because}\n"
+        extra += f"  slower    there is no draft head: {info.missing[Feature.DRAFT_HEAD]}\n"
+    if reason := info.missing[Feature.KV_CACHE_DTYPE]:
+        extra += f"  larger    the KV cache is not {config.kv_cache_dtype}: {reason}\n"
     if slots:
         place, size = config.swap_dir or "memory", megabytes(slots * info.kv_cache_bytes // info.num_blocks)
         tokens = slots * info.block_size // len(info.groups)
@@ -73,10 +76,10 @@ def of_text_model(info: EngineInfo, engine: AsyncEngine) -> str:
     if config.prefix_cache_dir is None:
         extra += "  on disk   no prefixes; with --prefix-cache-dir DIR, they are there after a restart\n"
     elif engine.stats is not None:
-        tier = engine.stats.tier
-        store, place = tier.store, config.prefix_cache_dir
+        store, place = engine.stats.of(NO_TIER).store, config.prefix_cache_dir
+        off = info.missing[Feature.DISK_PREFIXES]
         kept = f"{megabytes(store.size)} of prefixes in {place}, up to {megabytes(store.max_size)}"
-        extra += f"  on disk   {f'no prefixes: {tier.off_because}' if tier.off_because else kept}\n"
+        extra += f"  on disk   {f'no prefixes: {off}' if off else kept}\n"
     if info.kernels_off is not None:
         extra += f"  slower    the Metal kernels are off: {info.kernels_off}\n"
     if slow := info.num_layers_per_sequence:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
+from typing import TypeVar
 
-from mlxpaged.engine.disk_tier import NO_TIER, DiskTier
-from mlxpaged.engine.drafting import Drafter, Drafting
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, Embedder
 from mlxpaged.engine.grammar import Grammars
-from mlxpaged.engine.growth_wait import GrowthWait
 from mlxpaged.engine.headroom import Headroom
-from mlxpaged.engine.image_encoder import ImageEncoder
-from mlxpaged.engine.images import Images
 from mlxpaged.engine.memory import StateMemory
 from mlxpaged.engine.memory_watch import POLL_SECONDS
 from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.engine.network_drafters import NetworkDrafter
 from mlxpaged.engine.part import Part
 from mlxpaged.engine.pool_resizer import REST_SECONDS, PoolResizer
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
@@ -27,25 +22,26 @@ from mlxpaged.engine.stall import StepSize
 from mlxpaged.engine.status import (
     MAX_WAITING_LISTED,
     MAX_WAITING_WATCHED,
-    NO_DRAFTS,
-    NO_IMAGES,
     EngineSnapshot,
     EngineStats,
     EngineStatus,
-    ImageStats,
     engine_status,
 )
 from mlxpaged.engine.step_loop import StepLoop
 from mlxpaged.engine.worker import DeviceClock, Worker
+from mlxpaged.models.features import Missing
 from mlxpaged.models.layers import state_bytes
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.scheduler.scheduler import Scheduler
 
+P = TypeVar("P", bound=Part)
+
 
 class EngineCore(Worker):
-    """A model that generates text. `builder.build_engine` makes one. kernels_off: as in BackendChoice.
+    """A model that generates text. `builder.build_engine` makes one.
 
-    `requests` takes and ends requests, and `loop` runs them in steps. The embedder has steps of its own.
+    `requests` takes and ends requests, and `loop` runs them in steps. The embedder has steps of its own. parts: those
+    of `requests` too. missing: why it has no embedder, images or other feature. kernels_off: as in BackendChoice.
     """
 
     generates = True
@@ -59,15 +55,12 @@ class EngineCore(Worker):
         sampler: Sampler,
         grammars: Grammars,
         headroom: Headroom,
-        clock: Callable[[], float] = time.monotonic,
+        requests: RequestTable,
+        clock: Callable[[], float],
+        parts: ListOf[Part],
         embedder: Embedder | None = None,
-        no_embedder_because: str = "",
+        missing: Missing | None = None,
         kernels_off: str | None = None,
-        images: Images | None = None,
-        tier: DiskTier | None = None,
-        no_tier_because: str = "",
-        drafter: Drafter | None = None,
-        network: NetworkDrafter | None = None,
     ) -> None:
         super().__init__(embedder)
         self.served = served
@@ -77,39 +70,18 @@ class EngineCore(Worker):
         self.sampler = sampler
         self.grammars = grammars
         self.clock = clock
-        self.no_embedder_because = no_embedder_because
+        self.missing = served.missing if missing is None else missing
         self.kernels_off = kernels_off
-        self.images = images
-        self.tier = tier
-        self.no_tier_because = no_tier_because
-        if tier is not None:
-            resizer.before_shrink, resizer.on_evicted = tier.end_load, tier.take_leaving
         config = scheduler.config
         self.states = StateMemory(state_bytes(served.layers), config.max_num_seqs, config.num_checkpoints)
-        # The order in which they are asked. Images that a prefix covers are not encoded, so they come after the tier.
-        # Drafts follow known tokens, so they come last: the encoder may have ended the step in flight.
-        self.parts: list[Part] = []
-        self.requests = RequestTable(served, scheduler, grammars, clock, self._forget, images, self.parts)
-        self.parts.append(GrowthWait(scheduler, self.requests, clock))
-        if tier is not None:
-            self.parts.append(tier)
-        if images is not None:
-            if scheduler.prefix_cache is not None:
-                scheduler.prefix_cache.content_of = images.content_of
-            invariant = runner.tile_size is not None
-            self.parts.append(ImageEncoder(images, scheduler, self.requests.end_held, clock, invariant))
-        self.drafting = None
-        if drafter is not None or network is not None:
-            sizes = sampler.vocab_size, drafter, network
-            self.drafting = Drafting(scheduler, self.requests, *sizes, runner.overlaps, clock)
-            self.parts.append(self.drafting)
-        own = scheduler, runner, resizer, sampler, grammars, headroom, self.requests, clock
-        self.loop = StepLoop(*own, self.parts)
+        self.parts = parts
+        self.requests = requests
+        own = scheduler, runner, resizer, sampler, grammars, headroom, requests, clock
+        self.loop = StepLoop(*own, parts)
 
-    def _forget(self, sequence_id: int) -> None:
-        self.sampler.forget(sequence_id)
-        for part in self.parts:
-            part.forget(sequence_id)
+    def part(self, kind: type[P]) -> P | None:
+        """The part of this type, if there is one."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
 
     def add(self, request: Request) -> None:
         """Queue a request, with the errors of `RequestTable.add`."""
@@ -219,8 +191,6 @@ class EngineCore(Worker):
             self.resizer.bytes_of(self.scheduler.config.num_blocks),
             self.states.nbytes,
             NO_EMBEDDINGS if self.embedder is None else self.embedder.stats(),
-            NO_IMAGES if self.images is None else ImageStats(self.images.num_encoded, self.images.nbytes),
             self.loop.prompt_chunks,
-            NO_TIER._replace(off_because=self.no_tier_because) if self.tier is None else self.tier.stats(),
-            NO_DRAFTS if self.drafting is None else self.drafting.stats,
+            tuple(stats for part in self.parts if (stats := part.stats()) is not None),
         )

@@ -67,7 +67,6 @@ class TierStats(NamedTuple):
     """store: of all models that share the directory. The rest is of this model."""
 
     directory: str = ""
-    off_because: str = ""
     store: StoreStats = StoreStats()
     loading: int = 0
     blocks_stored_total: int = 0
@@ -114,7 +113,6 @@ class DiskTier(Part):
         self._cache, self._pool, self._groups = scheduler.prefix_cache, scheduler.pool, scheduler.blocks.groups
         self._checkpoints = scheduler.blocks.states.checkpoints
         self._writer = DiskWriter(share, scheduler, clock)
-        self.take_leaving = self._writer.take_leaving
         self._load: Load | None = None
         self._missing = 0  # blocks that the load waits for
         self._paused_until = -math.inf
@@ -127,6 +125,12 @@ class DiskTier(Part):
         """A step has failed: what it and the steps after it computed is not valid."""
         self._writer.discard()
         self.end_load()
+
+    def before_shrink(self) -> None:
+        self.end_load()
+
+    def evicted(self) -> None:
+        self._writer.take_leaving()
 
     def keep(self) -> None:
         self.end_load()
@@ -228,7 +232,7 @@ class DiskTier(Part):
 
     def after_schedule(self) -> None:
         """Take the blocks that the step overwrites. Ask for the room that a load needs."""
-        self.take_leaving()
+        self.evicted()
         if self._missing:
             self._scheduler.blocks.size.ask(self._missing)
         self._missing = 0
@@ -299,7 +303,7 @@ class DiskTier(Part):
     def _put_state(self, load: Load) -> Iterator[bool]:
         """Make a checkpoint of the last record that was loaded."""
         record, load.checkpoint = load.parent, self._checkpoints.reserve()
-        self.take_leaving()  # what was replaced for it
+        self.evicted()  # what was replaced for it
         if load.checkpoint is None:
             return
         for _ in self.share.put_state(load.checkpoint):
@@ -314,7 +318,7 @@ class DiskTier(Part):
         started = self._clock()
         blocks = self._pool.allocate(sum(len(each.parts) for each in found))
         load.held += blocks
-        self.take_leaving()  # what was evicted for them
+        self.evicted()  # what was evicted for them
         self.share.put(blocks)
         new = iter(blocks)
         for records, parts in found:
@@ -356,7 +360,7 @@ class DiskTier(Part):
     def stats(self) -> TierStats:
         share = self.share
         counts = share.num_stored, self._loaded
-        return TierStats(str(share.store.directory), "", share.stats(), len(self._scheduler.held[PREFIX]), *counts)
+        return TierStats(str(share.store.directory), share.stats(), len(self._scheduler.held[PREFIX]), *counts)
 
     def close(self) -> None:
         close_store(self.share.store)

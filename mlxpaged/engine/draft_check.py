@@ -1,18 +1,24 @@
-"""Checks before the first request that a model with recurrent states goes on rightly after rejected drafts."""
+"""Whether a model decodes with drafts. One with recurrent states is tried before the first request: it must go on
+rightly after rejected drafts."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as ListOf
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
+from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.model_runner import MAX_DIFFERENCE, ModelRunner
+from mlxpaged.engine.ranks import Ranks, least
 from mlxpaged.engine.step_memory import small_layout
+from mlxpaged.models.layers import is_per_sequence, keeps_states
 from mlxpaged.models.loader import ServedModel
+from mlxpaged.models.turns import Turns
+from mlxpaged.progress import Stage
 from mlxpaged.step import Row, Step
 
 logger = logging.getLogger(__name__)
@@ -47,6 +53,32 @@ class Sequences:
         logits = self._runner.forward(Step(rows), running=range(5)).astype(mx.float32)
         self._runner.finish_step(logits)
         return logits
+
+
+class DraftSupport(NamedTuple):
+    """works: whether drafts are verified. pads: as in Rollback."""
+
+    works: bool
+    pads: bool = False
+
+
+def draft_support(config: EngineConfig, served: ServedModel, turns: Turns, ranks: Ranks | None) -> DraftSupport:
+    """What all ranks can do. `works` is false too if no drafts are wanted."""
+    if config.speculative == "off":
+        return DraftSupport(False)
+    if is_per_sequence(served.layers):
+        logger.warning(
+            "%s decodes without drafts: it runs once per sequence, and its caches change in place", served.name
+        )
+        return DraftSupport(False)
+    if not keeps_states(served.layers):
+        return DraftSupport(True)
+    turns.begin(Stage.CHECKING_DRAFTS)
+    for pads in (True, False):
+        if least(takes_drafts_back(served, config.block_size, pads), ranks):
+            return DraftSupport(True, pads)
+    logger.warning("%s decodes without drafts: its logits are wrong after rejected ones", served.name)
+    return DraftSupport(False)
 
 
 def takes_drafts_back(served: ServedModel, block_size: int, pads: bool) -> bool:

@@ -12,6 +12,7 @@ from mlxpaged.models.cache_groups import cache_layout
 from mlxpaged.models.draft_head import load_mtp
 from mlxpaged.models.draft_model import DraftModel
 from mlxpaged.models.errors import AssistantError, UnsupportedModelError
+from mlxpaged.models.features import Feature
 from mlxpaged.models.layers import KV, leaves
 from mlxpaged.models.loader import NO_HEADS_TO_READ, ServedModel, load_model, resolve_mtp
 from mlxpaged.models.sources.preflight import Reserved
@@ -73,10 +74,12 @@ def with_assistant(served: ServedModel, config: EngineConfig, name: str, turns: 
         raise UnsupportedModelError(f"{name} cannot draft: the output head of {served.name} is not found")
     mtp = load_mtp(served.model, resolve_mtp(name))
     WeightReader(config.cpu_dtype, 0, turns.report).read(mtp.head)
-    return replace(served, mtp=mtp, no_mtp_because="", weight_bytes=served.weight_bytes + mtp.nbytes)
+    missing = served.missing.but(Feature.DRAFT_HEAD, "")
+    return replace(served, mtp=mtp, missing=missing, weight_bytes=served.weight_bytes + mtp.nbytes)
 
 
 def without_drafts(served: ServedModel, reason: str) -> ServedModel:
     """The model without its draft head or draft model."""
     layers = served.layers[: len(served.layers) - served.num_drafting]
-    return replace(served, layers=layers, mtp=None, draft_model=None, no_mtp_because=reason)
+    missing = served.missing.but(Feature.DRAFT_HEAD, reason)
+    return replace(served, layers=layers, mtp=None, draft_model=None, missing=missing)

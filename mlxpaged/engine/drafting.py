@@ -21,7 +21,6 @@ from mlxpaged.engine.part import Need, Part, Tokens
 from mlxpaged.engine.request_table import RequestTable
 from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampler import SampledToken, SamplingRow
-from mlxpaged.engine.status import NO_DRAFTS
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.scheduler.acceptance import BY_NETWORK, MOST_DRAFTS
 from mlxpaged.scheduler.draft_budget import DraftBudget
@@ -30,6 +29,41 @@ from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.step import Row, Step
 
 logger = logging.getLogger(__name__)
+
+
+class DraftCounts(NamedTuple):
+    """Draft tokens that were verified, and those of them that were sampled."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+DRAFTERS = ("grammar", "ngram", "mtp", "model")
+"""What drafts: a grammar or a limit on thinking that leaves no choice, the text, the model's draft head, or a smaller
+model."""
+
+
+class DraftStats(NamedTuple):
+    """The counts of each of DRAFTERS, in order."""
+
+    counts: tuple[DraftCounts, ...] = (DraftCounts(),) * len(DRAFTERS)
+
+    @property
+    def drafted_total(self) -> int:
+        return sum(each.drafted for each in self.counts)
+
+    @property
+    def accepted_total(self) -> int:
+        return sum(each.accepted for each in self.counts)
+
+    def more(self, drafter: str, drafted: int, accepted: int) -> DraftStats:
+        counts = list(self.counts)
+        before = counts[index := DRAFTERS.index(drafter)]
+        counts[index] = DraftCounts(before.drafted + drafted, before.accepted + accepted)
+        return DraftStats(tuple(counts))
+
+
+NO_DRAFTS = DraftStats()
 
 
 class Drafter(Protocol):
@@ -88,13 +122,16 @@ class Drafting(Part):
         config = scheduler.config
         self.budget = DraftBudget(scheduler.times.decode_seconds, config.max_draft_states if config.recurrent else None)
         self._proposals: dict[int, Proposal] = {}  # those of the next step, by sequence id
-        self.stats = NO_DRAFTS
+        self._stats = NO_DRAFTS
 
     @property
     def names(self) -> list[str]:
         """What drafts, of DRAFTERS."""
         network = [] if self.network is None else [self.network.name]
         return ["grammar", *(["ngram"] if self.drafter is not None else []), *network]
+
+    def stats(self) -> DraftStats:
+        return self._stats
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -276,7 +313,7 @@ class Drafting(Part):
         running.num_drafted += len(row.drafts)
         running.num_accepted += accepted
         proposal = self._proposals.get(row.sequence_id, NOTHING)
-        self.stats = self.stats.more(proposal.drafter, len(row.drafts), accepted)
+        self._stats = self._stats.more(proposal.drafter, len(row.drafts), accepted)
         acceptance = self.budget.of(row.sequence_id)
         if proposal.is_certain:
             acceptance.advance(accepted)

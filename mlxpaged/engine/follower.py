@@ -12,6 +12,7 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.disk_share import CALLS as DISK_CALLS
 from mlxpaged.engine.disk_share import DiskShare
+from mlxpaged.engine.disk_tier import DiskTier
 from mlxpaged.engine.memory import CACHE_LIMIT, limit_freed_buffers
 from mlxpaged.engine.rank_messages import MessageReader
 from mlxpaged.engine.ranks import Ranks
@@ -77,7 +78,8 @@ def follow(
     assert isinstance(core.runner, SharedRunner)
     limit_freed_buffers(core.step_bytes)
     wire_memory()
-    follower = Follower(core.runner, None if core.tier is None else core.tier.share)
+    tier = core.part(DiskTier)
+    follower = Follower(core.runner, None if tier is None else tier.share)
     try:
         while (message := receive()) is not None:
             follower.perform(message)

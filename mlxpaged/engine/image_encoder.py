@@ -6,6 +6,7 @@ import logging
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -40,6 +41,22 @@ MAX_PIXELS = 2**20
 """Images of one size are encoded together, up to so many pixels."""
 
 
+class ImageStats(NamedTuple):
+    encoded_total: int
+    feature_bytes: int  # that are kept
+
+
+NO_IMAGES = ImageStats(0, 0)
+
+
+class NoImages(Part):
+    """The part of a model that sees no images. The API refuses most such requests earlier."""
+
+    def admit(self, request: Request, sequence: Sequence) -> None:
+        if request.images:
+            raise ValueError("this model takes no images")
+
+
 class ImageEncoder(Part):
     """Holds a sequence back until its images are encoded, except those that the prefix cache covers.
 
@@ -56,7 +73,9 @@ class ImageEncoder(Part):
         clock: Callable[[], float],
         invariant: bool = False,
     ) -> None:
-        self._images = images
+        self.images = images
+        if scheduler.prefix_cache is not None:
+            scheduler.prefix_cache.content_of = images.content_of
         self._scheduler = scheduler
         self._fail = fail
         self._clock = clock
@@ -69,6 +88,16 @@ class ImageEncoder(Part):
         self._alone = False  # whether the next image is encoded alone: several together have failed
         self._ended = clock()
         self._plain: deque[float] = deque(maxlen=PLAIN_STEPS)
+
+    def admit(self, request: Request, sequence: Sequence) -> None:
+        if request.images:
+            self.images.add(sequence, request)
+
+    def forget(self, sequence_id: int) -> None:
+        self.images.remove(sequence_id)
+
+    def stats(self) -> ImageStats:
+        return ImageStats(self.images.num_encoded, self.images.nbytes)
 
     def wait_of(self, request: Request, sequence: Sequence) -> Wait | None:
         return IMAGES if request.images else None
@@ -112,7 +141,7 @@ class ImageEncoder(Part):
 
     def _next_part(self) -> bool:
         """Returns False if there is nothing to do now."""
-        if not any(map(self._images.is_shown, self._numbers)):
+        if not any(map(self.images.is_shown, self._numbers)):
             self._work = None  # the requests have ended
         if self._work is None and not self._begin():
             return False
@@ -124,7 +153,7 @@ class ImageEncoder(Part):
             mx.eval(self._state)
         except StopIteration:
             assert self._state is not None
-            self._images.put(self._numbers, self._state)
+            self.images.put(self._numbers, self._state)
             self._work, self._state, self._alone = None, None, False
             self._release()
         except Exception as error:
@@ -134,7 +163,7 @@ class ImageEncoder(Part):
     def _begin(self) -> bool:
         """Choose the next images: the first that is missing of the first sequence, and others of its size."""
         self._release()
-        if not self._images.has_room(self._scheduler.held[IMAGES]):
+        if not self.images.has_room(self._scheduler.held[IMAGES]):
             return False
         missing = dict.fromkeys(
             number
@@ -143,17 +172,17 @@ class ImageEncoder(Part):
         )
         if not missing:
             return False
-        first = self._images.pixels(next(iter(missing)))
-        together = [number for number in missing if self._images.pixels(number).shape == first.shape]
+        first = self.images.pixels(next(iter(missing)))
+        together = [number for number in missing if self.images.pixels(number).shape == first.shape]
         most = 1 if self._alone else max(1, self._most_pixels // (first.shape[0] * first.shape[1]))
         self._numbers = together[:most]
-        self._work = self._images.encode(self._numbers)
+        self._work = self.images.encode(self._numbers)
         if not self._is_invariant:
             pace.begin()
         return True
 
     def _missing(self, sequence: Sequence) -> list[int]:
-        return self._images.missing(sequence, self._scheduler.blocks.num_available_tokens(sequence))
+        return self.images.missing(sequence, self._scheduler.blocks.num_available_tokens(sequence))
 
     def _release(self) -> None:
         for sequence in list(self._scheduler.held[IMAGES].values()):

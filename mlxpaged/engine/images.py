@@ -128,7 +128,9 @@ class Images:
         return repr(self._keys[(token_id - FIRST_CONTENT_ID) // MAX_ROWS]).encode()
 
     def add(self, sequence: Sequence, request: Request) -> None:
-        """Keep the pixels of a sequence's images until `remove`: they may be encoded again."""
+        """Let a sequence show a request's images, and keep their pixels until `remove`: they may be encoded again."""
+        sequence.token_ids[: sequence.num_prompt_tokens] = self.content_ids(request)
+        sequence.shifts, sequence.spans = self.shifts(request), self.spans(request)
         numbers = [self._number(image, request.cache_salt) for image in request.images]
         self._of_sequence[sequence.sequence_id] = numbers
         for number, (image, grid) in zip(numbers, self._with_grids(request), strict=True):

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.drafting import Drafting
 from mlxpaged.models.architectures import Source
 from mlxpaged.models.encoder_model import EncoderModel
+from mlxpaged.models.features import Feature, Missing
 from mlxpaged.models.kinds import Kind
 from mlxpaged.models.layers import is_per_sequence
 from mlxpaged.scheduler.admission import PromptTooLongError, check_fits
@@ -65,7 +67,6 @@ class EngineInfo:
         self.block_size = self.scheduler_config.block_size
         self.kv_cache_bytes = core.resizer.bytes_of(self.num_blocks)
         self.kv_cache_dtype = served.kv_cache_dtype  # "auto" if it is not quantized
-        self.kv_cache_dtype_because = served.kv_cache_dtype_because  # why it is not the one that was asked for
         self.start_kv_cache_bytes = core.resizer.bytes_of(core.scheduler.pool.num_blocks)
         self.groups = self.scheduler_config.groups
         self.num_swap_slots = self.scheduler_config.num_swap_slots  # KV blocks that the swap space holds
@@ -74,16 +75,14 @@ class EngineInfo:
         self.invariant_rows = core.runner.tile_size  # rows of each forward pass if the engine is batch-invariant
         self.created = int(time.time())  # Unix time
         self.grammars = core.grammars
+        self.missing = core.missing
         self.embedding_model = None if core.embedder is None else core.embedder.model.facts
         self.reranker = served.reranker
-        self.no_reranker_because = served.no_reranker_because
-        self.no_embeddings_because = core.no_embedder_because
         self.adapters = served.adapters.names
-        self.drafters = [] if core.drafting is None else core.drafting.names  # some of DRAFTERS
-        self.no_mtp_because = served.no_mtp_because
+        drafting = core.part(Drafting)
+        self.drafters = [] if drafting is None else drafting.names  # some of DRAFTERS
         # How prompts show images; None if it takes none.
         self.images = None if served.vision is None else served.vision.format
-        self.no_images_because = served.no_vision_because
         self.cluster: Cluster | None = None  # None if the model runs on one machine
 
     def __getstate__(self) -> dict[str, object]:
@@ -142,7 +141,10 @@ class EmbeddingInfo:
         self.max_model_len = facts.max_tokens  # of an input
         self.weight_bytes = facts.weight_bytes
         self.created = int(time.time())  # Unix time
-        self.no_embeddings_because = "it is a reranker" if facts.is_reranker else ""
-        self.no_reranker_because = "" if facts.is_reranker else "it makes embeddings"
+        self.missing = Missing(
+            {Feature.EMBEDDINGS: "it is a reranker"}
+            if facts.is_reranker
+            else {Feature.RERANKING: "it makes embeddings"}
+        )
         self.kind = Kind.RERANKER if facts.is_reranker else Kind.EMBEDDING
         self.source = Source.OWN if isinstance(core.embedder.model, EncoderModel) else Source.MLX_LM

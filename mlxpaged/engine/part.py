@@ -1,6 +1,6 @@
 """What the engine asks of its optional parts: images, a tier on the disk, drafts.
 
-The core knows them only as `Part`s, in one tuple (core.py). They are asked in its order.
+The core knows them only as `Part`s, in one list (parts.py). They are asked in its order.
 """
 
 from __future__ import annotations
@@ -42,12 +42,17 @@ class Part:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
+    def admit(self, request: Request, sequence: Sequence) -> None:
+        """A sequence is made of a request. If it cannot be queued, `forget` follows. Raises ValueError if the request
+        asks for what it cannot have."""
+
     def wait_of(self, request: Request, sequence: Sequence) -> Wait | None:
-        """What a new sequence waits for before it is queued. The part calls `Scheduler.release` then."""
+        """What a sequence that all parts have admitted waits for before it is queued. The part calls
+        `Scheduler.release` then."""
         return None
 
     def forget(self, sequence_id: int) -> None:
-        """A sequence has ended."""
+        """A sequence has ended, perhaps one that does not concern the part."""
 
     # -- a step, in this order ---------------------------------------------------------------------------------------
 
@@ -83,6 +88,12 @@ class Part:
         """Give up blocks, because no sequence can run and the pool cannot grow. Returns whether any were."""
         return False
 
+    def before_shrink(self) -> None:
+        """Blocks will be given back: hold none that no sequence has."""
+
+    def evicted(self) -> None:
+        """Blocks have left the prefix cache. Their bytes are as they were until this returns."""
+
     def clear(self) -> None:
         """The prefix cache is being emptied."""
 
@@ -91,3 +102,7 @@ class Part:
 
     def close(self) -> None:
         """Close files."""
+
+    def stats(self) -> object | None:
+        """A snapshot for `EngineStats.of`, of a type that no other part has."""
+        return None

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
 from mlxpaged.engine.memory_pressure import MemoryPressure
 from mlxpaged.engine.memory_watch import MemoryWatch
 from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine.part import Part
 from mlxpaged.scheduler.pool_size import FULL
 from mlxpaged.scheduler.scheduler import Scheduler
 
@@ -45,6 +46,7 @@ class PoolResizer:
     the new blocks once all layers have them. When they shrink, it loses the blocks first.
 
     bytes_per_block: of all layers. step_bytes: what a step needs. clock: seconds. pressure: what the system says.
+    parts: are told before and after blocks are evicted.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class PoolResizer:
         step_bytes: int,
         clock: Callable[[], float],
         pressure: Callable[[], MemoryPressure],
+        parts: Sequence[Part] = (),
     ) -> None:
         self._scheduler = scheduler
         self._size = scheduler.blocks.size
@@ -62,14 +65,13 @@ class PoolResizer:
         self._bytes_per_block = bytes_per_block
         self.step_bytes = step_bytes
         self._clock = clock
+        self._parts = parts
         self._watch = MemoryWatch(clock, runner.clear_cache, pressure)
         self._least = self._size.num_blocks  # it never shrinks below its size at the start
         self._target = self._wanted = self._size.num_blocks
         self._remaining: list[int] = []  # indices of the pools that do not have the target's size yet
         self._retry_at = self._yielded_at = -math.inf
         self._retry_seconds = RETRY_SECONDS
-        self.before_shrink: Callable[[], None] = lambda: None
-        self.on_evicted: Callable[[], None] = lambda: None  # the evicted blocks are still as they were
 
     @property
     def is_resizing(self) -> bool:
@@ -215,9 +217,11 @@ class PoolResizer:
     def shrink(self, num_blocks: int) -> None:
         """Give back blocks: evict cached ones, and move those that are kept down. `advance` frees the memory. No step
         may be in flight. Raises DeviceError if blocks cannot be copied: then no sequence has other blocks."""
-        self.before_shrink()
+        for part in self._parts:
+            part.before_shrink()
         moves = self._scheduler.pool.moves_to(num_blocks)
-        self.on_evicted()
+        for part in self._parts:
+            part.evicted()
         self._runner.copy_blocks(moves)
         self._scheduler.shrink(num_blocks, moves)
         self._yielded_at = self._clock()

@@ -11,11 +11,10 @@ from mlxpaged.cache.prefix_cache import salted
 from mlxpaged.engine.constraint import GrammarError
 from mlxpaged.engine.deadlines import Deadlines, set_deadlines
 from mlxpaged.engine.grammar import Grammars
-from mlxpaged.engine.images import Images
 from mlxpaged.engine.part import Part
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
-from mlxpaged.engine.sampler import SampledToken
+from mlxpaged.engine.sampler import SampledToken, Sampler
 from mlxpaged.library_errors import public_reason
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.process_memory import is_out_of_memory
@@ -31,8 +30,8 @@ WEIGHTS = {Priority.HIGH: 4.0, Priority.NORMAL: 2.0, Priority.LOW: 1.0}
 class RequestTable:
     """The requests that have not ended, in the scheduler and as text.
 
-    by_sequence: the requests by their sequences' ids. clock: seconds. forget: called with the id of each sequence that
-    has ended. parts: what new sequences may wait for. outputs: of the running step; `take_outputs` empties it.
+    by_sequence: the requests by their sequences' ids. clock: seconds. parts: are told of each sequence, and may let it
+    wait. outputs: of the running step; `take_outputs` empties it.
     """
 
     def __init__(
@@ -40,9 +39,8 @@ class RequestTable:
         served: ServedModel,
         scheduler: Scheduler,
         grammars: Grammars,
+        sampler: Sampler,
         clock: Callable[[], float],
-        forget: Callable[[int], None],
-        images: Images | None = None,
         parts: ListOf[Part] = (),
     ) -> None:
         self._parts = parts
@@ -50,8 +48,7 @@ class RequestTable:
         self._scheduler = scheduler
         self._grammars = grammars
         self._clock = clock
-        self._forget = forget
-        self._images = images
+        self._sampler = sampler
         self.by_sequence: dict[int, RunningRequest] = {}
         self.outputs: list[RequestOutput] = []
         self.num_generated_tokens = 0
@@ -89,16 +86,10 @@ class RequestTable:
             matcher = self._grammars.start(params.constraint, params.ignore_eos)
         runs_past_eos = params.ignore_eos and matcher is None  # a grammar allows the end token only at its end
         stop_ids = params.stop_token_ids | (frozenset() if runs_past_eos else self._served.tokenizer.eos_token_ids)
-        images = self._images if request.images else None
-        if request.images and images is None:
-            raise ValueError("this model takes no images")
-        prompt = request.prompt_token_ids if images is None else images.content_ids(request)
-        arrival_time = request.arrival_time
+        prompt, arrival_time = request.prompt_token_ids, request.arrival_time
         sequence = Sequence(next(self._ids), prompt, params.max_tokens, stop_ids, request.priority, arrival_time)
         sequence.request_id = request.request_id
         sequence.adapter = request.adapter
-        if images is not None:
-            sequence.shifts, sequence.spans = images.shifts(request), images.spans(request)
         sequence.cache_seed = salted(self._served.adapters.cache_seed(request.adapter), request.cache_salt)
         parent_id = self._sequence_of.get(request.fork_of) if request.fork_of is not None else None
         parent = None if parent_id is None else self.by_sequence[parent_id]
@@ -106,9 +97,13 @@ class RequestTable:
         set_deadlines(sequence, request)
         running = RunningRequest(request, sequence, self._served.tokenizer, matcher, parent)
         running.resume(request.resumed, self._clock())
-        self._scheduler.add(sequence, [wait for part in self._parts if (wait := part.wait_of(request, sequence))])
-        if images is not None:
-            images.add(sequence, request)
+        try:
+            for part in self._parts:
+                part.admit(request, sequence)
+            self._scheduler.add(sequence, [wait for part in self._parts if (wait := part.wait_of(request, sequence))])
+        except BaseException:
+            self._forget(sequence.sequence_id)
+            raise
         self.by_sequence[sequence.sequence_id] = running
         self._num_by_priority[request.priority] += 1
         self._deadlines.watch(sequence)
@@ -212,8 +207,11 @@ class RequestTable:
         del self._sequence_of[running.request.request_id]
         self._deadlines.forget(sequence_id)
         self._forget(sequence_id)
-        if self._images is not None:
-            self._images.remove(sequence_id)
+
+    def _forget(self, sequence_id: int) -> None:
+        self._sampler.forget(sequence_id)
+        for part in self._parts:
+            part.forget(sequence_id)
 
 
 def reason_of(error: Exception) -> FinishReason:

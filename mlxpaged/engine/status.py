@@ -5,9 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeVar
 
-from mlxpaged.engine.disk_tier import NO_TIER, TierStats
 from mlxpaged.engine.embedder import NO_EMBEDDINGS, EmbedderStats
 from mlxpaged.engine.prompt_progress import PromptChunk
 from mlxpaged.engine.timeline import Phase
@@ -20,48 +19,7 @@ MAX_WAITING_LISTED = 1000
 MAX_WAITING_WATCHED = 100
 """Waiting requests in a snapshot, which is taken twice a second."""
 
-
-class ImageStats(NamedTuple):
-    encoded_total: int
-    feature_bytes: int  # that are kept
-
-
-NO_IMAGES = ImageStats(0, 0)
-
-
-class DraftCounts(NamedTuple):
-    """Draft tokens that were verified, and those of them that were sampled."""
-
-    drafted: int = 0
-    accepted: int = 0
-
-
-DRAFTERS = ("grammar", "ngram", "mtp", "model")
-"""What drafts: a grammar or a limit on thinking that leaves no choice, the text, the model's draft head, or a smaller
-model."""
-
-
-class DraftStats(NamedTuple):
-    """The counts of each of DRAFTERS, in order."""
-
-    counts: tuple[DraftCounts, ...] = (DraftCounts(),) * len(DRAFTERS)
-
-    @property
-    def drafted_total(self) -> int:
-        return sum(each.drafted for each in self.counts)
-
-    @property
-    def accepted_total(self) -> int:
-        return sum(each.accepted for each in self.counts)
-
-    def more(self, drafter: str, drafted: int, accepted: int) -> DraftStats:
-        counts = list(self.counts)
-        before = counts[index := DRAFTERS.index(drafter)]
-        counts[index] = DraftCounts(before.drafted + drafted, before.accepted + accepted)
-        return DraftStats(tuple(counts))
-
-
-NO_DRAFTS = DraftStats()
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -77,10 +35,12 @@ class EngineStats:
     max_kv_cache_bytes: int = 0  # that they can grow to
     state_bytes: int = 0  # reserved for recurrent states, of sequences and of checkpoints
     embeddings: EmbedderStats = NO_EMBEDDINGS
-    images: ImageStats = NO_IMAGES
     prompt_chunks: tuple[PromptChunk, ...] = ()  # of the step, without the last ones of their prompts
-    tier: TierStats = NO_TIER
-    drafts: DraftStats = NO_DRAFTS
+    parts: tuple[object, ...] = ()  # what the parts say
+
+    def of(self, absent: S) -> S:
+        """What the part says whose statistics have the type of `absent`; `absent` if the model has no such part."""
+        return next((each for each in self.parts if isinstance(each, type(absent))), absent)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from mlxpaged.models.errors import (
     UnsupportedModelError,
     in_one_line,
 )
+from mlxpaged.models.features import Feature, Missing
 from mlxpaged.models.files import check_entries
 from mlxpaged.models.generation_config import read_generation_config
 from mlxpaged.models.head import RowSelection
@@ -76,14 +77,12 @@ class ServedModel:
 
     path: its directory. model_type: of its config.json. source: of the type's code. rows: None if its output head
     cannot select rows. max_model_len: most tokens of a prompt and its answer, at most the context length.
-    no_reranker_because: the reason if `reranker` is None. sampling: the sampling parameters that its
-    generation_config.json recommends, by name. vision: None if it takes no
-    images. no_vision_because: the reason then, if it was made to. kv_cache_dtype: as `EngineConfig` has it.
-    kv_cache_dtype_because: why it is not the type that was asked for; empty if it is. mtp: its draft head, whose layer
-    is the last of `layers`, or its assistant; None if none was asked for. no_mtp_because: the reason if it has none.
-    draft_model: a smaller model that drafts, whose layers are the last ones. dtype: in what it is computed, as
-    "bfloat16". stored: how its weights are in memory.
-    checkpoint_bytes: of the weights as its files have them.
+    sampling: the sampling parameters that its generation_config.json recommends, by name. missing: why it has no
+    reranker, vision or draft head, and not the KV cache dtype that was asked for. vision: None if it takes no images.
+    kv_cache_dtype: as `EngineConfig` has it. mtp: its draft head, whose layer is the last of `layers`, or its
+    assistant; None if none was asked for. draft_model: a smaller model that drafts, whose layers are the last ones.
+    dtype: in what it is computed, as "bfloat16". stored: how its weights are in memory. checkpoint_bytes: of the
+    weights as its files have them.
     """
 
     name: str
@@ -100,15 +99,12 @@ class ServedModel:
     weight_bytes: int
     num_parameters: int
     reranker: Reranker | None
-    no_reranker_because: str
     sampling: Mapping[str, float]
+    missing: Missing = field(default_factory=Missing)
     adapters: Adapters = field(default_factory=Adapters)
     vision: Vision | None = None
-    no_vision_because: str = ""
     kv_cache_dtype: str = "auto"
-    kv_cache_dtype_because: str = ""
     mtp: Mtp | Assistant | None = None
-    no_mtp_because: str = ""
     draft_model: DraftModel | None = None
     dtype: str = ""
     stored: Choice = UNCHANGED
@@ -123,6 +119,11 @@ class ServedModel:
     def kv_layers(self) -> list[KV]:
         """The specs of its KV pools, in order."""
         return kv_layers(self.layers)
+
+    @property
+    def kv_type(self) -> str:
+        """The types that its keys and values are kept in."""
+        return ",".join(sorted({spec.stored_type for spec in self.kv_layers}))
 
 
 def load_model(
@@ -185,7 +186,7 @@ def load_model(
         num_parameters = int(get_total_parameters(model))
         if group is not None:
             shard(model, config, group, lambda: files.load(turns.report)[0])
-        mtp, no_mtp_because = find_mtp(model, files, mtp_path, group) if drafts else (None, "")
+        mtp, no_mtp = find_mtp(model, files, mtp_path, group) if drafts else (None, "")
         of_model = reader.read(model)
         stored, checkpoint = of_gguf or of_model
         dtype = computed_dtype(model)
@@ -208,7 +209,7 @@ def load_model(
         seen = load_vision(files, own_config, tokenizer.reader.get_vocab, turns.report, most_pixels, cpu_dtype)
         turns.take()
         everywhere = bool if group is None else partial(all_say, group)
-        vision, no_vision_because = let_see(model, layers, *seen, turns, everywhere)
+        vision, no_vision = let_see(model, layers, *seen, turns, everywhere)
         layers = layers if vision is None else mutual(layers, vision.mutual)
         served_len = min(longest, max_model_len or longest)
         kv = choose_quantization(model, layers, kv_cache_dtype, replaced.reference, served_len, turns, group)
@@ -219,12 +220,12 @@ def load_model(
         raise UnsupportedModelError(
             f"{name} cannot be served: {models} are not supported yet, because {error}"
         ) from None
-    reranker, no_reranker_because = find_reranker(name, tokenizer, is_reranker)
+    reranker, no_reranker = find_reranker(name, tokenizer, is_reranker)
     drafting = [] if mtp is None else mtp.specs(kv.layers, num_ranks)
     if mtp is not None and (drafting is None or rows is None):
-        mtp, drafting, no_mtp_because = None, [], "its layers or its output head are not known well enough"
+        mtp, drafting, no_mtp = None, [], "its layers or its output head are not known well enough"
     elif mtp is not None and rows is not None and rows.num_outputs != vocab_size:
-        mtp, drafting, no_mtp_because = None, [], "its output head is divided among the ranks"
+        mtp, drafting, no_mtp = None, [], "its output head is divided among the ranks"
     added = (0 if mtp is None else mtp.nbytes) + (0 if vision is None else vision.tower.nbytes)
     return ServedModel(
         name=served_name or name,
@@ -241,15 +242,19 @@ def load_model(
         weight_bytes=weight_bytes(model) + replaced.adapters.nbytes + added,
         num_parameters=num_parameters,
         reranker=reranker,
-        no_reranker_because=no_reranker_because,
         sampling=recommended.sampling,
+        missing=Missing(
+            {
+                Feature.RERANKING: no_reranker,
+                Feature.IMAGES: no_vision,
+                Feature.KV_CACHE_DTYPE: kv.reason,
+                Feature.DRAFT_HEAD: no_mtp,
+            }
+        ),
         adapters=replaced.adapters,
         vision=vision,
-        no_vision_because=no_vision_because,
         kv_cache_dtype=kv.dtype,
-        kv_cache_dtype_because=kv.reason,
         mtp=mtp,
-        no_mtp_because=no_mtp_because,
         dtype=dtype,
         stored=stored,
         checkpoint_bytes=checkpoint.model,

@@ -15,6 +15,7 @@ from mlx_lm.utils import _get_classes
 from tokenizers import Tokenizer
 
 from mlxpaged.engine.config import EngineConfig
+from mlxpaged.models.features import Feature
 from tests.api.helpers import DEADLINE, raw, side_by_side, stream_events, text_of
 from tests.api.test_images import CHAT, MESSAGES, OLLAMA, RESPONSES, TEMPLATE, block, input_part, text, url_part, user
 from tests.models.test_vision import PREPROCESSOR, config_of, torch_weights
@@ -52,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     weights = larger_matrices(text_weights) | torch_weights(tiny_tower(sizes))
     mx.save_safetensors(str(path / "model.safetensors"), weights)
     with running_server(EngineConfig(model=str(path), served_model_name="m", kv_cache_bytes=16_000_000)) as server:
-        assert server.core.served.no_vision_because == ""
+        assert server.core.served.missing[Feature.IMAGES] == ""
         yield server
         server.wait_idle(DEADLINE)
 

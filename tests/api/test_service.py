@@ -119,11 +119,11 @@ def test_http_is_up_while_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_server_says_that_the_metal_kernels_are_off_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlxpaged.engine import builder
+    from mlxpaged.engine import executor
 
     reason = "kv_gather, mixed chunks (4 heads): the results differ"
     choice = BackendChoice(resolve_backend("auto"), reason)
-    monkeypatch.setattr(builder, "choose_backend", lambda *_: choice)
+    monkeypatch.setattr(executor, "choose_backend", lambda *_: choice)
     with running_server(EngineConfig(kv_cache_bytes=8_000_000)) as server:
         health = get(server, "/health")
         assert (health.status_code, health.json()["metal_kernels_off"]) == (200, reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from mlxpaged.attention.kv_cache import LayerKVCache
-from mlxpaged.engine import builder
+from mlxpaged.engine import sizes
 from mlxpaged.engine.follower import Follower
 
 
@@ -24,7 +24,7 @@ def fail_in_a_step() -> None:
 def have_little_memory() -> None:
     """There is room for fewer blocks, checkpoints and slots than rank 0 has."""
     for name, value in {"kv_blocks": 31, "state_checkpoints": 5, "swap_slots": 7}.items():
-        setattr(builder, name, lambda *_, value=value: value)
+        setattr(sizes, name, lambda *_, value=value: value)
 
 
 def lack_memory() -> None:

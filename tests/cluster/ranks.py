@@ -21,7 +21,8 @@ from unittest import mock
 
 import mlx.core as mx
 
-from mlxpaged.engine import builder, memory_pressure
+from mlxpaged.engine import memory_pressure
+from mlxpaged.engine import sizes as engine_sizes
 from mlxpaged.engine.builder import load_core
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
@@ -68,7 +69,7 @@ class Setup:
                 "state_checkpoints": lambda *_: self.num_checkpoints,
                 "START_TOKENS": self.start_tokens,
             }.items():
-                stack.enter_context(mock.patch.object(builder, name, value))
+                stack.enter_context(mock.patch.object(engine_sizes, name, value))
             stack.enter_context(mock.patch.object(memory_pressure, "PSI", Path("/no/pressure")))
             if self.lazy_metal:
                 stack.enter_context(no_fusion())

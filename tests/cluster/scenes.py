@@ -11,6 +11,8 @@ import numpy as np
 
 from mlxpaged.engine.constraint import Constraint
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.drafting import NO_DRAFTS, Drafting
+from mlxpaged.engine.image_encoder import ImageEncoder
 from mlxpaged.engine.ranks import RankLostError
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.running_request import RunningRequest
@@ -19,6 +21,7 @@ from mlxpaged.engine.shared_runner import SharedRunner
 from mlxpaged.step import Step
 from mlxpaged.vision.image import PromptImage
 from tests.cluster.ranks import MESSAGES, ring_bytes
+from tests.engine.helpers import part_of
 
 NUM_TOKENS = 16
 LENGTHS = (1, 2, 7, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 96, 121, 150)
@@ -124,7 +127,7 @@ def mixed(core: EngineCore, seed: int = 0) -> Outcome:
 def with_images(core: EngineCore) -> Outcome:
     """Prompts with images and of text alone; then again after the features were dropped, some of them longer."""
     outcome = Outcome()
-    assert core.images is not None
+    images = part_of(core, ImageEncoder).images
     assert core.served.vision is not None
     form, rng = core.served.vision.format, random.Random(3)
 
@@ -143,14 +146,14 @@ def with_images(core: EngineCore) -> Outcome:
     for request in made:
         core.add(request)
     step_to_the_end(core, outcome)
-    core.images.budget = 0
-    core.images.evict()
+    images.budget = 0
+    images.evict()
     for request in made:
         more = [*request.prompt_token_ids, *outcome.tokens[request.request_id]]
         core.add(replace(request, request_id=f"again {request.request_id}", prompt_token_ids=more))
         core.add(replace(request, request_id=f"salted {request.request_id}", cache_salt=("s",)))
     step_to_the_end(core, outcome)
-    outcome.hits = core.images.num_encoded
+    outcome.hits = images.num_encoded
     core.close()
     return outcome
 
@@ -159,20 +162,21 @@ def with_drafts(core: EngineCore) -> Outcome:
     """The sixteen requests with a bias that makes them repeat a token; all drafts are verified, if there are any. The
     last one of several is wrong."""
     outcome = Outcome()
-    if core.drafting is not None:
-        core.drafting.budget.lengths = lambda contexts, chances, *_: [len(each) for each in chances]
-    if core.drafting is not None and core.drafting.drafter is not None:
-        propose = core.drafting.drafter.propose
+    drafting = core.part(Drafting)
+    if drafting is not None:
+        drafting.budget.lengths = lambda contexts, chances, *_: [len(each) for each in chances]
+    if drafting is not None and drafting.drafter is not None:
+        propose = drafting.drafter.propose
 
         def careless(running: RunningRequest, most: int) -> tuple[list[int], int]:
             drafts, match = propose(running, most)
             return [*drafts[:-1], *(7 if len(drafts) > 1 else draft for draft in drafts[-1:])], match
 
-        core.drafting.drafter.propose = careless  # type: ignore[method-assign]
+        drafting.drafter.propose = careless  # type: ignore[method-assign]
     for request in requests(0):
         core.add(replace(request, params=replace(request.params, logit_bias={50: 20.0})))
     step_to_the_end(core, outcome)
-    outcome.hits = core.stats().drafts.accepted_total
+    outcome.hits = core.stats().of(NO_DRAFTS).accepted_total
     core.close()
     return outcome
 

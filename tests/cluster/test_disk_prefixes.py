@@ -23,9 +23,11 @@ import pytest
 from mlxpaged.cache.disk_store import DiskStore
 from mlxpaged.engine import disk_tier
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.disk_tier import NO_TIER
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.models.features import Feature
 from mlxpaged.scheduler.prefill_budget import PrefillLimits
 from tests.cluster.ranks import Setup, no_fault, play, play_alone
 from tests.cluster.servers import cluster_of
@@ -55,7 +57,7 @@ class Outcome:
     loaded: int = 0
     stored: int = 0
     stopped: str = ""
-    off_because: str = ""
+    reason: str = ""
 
 
 def prompt_of(number: int) -> list[int]:
@@ -105,9 +107,9 @@ class Life:
                 answer(core, outcome, [prompt_of(number) for number in self.numbers])
             core.abort_all("end")
             core.keep_prefixes()
-        tier = core.stats().tier
+        tier = core.stats().of(NO_TIER)
         outcome.loaded, outcome.stored = tier.blocks_loaded_total, tier.blocks_stored_total
-        outcome.stopped, outcome.off_because = tier.store.stopped, tier.off_because
+        outcome.stopped, outcome.reason = tier.store.stopped, core.missing[Feature.DISK_PREFIXES]
         core.close()
         return outcome
 
@@ -270,7 +272,7 @@ def test_if_one_rank_cannot_use_its_directory_none_stores_prefixes(stored: Case,
     directory.mkdir()
     (directory / "rank-1-of-2").write_text("a file")
     got = stored.play(directory)
-    assert got.off_because == "another rank cannot use its directory; its log says why"
+    assert got.reason == "another rank cannot use its directory; its log says why"
     assert got.stored == 0
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.drafting import NO_DRAFTS, Drafting
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.scheduler.sequence import Priority
@@ -104,7 +105,8 @@ def play(model: TinyModel, make_engine: MakeEngine, seed: int, count: int) -> di
     rng = random.Random(seed)
     asked, core, result = make_requests(model, rng, count), make_engine(model, rng), Run()
     waiting, cancelled = list(asked), set()
-    if core.drafting is not None:
+    drafting = core.part(Drafting)
+    if drafting is not None:
         known = {each.name: model.answer(each.prompt, each.num_tokens, each.banned).tokens for each in asked}
         use_oracle(core, known, seed)
     with pytest.MonkeyPatch.context() as patch:
@@ -131,13 +133,13 @@ def play(model: TinyModel, make_engine: MakeEngine, seed: int, count: int) -> di
     core.clear_cache()
     assert len(core.scheduler.blocks.states.checkpoints) == 0
     assert_balanced(core)
-    stats, drafts = core.stats().scheduler, core.stats().drafts
+    stats, drafts = core.stats().scheduler, core.stats().of(NO_DRAFTS)
     return {
         "preemptions": stats.preemptions_total,
         "swapped in": stats.blocks_swapped_in_total,
         "hits": stats.prefix_hit_tokens_total,
         "cancelled": len(cancelled),
-    } | ({} if core.drafting is None else {"accepted": drafts.accepted_total})
+    } | ({} if core.part(Drafting) is None else {"accepted": drafts.accepted_total})
 
 
 def play_all(model: TinyModel, make_engine: MakeEngine, seeds: range, count: int) -> None:

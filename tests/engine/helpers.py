@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -14,7 +14,9 @@ from mlxpaged.cache.disk_journal import FILE
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.disk_tier import DiskTier
 from mlxpaged.engine.model_runner import DeviceError
+from mlxpaged.engine.part import Part
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.journal import suspects_in
 from mlxpaged.models.layers import bytes_per_token
@@ -80,8 +82,19 @@ def lines_run(function: Callable[[], object]) -> int:
 
 def being_read(core: EngineCore) -> set[str]:
     """The blocks that the store notes as being read, after all that it was told before."""
-    if core.tier is None:
+    tier = core.part(DiskTier)
+    if tier is None:
         return set()
-    store = core.tier.share.store
+    store = tier.share.store
     store.clear("another model").result()
     return set(suspects_in((store.directory / FILE).read_bytes()))
+
+
+P = TypeVar("P", bound=Part)
+
+
+def part_of(core: EngineCore, kind: type[P]) -> P:
+    """The part of this type, which the engine has."""
+    part = core.part(kind)
+    assert part is not None
+    return part

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_plain_model
 
-from mlxpaged.engine import builder
+from mlxpaged.engine import sizes
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
@@ -110,7 +110,7 @@ class TinyModel:
             state_cache_bytes=checkpoints,
             **options,
         )
-        with mock.patch.object(builder, "START_TOKENS", start_tokens):
+        with mock.patch.object(sizes, "START_TOKENS", start_tokens):
             core = build_engine(config, self.served, clock, pressure=pressure)
         poison_new_blocks(core)
         return core

@@ -163,7 +163,7 @@ def test_drafts_are_verified_by_the_adapter_of_their_request(adapted: Adapted) -
     answers = {each.request_id: adapted.answer(each.prompt_token_ids, each.adapter, 16).tokens for each in requests}
     drafting = use_oracle(core, answers)
     assert_answers(adapted, run(core, requests), requests)
-    assert drafting.stats.drafted_total > drafting.stats.accepted_total > 20
+    assert drafting.stats().drafted_total > drafting.stats().accepted_total > 20
     assert (core.runner.rollback.module_calls > 0) == core.runner.is_recurrent
 
 

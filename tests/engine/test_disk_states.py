@@ -13,8 +13,10 @@ import pytest
 from mlxpaged.cache.table_rows import UNUSED
 from mlxpaged.engine import disk_share
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.disk_tier import NO_TIER, DiskTier
 from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.step import InFlightStep
+from mlxpaged.models.features import Feature
 from tests.engine.helpers import being_read
 from tests.engine.hybrid import Hybrid, TinyModel, request, run
 from tests.models.architectures import make_architecture
@@ -60,8 +62,8 @@ def prompt_of(number: int, length: int = 60) -> Tokens:
 
 def answer(core: EngineCore, prompt: Tokens, num_tokens: int = 8) -> tuple[Tokens, int]:
     """The answer, after what was stored before is on the disk, and the number of tokens that were not computed."""
-    if core.tier is not None:
-        core.tier.share.store.flush()
+    if (tier := core.part(DiskTier)) is not None:
+        tier.share.store.flush()
     result = run(core, [request("a", prompt, num_tokens)])
     assert not being_read(core), "a death would now count for them"
     return result.tokens("a"), result.outputs["a"][-1].num_cached_tokens
@@ -74,7 +76,7 @@ def check(core: EngineCore, model: TinyModel, prompt: Tokens, num_cached: int | 
 
 
 def num_loaded(core: EngineCore) -> int:
-    return core.stats().tier.blocks_loaded_total
+    return core.stats().of(NO_TIER).blocks_loaded_total
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "mamba2"])
@@ -92,7 +94,7 @@ def test_prompts_go_on_from_a_checkpoint_after_a_restart(
     for prompt in prompts:
         check(core, model, prompt, (len(prompt) - 1) // SIZE * SIZE)
     assert num_loaded(core) == 7 + 7 + 3 + 3, "blocks that two prompts share are loaded once, and a state for each"
-    assert core.stats().tier.blocks_stored_total == 0
+    assert core.stats().of(NO_TIER).blocks_stored_total == 0
 
 
 def test_a_model_with_a_window_in_all_layers_goes_on_from_its_last_blocks_and_a_checkpoint(
@@ -141,7 +143,7 @@ def test_a_checkpoint_that_was_replaced_in_memory_is_loaded_for_the_blocks_that_
     for number in range(6):
         check(core, hybrid, prompt_of(number), 56)
     assert num_loaded(core) >= 4
-    assert core.stats().tier.blocks_stored_total < 12, "only states have been replaced"
+    assert core.stats().of(NO_TIER).blocks_stored_total < 12, "only states have been replaced"
 
 
 @pytest.mark.usefixtures("overlaps")
@@ -177,7 +179,7 @@ def test_instead_of_a_damaged_state_the_one_before_is_read(make_core: MakeCore, 
     content[-7] ^= 1  # the states of a model that ends are written after its blocks, the last one at the end
     path.write_bytes(content)
     check(core, hybrid, whole, 40)
-    assert core.stats().tier.store.damaged == 1
+    assert core.stats().of(NO_TIER).store.damaged == 1
     check(core, hybrid, whole, 80)
 
 
@@ -197,7 +199,7 @@ def test_a_request_that_ends_while_its_state_is_loaded_leaves_nothing(
     before = checkpoints.num_reserved
     while checkpoints.num_reserved == before:
         core.step()
-        assert core.stats().tier.loading == 1
+        assert core.stats().of(NO_TIER).loading == 1
     core.abort("ends")
     run(core, [])
     assert answer(core, prompt)[1] == 56
@@ -252,5 +254,5 @@ def test_states_of_a_checkpoint_that_is_replaced_in_its_own_step_are_not_stored(
 
 def test_without_memory_for_checkpoints_nothing_is_stored(make_core: MakeCore, tmp_path: Path) -> None:
     core = make_core(num_checkpoints=0)
-    assert "--state-cache-memory" in core.stats().tier.off_because
+    assert "--state-cache-memory" in core.missing[Feature.DISK_PREFIXES]
     assert not (tmp_path / "prefixes").exists()

@@ -17,10 +17,11 @@ import mlx.core as mx
 import pytest
 
 from mlxpaged.cache.disk_store import DiskStore
-from mlxpaged.engine import builder, disk_tier, disk_writer
+from mlxpaged.engine import builder, disk_tier, disk_writer, sizes, stored_prefixes
 from mlxpaged.engine.builder import build_engine, load_core
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.disk_tier import NO_TIER, DiskTier
 from mlxpaged.engine.engine_thread import LoadCancelled
 from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.request import Request, RequestOutput
@@ -28,6 +29,7 @@ from mlxpaged.engine.row_times import time_rows
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models.adapter_path import AdapterPath
+from mlxpaged.models.features import Feature
 from mlxpaged.models.fingerprint import fingerprint
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import ServedModel, load_model
@@ -75,7 +77,7 @@ def make_core(served: ServedModel, directory: Path) -> Iterator[MakeCore]:
 
     yield make
     for core in made:
-        if core.tier is not None and directory.absolute() in disk_tier.STORES:
+        if core.part(DiskTier) is not None and directory.absolute() in disk_tier.STORES:
             core.close()
 
 
@@ -106,8 +108,8 @@ def outputs(core: EngineCore) -> dict[str, list[RequestOutput]]:
 
 def answer(core: EngineCore, prompt: Tokens, **fields: Any) -> Tokens:
     """The answer, after what was stored before is on the disk."""
-    if core.tier is not None:
-        core.tier.share.store.flush()
+    if (tier := core.part(DiskTier)) is not None:
+        tier.share.store.flush()
     add(core, "a", prompt, **fields)
     return run(core)["a"]
 
@@ -127,11 +129,11 @@ def end(core: EngineCore) -> None:
 
 
 def num_stored(core: EngineCore) -> int:
-    return core.stats().tier.blocks_stored_total
+    return core.stats().of(NO_TIER).blocks_stored_total
 
 
 def num_loaded(core: EngineCore) -> int:
-    return core.stats().tier.blocks_loaded_total
+    return core.stats().of(NO_TIER).blocks_loaded_total
 
 
 @pytest.mark.usefixtures("overlaps")
@@ -182,7 +184,7 @@ def test_prefixes_that_left_the_pool_come_back(make_core: MakeCore) -> None:
     for i in range(8):
         assert answer(core, prompt_of(i, 132)) == expected[i]
     assert num_loaded(core) >= 4 * 4
-    written = core.stats().tier.store.written_today
+    written = core.stats().of(NO_TIER).store.written_today
     assert written <= 1.1 * 8 * 5 * 32 * bytes_per_token(core.served.layers), "nothing is written twice"
 
 
@@ -220,7 +222,7 @@ def test_requests_for_one_prefix_read_it_once(make_core: MakeCore) -> None:
     core = make_core()
     for i, prompt in enumerate(prompts):
         add(core, str(i), prompt)
-    assert core.stats().tier.loading == 6
+    assert core.stats().of(NO_TIER).loading == 6
     assert run(core) == {str(i): tokens for i, tokens in enumerate(expected)}
     assert num_loaded(core) == 6
 
@@ -248,7 +250,7 @@ def test_a_request_that_ends_while_its_prefix_is_loaded_leaves_nothing(
     add(core, "other", [5, 6, 7])
     add(core, "ends", prompt)
     core.step()
-    assert core.stats().tier.loading == 1
+    assert core.stats().of(NO_TIER).loading == 1
     core.abort("ends")
     run(core)
     add(core, "goes on", prompt)
@@ -266,7 +268,7 @@ def test_a_running_request_waits_for_one_piece_at_a_time(make_core: MakeCore, mo
     core.step()
     add(core, "loads", prompt)
     before, steps = num_loaded(core), 0
-    while core.stats().tier.loading and core.scheduler.running:
+    while core.stats().of(NO_TIER).loading and core.scheduler.running:
         core.step()
         assert num_loaded(core) - before <= 2
         before, steps = num_loaded(core), steps + 1
@@ -317,7 +319,7 @@ def test_a_prompt_that_is_loaded_in_part_takes_no_room_that_another_request_need
 def test_a_prefix_is_loaded_while_the_pool_grows_for_another_request(
     make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builder, "START_TOKENS", 64)
+    monkeypatch.setattr(sizes, "START_TOKENS", 64)
     core, prompt = make_core(), prompt_of(1)
     expected = answer_twice(core, prompt)
     end(core)
@@ -454,7 +456,7 @@ def test_an_engine_serves_without_a_directory_that_another_server_uses(
 ) -> None:
     other = DiskStore(directory, 1000, 1000)
     core = make_core()
-    assert "another server uses" in core.stats().tier.off_because
+    assert "another server uses" in core.missing[Feature.DISK_PREFIXES]
     assert "another server uses" in caplog.text
     assert answer(core, prompt_of(1)) == answer(core, prompt_of(1))
     end(core)
@@ -476,7 +478,7 @@ def test_a_full_disk_changes_no_answer(
     monkeypatch.setattr(os, "open", full)
     for i in range(4):
         assert answer_twice(core, prompt_of(i, 100)) == expected[i]
-    assert "No space left" in core.stats().tier.store.stopped
+    assert "No space left" in core.stats().of(NO_TIER).store.stopped
     assert caplog.text.count("no more prefixes are written") == 1
 
 
@@ -533,7 +535,7 @@ def test_a_prefix_that_cannot_be_put_into_the_pool_is_computed(make_core: MakeCo
 
 @pytest.mark.usefixtures("overlaps")
 def test_a_pool_that_shrinks_stores_what_it_gives_back(make_core: MakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "START_TOKENS", 64)
+    monkeypatch.setattr(sizes, "START_TOKENS", 64)
     core = make_core()
     prompts = [prompt_of(i, 100) for i in range(4)]
     expected = [answer_twice(core, prompt) for prompt in prompts]
@@ -584,8 +586,7 @@ def test_images_are_found_after_a_restart(make_core: MakeCore, tmp_path: Path) -
         tokens, images = shown_text(*seeds)
         assert answer(after, tokens, images=images) == expected[seeds]
         assert tower.calls == calls
-    assert after.tier is not None
-    assert after.tier.stats().blocks_loaded_total == 4
+    assert after.stats().of(NO_TIER).blocks_loaded_total == 4
 
 
 def test_features_of_another_version_of_a_library_are_not_found(
@@ -595,7 +596,7 @@ def test_features_of_another_version_of_a_library_are_not_found(
     tokens, images = shown(prompt_of(1, 20), image(1, 64, 64), prompt_of(2, 60))
 
     def restarted(version: str) -> EngineCore:
-        monkeypatch.setattr(builder, "library_versions", lambda names: [(name, version) for name in names])
+        monkeypatch.setattr(stored_prefixes, "library_versions", lambda names: [(name, version) for name in names])
         served, tower = load_seeing(model)
         monkeypatch.setattr(type(tower), "library", "mlx-vlm")
         return make_core(model=served)

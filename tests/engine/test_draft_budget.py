@@ -16,6 +16,7 @@ import pytest
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.drafting import Drafting
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.running_request import RunningRequest
@@ -26,6 +27,7 @@ from mlxpaged.scheduler import draft_budget
 from mlxpaged.scheduler.acceptance import MOST_LOSS, SEARCH_EVERY
 from mlxpaged.scheduler.draft_budget import MOST_DRAFT_ROWS, TIME_AGAIN, draft_lengths
 from mlxpaged.step import Step
+from tests.engine.helpers import part_of
 from tests.engine.test_drafting import Oracle, answers, prompt, tokens_of
 from tests.models.architectures import make_architecture
 
@@ -58,8 +60,8 @@ class Device:
         monkeypatch.setattr(InFlightStep, "read", reading)
 
     def use(self, drafter: Any) -> None:
-        assert self.core.drafting is not None
-        self.core.drafting.drafter = drafter
+        drafting = part_of(self.core, Drafting)
+        drafting.drafter = drafter
 
     def decoding(self) -> list[Step]:
         return [step for step in self.steps if all(row.decodes for row in step.rows)]

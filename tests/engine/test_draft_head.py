@@ -9,15 +9,17 @@ from typing import Any, TypeAlias
 import pytest
 
 from mlxpaged.attention.metadata import HostStep
+from mlxpaged.engine import drafting as engine_drafting
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.drafting import DRAFTERS, NO_DRAFTS
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.status import DRAFTERS, NO_DRAFTS
+from mlxpaged.models.features import Feature
 from mlxpaged.models.loader import load_model
 from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.step import Step
 from mlxpaged.vision.positions import Axes
-from tests.engine.helpers import make_core
+from tests.engine.helpers import make_core, part_of
 from tests.engine.seeing import image, load_seeing, shown
 from tests.engine.test_drafting import answers, as_many, prompt, requests, tokens_of
 from tests.models.draft_assistants import AssistantReference, make_assistant
@@ -57,9 +59,9 @@ def core_of(reference: Drafting, drafts: bool = True, **options: Any) -> EngineC
     served = load_model(str(reference.path), drafts=drafts, mtp_path=reference.mtp if drafts else None)
     core = make_core(served, speculative="mtp" if drafts else "off", **options)
     if drafts:
-        assert served.mtp is not None, served.no_mtp_because
-        assert core.drafting is not None
-        core.drafting.budget.lengths = as_many
+        assert served.mtp is not None, served.missing[Feature.DRAFT_HEAD]
+        drafting = part_of(core, engine_drafting.Drafting)
+        drafting.budget.lengths = as_many
     return core
 
 
@@ -71,8 +73,8 @@ def expected(reference: Drafting) -> dict[str, tuple[int, ...]]:
 
 def logged(core: EngineCore) -> list[tuple[str, list[int], list[int]]]:
     """Returns what the head drafts: request, tokens before, drafts."""
-    assert core.drafting is not None
-    head = core.drafting.network
+    drafting = part_of(core, engine_drafting.Drafting)
+    head = drafting.network
     assert head is not None
     found: list[tuple[str, list[int], list[int]]] = []
     propose = head.propose
@@ -125,8 +127,8 @@ def test_drafts_beside_images(reference: Drafting, axes: Axes | None) -> None:
     expected = answers(make_core(load_seeing(reference.path, axes)[0]), asked)
     served, _ = load_seeing(reference.path, axes, drafts=True, mtp=reference.mtp)
     core = make_core(served, speculative="mtp")
-    assert core.drafting is not None
-    core.drafting.budget.lengths = as_many
+    drafting = part_of(core, engine_drafting.Drafting)
+    drafting.budget.lengths = as_many
     drafts = logged(core)
     assert tokens_of(answers(core, asked)) == tokens_of(expected)
     assert {name for name, _, _ in drafts} == {"r0", "r1", "r2"}
@@ -178,8 +180,8 @@ def test_later_turns_forks_and_ends_within_drafts(reference: Drafting) -> None:
     core = core_of(reference)
     assert play(core) == play(core_of(reference, drafts=False))
     stats = core.stats()
-    assert stats.drafts.accepted_total > (20 if reference.has_clusters else 90), "clusters leave the token out"
-    assert stats.drafts.counts[DRAFTERS.index("mtp")].accepted == stats.drafts.accepted_total
+    assert stats.of(NO_DRAFTS).accepted_total > (20 if reference.has_clusters else 90), "clusters leave the token out"
+    assert stats.of(NO_DRAFTS).counts[DRAFTERS.index("mtp")].accepted == stats.of(NO_DRAFTS).accepted_total
     # A model with states starts at the checkpoint after the first prompt, which is before the answer.
     assert stats.scheduler.prefix_hit_tokens_total > (90 if core.runner.is_recurrent else 150)
     assert core.scheduler.pool.usage().used == 0
@@ -188,11 +190,11 @@ def test_later_turns_forks_and_ends_within_drafts(reference: Drafting) -> None:
 @ONE_OF_EACH_KIND
 def test_the_head_runs_only_where_it_can_pay(reference: Drafting, expected: dict[str, tuple[int, ...]]) -> None:
     core = core_of(reference)
-    assert core.drafting is not None
-    core.drafting.budget.lengths = lambda contexts, chances, *_: [0] * len(contexts)
+    drafting = part_of(core, engine_drafting.Drafting)
+    drafting.budget.lengths = lambda contexts, chances, *_: [0] * len(contexts)
     setattr(core.runner.drafts, reference.method, None)
     assert tokens_of(answers(core, requests())) == expected
-    assert core.stats().drafts == NO_DRAFTS
+    assert core.stats().of(NO_DRAFTS) == NO_DRAFTS
 
 
 @ONE_OF_EACH_KIND
@@ -209,8 +211,8 @@ def test_a_head_that_fails_is_left_out(
 
     setattr(core.runner.drafts, reference.method, failing_later)
     assert tokens_of(answers(core, requests())) == expected
-    assert core.drafting is not None
-    assert core.drafting.names == ["grammar"]
+    drafting = part_of(core, engine_drafting.Drafting)
+    assert drafting.names == ["grammar"]
     assert "the draft head or model fails" in caplog.text
 
 
@@ -219,15 +221,15 @@ def test_text_and_head_draft_together(reference: Drafting, expected: dict[str, t
     """What has come before is drafted from the text if that is more likely to be accepted."""
     served = load_model(str(reference.path), drafts=True, mtp_path=reference.mtp)
     core = make_core(served, speculative="auto")
-    assert core.drafting is not None
-    assert core.drafting.names == ["grammar", "ngram", "mtp"]
-    core.drafting.budget.lengths = as_many
+    drafting = part_of(core, engine_drafting.Drafting)
+    assert drafting.names == ["grammar", "ngram", "mtp"]
+    drafting.budget.lengths = as_many
     assert tokens_of(answers(core, requests())) == expected
-    by = dict(zip(DRAFTERS, core.stats().drafts.counts, strict=True))
+    by = dict(zip(DRAFTERS, core.stats().of(NO_DRAFTS).counts, strict=True))
     assert by["mtp"].drafted > 0
     repeating = [
         Request("r", prompt(1, 20), SamplingParams(max_tokens=60, temperature=0.0, logit_bias={50: 50.0}), 0.0)
     ]
     answers(core, repeating)
-    by = dict(zip(DRAFTERS, core.stats().drafts.counts, strict=True))
+    by = dict(zip(DRAFTERS, core.stats().of(NO_DRAFTS).counts, strict=True))
     assert by["ngram"].accepted > 20

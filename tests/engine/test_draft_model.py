@@ -14,6 +14,7 @@ from mlx_lm.utils import load_model as load_plain_model
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.draft_loading import with_draft_model
+from mlxpaged.engine.drafting import NO_DRAFTS, Drafting
 from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.network_drafters import ModelDrafter
 from mlxpaged.engine.request import Request
@@ -22,7 +23,7 @@ from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.turns import Turns
 from mlxpaged.vision.positions import Axes
-from tests.engine.helpers import make_core
+from tests.engine.helpers import make_core, part_of
 from tests.engine.seeing import image, load_seeing, shown
 from tests.engine.test_draft_head import logged
 from tests.engine.test_drafting import answers, as_many, prompt, requests, tokens_of
@@ -45,8 +46,8 @@ def core_of(paths: tuple[Path, Path], drafts: bool = True, **options: Any) -> En
         return make_core(served, **options)
     chosen = {"speculative": "draft", "draft_model": str(paths[1])}
     core = make_core(with_draft_model(EngineConfig(**chosen), served, Turns()), **chosen, **options)
-    assert core.drafting is not None
-    core.drafting.budget.lengths = as_many
+    drafting = part_of(core, Drafting)
+    drafting.budget.lengths = as_many
     return core
 
 
@@ -87,7 +88,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path) -> None:
     ]
     core, plain = core_of((path, path)), core_of((path, path), drafts=False)
     assert tokens_of(answers(core, asked)) == tokens_of(answers(plain, asked))
-    counts = core.stats().drafts
+    counts = core.stats().of(NO_DRAFTS)
     assert counts.accepted_total == counts.drafted_total > 80
     assert core.stats().steps_total < plain.stats().steps_total / 2
 
@@ -95,18 +96,18 @@ def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path) -> None:
 def test_a_model_that_did_not_run_for_longer_than_a_window_goes_on_drafting(tmp_path: Path) -> None:
     path = make_architecture(tmp_path / "m", "gemma3_text", sliding_window=5)
     core, plain = core_of((path, path)), core_of((path, path), drafts=False)
-    assert core.drafting is not None
+    drafting = part_of(core, Drafting)
     asked = Request("a", prompt(1, 20), SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True), 0.0)
-    core.drafting.budget.lengths = lambda contexts, *_: [0] * len(contexts)
+    drafting.budget.lengths = lambda contexts, *_: [0] * len(contexts)
     core.add(asked)
     tokens: list[int] = []
     while core.has_work():
         tokens += (token for output in core.step() for token in output.token_ids)
         if len(tokens) == 100:
-            core.drafting.budget.lengths = as_many
+            drafting.budget.lengths = as_many
     assert tuple(tokens) == answers(plain, [asked])["a"].token_ids
-    assert core.drafting.network is not None
-    assert core.stats().drafts.drafted_total > 0
+    assert drafting.network is not None
+    assert core.stats().of(NO_DRAFTS).drafted_total > 0
 
 
 def test_nothing_is_kept_of_requests_that_end_beside_one_with_penalties(
@@ -116,15 +117,15 @@ def test_nothing_is_kept_of_requests_that_end_beside_one_with_penalties(
     monkeypatch.setattr(ModelRunner, "overlaps", True)
     path = make_architecture(tmp_path / "m", "qwen3")
     core, plain = core_of((path, path)), core_of((path, path), drafts=False)
-    assert core.drafting is not None
-    core.drafting.budget.lengths = lambda contexts, *_: [0] * len(contexts)
+    drafting = part_of(core, Drafting)
+    drafting.budget.lengths = lambda contexts, *_: [0] * len(contexts)
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
     stops = answers(plain, [Request("a", prompt(1, 9), params, 0.0)])["a"].token_ids[3]
     ended = replace(params, stop_token_ids=frozenset({stops}))
     asked = [Request(f"r{i}", prompt(1, 9), ended, 0.0) for i in range(4)]
     answers(core, [*asked, Request("penalties", prompt(2, 9), replace(params, presence_penalty=0.5), 0.0)])
-    assert isinstance(core.drafting.network, ModelDrafter)
-    assert core.drafting.network.num_sequences == 0
+    assert isinstance(drafting.network, ModelDrafter)
+    assert drafting.network.num_sequences == 0
 
 
 def test_later_turns_find_the_small_models_entries_in_the_prefix_cache(paths: tuple[Path, Path]) -> None:
@@ -169,12 +170,12 @@ def test_drafts_beside_images(tmp_path: Path, kind: str, small: str, axes: Axes 
     expected = answers(make_core(seeing()), asked)
     chosen = {"speculative": "draft", "draft_model": str(draft)}
     core = make_core(with_draft_model(EngineConfig(**chosen), seeing(), Turns()), **chosen)
-    assert core.drafting is not None
-    core.drafting.budget.lengths = as_many
+    drafting = part_of(core, Drafting)
+    drafting.budget.lengths = as_many
     drafts = logged(core)
     assert tokens_of(answers(core, asked)) == tokens_of(expected)
     assert {name for name, _, _ in drafts} == {"r0", "r1", "r2"}
-    assert core.stats().drafts.accepted_total > 0
+    assert core.stats().of(NO_DRAFTS).accepted_total > 0
 
 
 @pytest.mark.parametrize(("kind", "reason"), [("mamba", "more than keys and values"), ("demo", "its vocabulary")])
@@ -202,8 +203,8 @@ def test_a_small_model_with_fewer_logits(tmp_path: Path, tokens: list[int], logi
     core = core_of(paths)
     drafts = logged(core)
     assert tokens_of(answers(core, asked)) == tokens_of(answers(core_of(paths, drafts=False), asked))
-    assert core.drafting is not None
-    assert core.drafting.network is not None
+    drafting = part_of(core, Drafting)
+    assert drafting.network is not None
     assert drafts
     if not logit_bias:
         model: Any = load_plain_model(paths[1])[0]

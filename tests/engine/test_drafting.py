@@ -16,7 +16,7 @@ import pytest
 from mlxpaged.engine import ngram
 from mlxpaged.engine.constraint import Constraint
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.drafting import Drafting
+from mlxpaged.engine.drafting import NO_DRAFTS, Drafting
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.ngram import NgramDrafter, NgramIndex
 from mlxpaged.engine.request import Request, RequestOutput
@@ -26,7 +26,7 @@ from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models.loader import load_model
 from mlxpaged.scheduler.draft_budget import Lengths
 from mlxpaged.step import Step
-from tests.engine.helpers import make_core
+from tests.engine.helpers import make_core, part_of
 from tests.engine.seeing import image, load_seeing, shown
 from tests.models.architectures import make_architecture
 
@@ -71,9 +71,9 @@ def every_other_step() -> Lengths:
 
 
 def use_oracle(core: EngineCore, answers: Mapping[str, ListOf[int]], seed: int = 1) -> Drafting:
-    assert core.drafting is not None
-    core.drafting.drafter, core.drafting.budget.lengths = Oracle(answers, seed), as_many
-    return core.drafting
+    drafting = part_of(core, Drafting)
+    drafting.drafter, drafting.budget.lengths = Oracle(answers, seed), as_many
+    return drafting
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -149,8 +149,8 @@ def test_answers_are_those_without_drafts(path: Path, options: dict[str, Any]) -
     got = answers(core, requests())
     assert tokens_of(got) == tokens_of(expected)
     assert {name: output.text for name, output in got.items()} == {name: each.text for name, each in expected.items()}
-    assert drafting.stats.accepted_total > 60
-    assert drafting.stats.drafted_total > drafting.stats.accepted_total
+    assert drafting.stats().accepted_total > 60
+    assert drafting.stats().drafted_total > drafting.stats().accepted_total
     assert core.scheduler.pool.usage().used == 0
 
 
@@ -203,8 +203,8 @@ def test_accepted_drafts_after_a_stop_string_are_no_tokens_of_the_answer(llama: 
     free = Request("a", prompt(0, 5), SamplingParams(max_tokens=40, temperature=0.0), 0.0)
     whole = answers(plain, [free])["a"]
     stopped = replace(free, params=replace(free.params, stop=(whole.text[2:4],)))
-    assert core.drafting is not None
-    core.drafting.drafter, core.drafting.budget.lengths = Oracle({"a": whole.token_ids}, right=1.0), as_many
+    drafting = part_of(core, Drafting)
+    drafting.drafter, drafting.budget.lengths = Oracle({"a": whole.token_ids}, right=1.0), as_many
     core.add(stopped)
     counts = [(each.num_accepted, each.num_output_tokens) for _ in iter(core.has_work, False) for each in core.step()]
     assert counts == [(max(0, number - 1), number) for _, number in counts]
@@ -229,7 +229,7 @@ def test_forks_and_later_turns_from_the_prefix_cache(llama: Path) -> None:
     got = play(core, tokens_of(expected))
     assert tokens_of(got) == tokens_of(expected)
     assert got["c"].num_cached_tokens == expected["c"].num_cached_tokens == 64
-    assert core.stats().drafts.accepted_total > 60
+    assert core.stats().of(NO_DRAFTS).accepted_total > 60
 
 
 def test_log_probabilities_of_drafts(either: Path) -> None:
@@ -264,8 +264,8 @@ def test_tokens_that_the_model_does_not_know_are_no_drafts(
     params = replace(asked.params, constraint=Constraint("regex", "[a-e]{3}the the[a-e]{3}"))
     if source == "prediction":
         params = replace(asked.params, predicted=(*answers(plain, [asked])["r"].token_ids[:4], size, size + 1))
-    assert core.drafting is not None
-    core.drafting.budget.lengths = as_many
+    drafting = part_of(core, Drafting)
+    drafting.budget.lengths = as_many
     core.add(replace(asked, params=params))
     while core.has_work():
         core.step()
@@ -279,7 +279,7 @@ def test_batch_invariant_answers_are_equal_to_the_bit(llama: Path) -> None:
     got = answers(core, requests())
     assert tokens_of(got) == tokens_of(expected)
     assert [each.logprob for each in got["r4"].logprobs] == [each.logprob for each in expected["r4"].logprobs]
-    assert core.stats().drafts.accepted_total > 60
+    assert core.stats().of(NO_DRAFTS).accepted_total > 60
 
 
 def test_a_step_with_drafts_that_fails_is_repeated(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +342,7 @@ def test_models_that_run_once_per_sequence_decode_without_drafts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     core = make_core(load_model(str(make_architecture(tmp_path / "m", "llama4"))), speculative="ngram")
-    assert core.drafting is None
+    assert core.part(Drafting) is None
     assert "decodes without drafts" in caplog.text
 
 
@@ -372,7 +372,7 @@ def test_penalties_count_the_drafts_before_a_token(llama: Path, options: dict[st
     assert not set(tokens_of(expected).values()) & set(tokens_of(without).values()), "the penalties matter"
     use_oracle(core, tokens_of(expected))
     assert tokens_of(answers(core, asked)) == tokens_of(expected)
-    assert core.stats().drafts.accepted_total > 60
+    assert core.stats().of(NO_DRAFTS).accepted_total > 60
 
 
 NO_PENALTIES: dict[str, Any] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -399,7 +399,7 @@ def test_the_end_of_thinking_is_forced_after_drafts(either: Path, limit: int) ->
     assert any(output.token_ids[limit : limit + 3] == (4, 5, 6) for output in expected.values())
     use_oracle(core, tokens_of(expected))
     assert tokens_of(answers(core, asked)) == tokens_of(expected)
-    assert core.stats().drafts.accepted_total > 30
+    assert core.stats().of(NO_DRAFTS).accepted_total > 30
 
 
 SCHEMA = {
@@ -430,15 +430,15 @@ def test_constrained_answers(has_oracle: bool, caplog: pytest.LogCaptureFixture)
         for i, each in enumerate(constraints)
     ]
     expected = answers(plain, asked)
-    assert core.drafting is not None
-    core.drafting.budget.lengths = as_many
+    drafting = part_of(core, Drafting)
+    drafting.budget.lengths = as_many
     if has_oracle:
         use_oracle(core, tokens_of(expected))
     got = answers(core, asked)
     fields = ("token_ids", "text", "finish_reason", "num_output_tokens")
     for name, output in expected.items():
         assert [getattr(got[name], each) for each in fields] == [getattr(output, each) for each in fields]
-    assert core.stats().drafts.accepted_total >= 10
+    assert core.stats().of(NO_DRAFTS).accepted_total >= 10
     assert core.stats().steps_total < plain.stats().steps_total
     assert not caplog.text, "no step fails and is repeated"
 
@@ -450,11 +450,11 @@ def test_the_end_of_an_answer_with_a_grammar_is_no_draft() -> None:
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=1, constraint=Constraint("regex", "[a-z]{5}"))
     asked = [Request("r", prompt(1, 9), params, 0.0)]
     expected = answers(plain, asked)
-    assert core.drafting is not None
+    drafting = part_of(core, Drafting)
     following = {"r": [*expected["r"].token_ids, *served.tokenizer.eos_token_ids]}
-    core.drafting.drafter, core.drafting.budget.lengths = Oracle(following, right=1.0), as_many
+    drafting.drafter, drafting.budget.lengths = Oracle(following, right=1.0), as_many
     assert tokens_of(answers(core, asked)) == tokens_of(expected)
-    assert core.stats().drafts.accepted_total > 0
+    assert core.stats().of(NO_DRAFTS).accepted_total > 0
 
 
 @pytest.mark.parametrize("has_oracle", [False, True], ids=["forced tokens", "oracle"])
@@ -465,8 +465,8 @@ def test_a_grammar_that_cannot_be_taken_back_has_no_drafts(limit: str, has_oracl
     rule = Constraint("grammar", f'start: words "the the" words\nwords[{limit}]: /[a-z ]+/\n')
     asked = [Request("r", prompt(1, 9), SamplingParams(max_tokens=40, temperature=0.8, seed=1, constraint=rule), 0.0)]
     expected = answers(plain, asked)
-    assert core.drafting is not None
-    core.drafting.budget.lengths = as_many
+    drafting = part_of(core, Drafting)
+    drafting.budget.lengths = as_many
     if has_oracle:
         use_oracle(core, tokens_of(expected))
     assert tokens_of(answers(core, asked)) == tokens_of(expected)
@@ -475,8 +475,8 @@ def test_a_grammar_that_cannot_be_taken_back_has_no_drafts(limit: str, has_oracl
 def test_repeated_text_is_drafted_from_itself(either: Path) -> None:
     """A bias makes the model repeat one token."""
     plain, core = both(either)
-    assert core.drafting is not None
-    core.drafting.budget.lengths = as_many
+    drafting = part_of(core, Drafting)
+    drafting.budget.lengths = as_many
     asked = [
         Request(f"r{i}", prompt(i, 20), SamplingParams(max_tokens=80, temperature=0.0, logit_bias={50: 50.0}), float(i))
         for i in range(3)
@@ -484,15 +484,15 @@ def test_repeated_text_is_drafted_from_itself(either: Path) -> None:
     expected = answers(plain, asked)
     assert tokens_of(answers(core, asked)) == tokens_of(expected)
     stats = core.stats()
-    assert stats.drafts.accepted_total > 180
+    assert stats.of(NO_DRAFTS).accepted_total > 180
     assert stats.steps_total < plain.stats().steps_total / 4
 
 
 def test_nothing_is_kept_of_a_request_that_has_ended(either: Path) -> None:
     _, core = both(either)
     drafter = NgramDrafter()
-    assert core.drafting is not None
-    core.drafting.drafter, core.drafting.budget.lengths = drafter, as_many
+    drafting = part_of(core, Drafting)
+    drafting.drafter, drafting.budget.lengths = drafter, as_many
     answers(core, requests())
     core.submit(requests())
     core.step()
@@ -514,8 +514,8 @@ def test_many_long_prompts_delay_no_step(either: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(NgramIndex, "extend", count)
     _, core = both(either)
-    assert core.drafting is not None
-    core.drafting.budget.lengths = as_many
+    drafting = part_of(core, Drafting)
+    drafting.budget.lengths = as_many
     params = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True, logit_bias={50: 50.0})
     core.submit([Request(f"r{i}", prompt(i, 100), params, float(i)) for i in range(6)])
     while core.has_work():
@@ -523,7 +523,7 @@ def test_many_long_prompts_delay_no_step(either: Path, monkeypatch: pytest.Monke
         added.append(0)
     assert max(added) <= 2 * (40 + 6 * 4)  # what a step verifies may be chosen twice
     assert sum(added) > 6 * 100
-    assert core.stats().drafts.accepted_total > 6 * 20
+    assert core.stats().of(NO_DRAFTS).accepted_total > 6 * 20
 
 
 def test_drafts_beside_images(either: Path) -> None:
@@ -536,10 +536,10 @@ def test_drafts_beside_images(either: Path) -> None:
     expected = answers(make_core(served), asked)
     served, tower = load_seeing(either)
     core = make_core(served, speculative="ngram")
-    assert core.drafting is not None
-    core.drafting.budget.lengths = as_many
+    drafting = part_of(core, Drafting)
+    drafting.budget.lengths = as_many
     assert tokens_of(answers(core, asked)) == tokens_of(expected)
-    assert core.stats().drafts.accepted_total > 0
+    assert core.stats().of(NO_DRAFTS).accepted_total > 0
     assert tower.calls == [(1, 32, 64, 3)]
 
 
@@ -586,7 +586,7 @@ def test_text_is_made_while_the_next_step_runs(monkeypatch: pytest.MonkeyPatch, 
     fields = ("token_ids", "text", "finish_reason")
     for name, output in expected.items():
         assert [getattr(got[name], each) for each in fields] == [getattr(output, each) for each in fields], name
-    assert core.stats().drafts.accepted_total > 40
+    assert core.stats().of(NO_DRAFTS).accepted_total > 40
     threes = list(zip(events, events[1:], events[2:], strict=False))
     assert threes.count(("read", "launch with drafts", "text")) > 2
     assert core.scheduler.pool.usage().used == 0

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.drafting import Drafting
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
@@ -102,7 +103,7 @@ def test_sixteen_answers_are_those_without_drafts(
     if overlaps:
         drafting.budget.lengths = every_other_step()
     assert tokens_of(answers(core, requests(16))) == expected
-    assert drafting.stats.drafted_total > drafting.stats.accepted_total > 60
+    assert drafting.stats().drafted_total > drafting.stats().accepted_total > 60
     assert core.runner.rollback.module_calls > 0
     stats = core.scheduler.stats()
     if "blocks" in options and any(spec.window is None for spec in served.kv_layers):  # windows need few blocks
@@ -254,7 +255,7 @@ def test_a_model_whose_states_are_not_taken_back_rightly_decodes_without_drafts(
 
     monkeypatch.setattr(Rollback, "roll_back", broken)
     core = make_core(qwen, speculative="ngram")
-    assert core.drafting is None
+    assert core.part(Drafting) is None
     assert "decodes without drafts" in caplog.text
     monkeypatch.undo()
-    assert make_core(qwen, speculative="ngram").drafting is not None
+    assert make_core(qwen, speculative="ngram").part(Drafting) is not None

@@ -14,18 +14,18 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import builder, image_encoder
+from mlxpaged.engine import image_encoder, sizes
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.constraint import Constraint
 from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.image_encoder import IMAGES
+from mlxpaged.engine.image_encoder import IMAGES, NO_IMAGES, ImageEncoder, ImageStats
 from mlxpaged.engine.ranks import Ranks
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.shared_runner import SharedRunner
-from mlxpaged.engine.status import ImageStats
 from mlxpaged.models.adapter_path import AdapterPath
+from mlxpaged.models.features import Feature
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.models.sharding import Share
 from mlxpaged.scheduler.sequence import FinishReason, Priority, SequenceStatus
@@ -33,7 +33,7 @@ from mlxpaged.step import FIRST_CONTENT_ID
 from mlxpaged.vision.blocks import LEAST, MOST, Phase, pace
 from mlxpaged.vision.image import PromptImage
 from mlxpaged.vision.tower import Tower
-from tests.engine.helpers import make_core
+from tests.engine.helpers import make_core, part_of
 from tests.engine.seeing import PatchTower, expected_answer, image, load_seeing, shown
 from tests.models.architectures import make_architecture
 from tests.support import make_adapter
@@ -126,8 +126,8 @@ def test_an_engine_that_cannot_compute_images_whole_takes_none(
 ) -> None:
     path = make_architecture(tmp_path / "m", "gemma3_text")
     core = make_core(load_seeing(path, mutual="all")[0], **options)
-    assert core.images is None
-    assert reason in core.served.no_vision_because
+    assert core.part(ImageEncoder) is None
+    assert reason in core.served.missing[Feature.IMAGES]
     assert reason in caplog.text
     assert answers(core, [PROMPTS[3]]) == [expected_answer(path, *PROMPTS[3])]
 
@@ -170,9 +170,10 @@ def test_an_image_that_the_prefix_cache_covers_is_not_encoded(
     served, tower = seeing
     core = make_core(served)
     prompt = shown(text(1, 5), WIDE, text(2, 60))
+    images = part_of(core, ImageEncoder).images
     first = answers(core, [prompt])
-    core.images.budget = 0  # type: ignore[union-attr]
-    core.images.evict()  # type: ignore[union-attr]
+    images.budget = 0
+    images.evict()
     assert answers(core, [prompt]) == first
     assert len(tower.calls) == 1
 
@@ -197,7 +198,7 @@ def test_one_image_of_many_requests_is_encoded_once(seeing: tuple[ServedModel, P
     assert tower.calls == [(1, 80, 80, 3)]
     assert len(got) == 16
     features = 100 * tower.weights.shape[1] * 4
-    assert core.stats().images == ImageStats(encoded_total=1, feature_bytes=features)
+    assert core.stats().of(NO_IMAGES) == ImageStats(encoded_total=1, feature_bytes=features)
 
 
 def test_images_of_one_size_are_encoded_together(seeing: tuple[ServedModel, PatchTower]) -> None:
@@ -245,8 +246,8 @@ def test_forks_wait_with_their_parent_for_images_that_take_several_steps(
 ) -> None:
     monkeypatch.setattr(image_encoder, "MOST_SECONDS", 0.0)  # one part between two steps
     core = make_core(seeing[0], blocks=10)
-    assert core.images is not None
-    core.images.budget = budget
+    images = part_of(core, ImageEncoder).images
+    images.budget = budget
     assert not core.resizer.can_wait
     core.add(request("a", PROMPTS[1]))
     core.add(request("b", PROMPTS[1], fork_of="a"))
@@ -262,7 +263,7 @@ def test_an_image_is_encoded_without_a_pause_while_a_request_waits_for_memory(
     seeing: tuple[ServedModel, PatchTower], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(image_encoder, "MOST_SECONDS", 0.0)  # one part between two steps
-    monkeypatch.setattr(builder, "START_TOKENS", 64)
+    monkeypatch.setattr(sizes, "START_TOKENS", 64)
     core = make_core(seeing[0])
     monkeypatch.setattr(core.runner, "free_memory", lambda: 0)
     core.add(request("large", shown(text(1, 300))))
@@ -280,8 +281,8 @@ def test_features_that_were_dropped_are_made_again(
     """A budget of nothing keeps only what prompts need at the moment."""
     served, tower = seeing
     core = make_core(served, prefix_caching=False)
-    assert core.images is not None
-    core.images.budget = 0
+    images = part_of(core, ImageEncoder).images
+    images.budget = 0
     assert [answers(core, [prompt])[0] for prompt in (*PROMPTS, *PROMPTS)] == expected * 2
     assert len(tower.calls) > 6
 
@@ -290,17 +291,17 @@ def test_features_are_dropped_though_the_other_ranks_are_lost(seeing: tuple[Serv
     """So that all requests can be ended. The next step raises RankLostError."""
     core = make_core(seeing[0])
     answers(core, [PROMPTS[0]])
-    assert core.images is not None
-    assert core.images.nbytes > 0
+    images = part_of(core, ImageEncoder).images
+    assert images.nbytes > 0
 
     def fail(message: bytes) -> None:
         raise ConnectionError("no rank is there")
 
     group: Any = Share(0, 2)
-    SharedRunner(Ranks(group, fail), seeing[0], 8, 32, "gather", images=core.images).lead()
-    core.images.budget = 0
-    core.images.evict()
-    assert core.images.nbytes == 0
+    SharedRunner(Ranks(group, fail), seeing[0], 8, 32, "gather", images=images).lead()
+    images.budget = 0
+    images.evict()
+    assert images.nbytes == 0
 
 
 def test_an_image_that_cannot_be_encoded_ends_its_requests_alone(

@@ -12,6 +12,7 @@ import pytest
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.drafting import NO_DRAFTS, Drafting
 from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.request import Request, RequestOutput
 from mlxpaged.engine.running_request import RunningRequest
@@ -20,6 +21,7 @@ from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.step import Step
+from tests.engine.helpers import part_of
 from tests.engine.test_draft_head import logged
 from tests.engine.test_drafting import as_many, every_other_step
 from tests.metal_on_cpu import Interpreter
@@ -143,8 +145,8 @@ def test_steps_with_drafts_have_the_launches_of_decoding(
     prompts = PROMPTS[1:4]
     expected = run_requests(make_core(served, "gather"), prompts, max_tokens=16)
     core = make_core(served, "metal", speculative="ngram")
-    assert core.drafting is not None
-    core.drafting.drafter, core.drafting.budget.lengths = Known(prompts, expected), every_other_step()
+    drafting = part_of(core, Drafting)
+    drafting.drafter, drafting.budget.lengths = Known(prompts, expected), every_other_step()
     launched: dict[bool, set[str]] = {False: set(), True: set()}
     forward = core.runner.forward
 
@@ -158,7 +160,7 @@ def test_steps_with_drafts_have_the_launches_of_decoding(
 
     core.runner.forward = counting  # type: ignore[method-assign]
     assert run_requests(core, prompts, max_tokens=16) == expected
-    assert core.stats().drafts.accepted_total >= 12
+    assert core.stats().of(NO_DRAFTS).accepted_total >= 12
     if interpreter is not None:
         assert launched[True] <= launched[False]
 
@@ -178,8 +180,8 @@ def test_a_draft_head_runs_on_the_kernels(kind: str, tmp_path: Path, interpreter
     found = []
     for backend in ("gather", "metal"):
         core = make_core(served, backend, speculative="mtp")
-        assert core.drafting is not None
-        core.drafting.budget.lengths = as_many
+        drafting = part_of(core, Drafting)
+        drafting.budget.lengths = as_many
         drafts = logged(core)
         assert run_requests(core, prompts, max_tokens=16) == expected
         found.append(sorted(drafts))

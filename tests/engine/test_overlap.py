@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.stand_in_device import stand_in_device
-from mlxpaged.engine import builder, commands
+from mlxpaged.engine import commands, sizes
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.constraint import Constraint
@@ -205,7 +205,7 @@ def test_pools_that_are_lost_while_memory_is_given_back_are_not_read_again(
     served: ServedModel, overlapped: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overlapped(True)
-    monkeypatch.setattr(builder, "START_TOKENS", 64)
+    monkeypatch.setattr(sizes, "START_TOKENS", 64)
     prompts = [[i + 1] * 100 for i in range(2)]
     expected = run_requests(make_core(served), prompts, max_tokens=12)
     core = make_core(served)

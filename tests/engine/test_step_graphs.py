@@ -166,7 +166,7 @@ def test_steps_with_drafts_of_recurrent_layers_are_replayed(
     assert tokens_of(answers(core, requests)) == expected
     assert len(replays) > 10
     assert core.runner.rollback.module_calls > 5
-    assert drafting.stats.accepted_total > 40
+    assert drafting.stats().accepted_total > 40
 
 
 def test_caches_of_single_sequences_are_never_in_a_graph(

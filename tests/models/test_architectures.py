@@ -25,6 +25,7 @@ from mlx_lm.utils import load_model as load_plain_model
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine.drafting import Drafting
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models import replacements
@@ -290,7 +291,7 @@ def test_tokens_are_the_same_with_drafts_of_which_many_are_wrong(case: Case, tem
     options = {"max_num_batched_tokens": 40, "speculative": "ngram"}
     core = case.engine(**options)
     if is_per_sequence(case.served.layers):
-        assert core.drafting is None
+        assert core.part(Drafting) is None
         return
     made = [case.request(f"request-{i}", prompt) for i, prompt in enumerate(case.prompts)]
     requests = [
@@ -306,7 +307,7 @@ def test_tokens_are_the_same_with_drafts_of_which_many_are_wrong(case: Case, tem
         assert answers == expected
     else:
         assert_same(answers, case.answers)
-    assert len(expected) * case.size.num_tokens // 4 < drafting.stats.accepted_total < drafting.stats.drafted_total
+    assert len(expected) * case.size.num_tokens // 4 < drafting.stats().accepted_total < drafting.stats().drafted_total
 
 
 def test_forks_that_go_apart_get_the_tokens_of_mlx_lm(case: Case) -> None:

@@ -12,11 +12,12 @@ from mlx.utils import tree_flatten
 
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.draft_loading import with_draft_model
+from mlxpaged.engine.drafting import Drafting
 from mlxpaged.models.draft_assistant import Assistant
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.turns import Turns
-from tests.engine.helpers import make_core
+from tests.engine.helpers import make_core, part_of
 from tests.engine.test_draft_head import logged
 from tests.engine.test_drafting import answers, as_many, requests, tokens_of
 from tests.models.architectures import make_architecture
@@ -60,9 +61,9 @@ def test_a_draft_model_may_be_one(dense: AssistantReference) -> None:
     expected = answers(make_core(plain), requests(4))
     config = EngineConfig(speculative="draft", draft_model=dense.mtp)
     core = make_core(with_draft_model(config, plain, Turns()), speculative="draft", draft_model=dense.mtp)
-    assert core.drafting is not None
-    assert core.drafting.names == ["grammar", "mtp"]
-    core.drafting.budget.lengths = as_many
+    drafting = part_of(core, Drafting)
+    assert drafting.names == ["grammar", "mtp"]
+    drafting.budget.lengths = as_many
     drafts = logged(core)
     assert tokens_of(answers(core, requests(4))) == tokens_of(expected)
     greedy = [each for each in drafts if each[0] == "r0"]
@@ -88,11 +89,11 @@ def test_quantized_tensors_are_kept(reference: AssistantReference, bits: int, mo
     assert weights["pre_projection.weight"].dtype == mx.uint32
     assert weights["model.embed_tokens.weight"].dtype == mx.uint32
     core = make_core(served, speculative="mtp")
-    assert core.drafting is not None
-    core.drafting.budget.lengths = as_many
+    drafting = part_of(core, Drafting)
+    drafting.budget.lengths = as_many
     plain = make_core(load_model(str(reference.path)))
     assert tokens_of(answers(core, requests(2))) == tokens_of(answers(plain, requests(2)))
-    assert core.drafting.stats.drafted_total > 40
+    assert drafting.stats().drafted_total > 40
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.features import Feature
 from mlxpaged.models.loader import ServedModel, load_model
 from tests.models.architectures import make_architecture
 from tests.models.draft_heads import Reference, make_drafting
@@ -24,7 +25,7 @@ def load(path: Path) -> ServedModel:
 
 def head_of(path: Path) -> Tensors:
     served = load(path)
-    assert served.mtp is not None, served.no_mtp_because
+    assert served.mtp is not None, served.missing[Feature.DRAFT_HEAD]
     assert [served.layers[-1]] == served.mtp.specs(served.layers)
     weights: Any = tree_flatten(served.mtp.head)
     return dict(weights)
@@ -116,7 +117,7 @@ def test_quantized_tensors_are_kept(glm: Reference, bits: int, group_size: int, 
 def test_a_model_without_a_head_is_served_without(tmp_path: Path) -> None:
     served = load(make_architecture(tmp_path / "m", "glm4_moe"))
     assert served.mtp is None
-    assert served.no_mtp_because == "it has no draft head"
+    assert served.missing[Feature.DRAFT_HEAD] == "it has no draft head"
 
 
 def without_norm(tensors: Tensors) -> Tensors:
@@ -133,8 +134,8 @@ def test_a_head_that_does_not_fit_is_left_out(
 ) -> None:
     served = load(stored_as(glm, change, format="mlx"))
     assert served.mtp is None
-    assert served.no_mtp_because.startswith("its draft head cannot be loaded: ")
-    assert reason in served.no_mtp_because
+    assert served.missing[Feature.DRAFT_HEAD].startswith("its draft head cannot be loaded: ")
+    assert reason in served.missing[Feature.DRAFT_HEAD]
     assert len(served.layers) == len(load_model(str(glm.path)).layers)
 
 
@@ -175,6 +176,6 @@ def test_a_place_without_a_head_is_an_error(
 
 
 def test_a_model_of_another_kind(tmp_path: Path) -> None:
-    assert load(make_architecture(tmp_path / "m", "mamba")).no_mtp_because == (
+    assert load(make_architecture(tmp_path / "m", "mamba")).missing[Feature.DRAFT_HEAD] == (
         "models of this kind have no draft head that is known"
     )

@@ -23,7 +23,7 @@ from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.qkv import QkvShape
 from mlxpaged.attention.self_check import BackendChoice
-from mlxpaged.engine import builder
+from mlxpaged.engine import builder, executor
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models.fused_attention import FusedAttention, fuse_attention
 from mlxpaged.models.loader import load_model
@@ -487,6 +487,6 @@ def test_layers_whose_kernel_fails_its_check_run_without_it(tmp_path: Path, monk
         assert found == shapes
         return BackendChoice("gather", unfused=frozenset(broken))
 
-    monkeypatch.setattr(builder, "choose_backend", choose)
+    monkeypatch.setattr(executor, "choose_backend", choose)
     core = builder.build_engine(EngineConfig(kv_cache_bytes=2**20), served)
     assert [layer.kv.fuses for layer in core.runner.layers] == [shape not in broken for shape in shapes]

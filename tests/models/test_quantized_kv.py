@@ -18,6 +18,7 @@ from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.models.cache_groups import cache_layout
+from mlxpaged.models.features import Feature
 from mlxpaged.models.layers import KV, bytes_per_token, quantized
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.scheduler.prefill_budget import PrefillLimits
@@ -141,14 +142,14 @@ def test_values_of_four_bits_are_refused_if_they_move_the_logits_too_far(
 ) -> None:
     served = load(tmp_path, "qwen2", "int4", head_dim=64, hidden_size=256, weights=with_outliers("v_proj", 20.0))
     assert served.kv_cache_dtype == "int8"
-    assert "the predictions of the probe change by" in served.kv_cache_dtype_because
+    assert "the predictions of the probe change by" in served.missing[Feature.KV_CACHE_DTYPE]
     assert "the KV cache is not int4 but int8" in caplog.text
     assert {spec.quantization.value_bits for spec in served.kv_layers if spec.quantization} == {8}
 
 
 def test_values_of_four_bits_are_served_if_the_logits_stay_close(tmp_path: Path) -> None:
     served = load(tmp_path, "qwen3", "int4", head_dim=128)
-    assert (served.kv_cache_dtype, served.kv_cache_dtype_because) == ("int4", "")
+    assert (served.kv_cache_dtype, served.missing[Feature.KV_CACHE_DTYPE]) == ("int4", "")
     assert str(served.kv_layers[0].quantization) == "int8 keys in groups of 128, int4 values in groups of 64"
 
 
@@ -181,12 +182,12 @@ def test_layers_that_cannot_be_quantized_keep_their_type(
     model_type: str, config: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     served = load_model(str(make_architecture(tmp_path / "model", model_type, **config)), kv_cache_dtype="int8")
-    assert (served.kv_cache_dtype, served.kv_cache_dtype_because) == ("auto", reason)
+    assert (served.kv_cache_dtype, served.missing[Feature.KV_CACHE_DTYPE]) == ("auto", reason)
 
 
 def test_the_type_of_the_model_is_the_default(tmp_path: Path) -> None:
     served = load_model(str(make_tiny_model(tmp_path / "llama", "llama", head_dim=64)))
-    assert (served.kv_cache_dtype, served.kv_cache_dtype_because) == ("auto", "")
+    assert (served.kv_cache_dtype, served.missing[Feature.KV_CACHE_DTYPE]) == ("auto", "")
     assert not any(spec.quantization for spec in served.kv_layers)
 
 

@@ -24,6 +24,7 @@ import pytest
 from mlx.utils import tree_flatten
 from PIL import Image
 
+from mlxpaged.models.features import Feature
 from mlxpaged.models.loader import load_model
 from mlxpaged.models.vision import load_vision
 from mlxpaged.vision.gemma3 import Gemma3Tower, factor_of_text
@@ -393,7 +394,7 @@ def test_borrowed_towers(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPa
     theirs.load_weights(list(weights.items()), strict=False)
     mx.save_safetensors(str(path / "model-tower.safetensors"), weights)
     served = load_model(str(path))
-    assert served.vision is not None, served.no_vision_because
+    assert served.vision is not None, served.missing[Feature.IMAGES]
     form, tower = served.vision.format, served.vision.tower
     parts = list(tower.encode(mx.zeros((1, *reversed(form.size(24, 16)), 3), mx.uint8)))
     assert len(parts) >= LAYERS["num_hidden_layers"] + 1, "each block is a part of the work"

@@ -17,6 +17,7 @@ from mlx.nn import Conv2d, Linear
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
+from mlxpaged.models.features import Feature
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.sources.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
@@ -210,7 +211,7 @@ def features(vision: Vision, pixels: Any) -> Any:
 def test_llama4_sees_tiles_and_the_whole_image(make: Make) -> None:
     served, weights = make("llama4", LLAMA, {"size": {"height": SIDE, "width": SIDE}, "max_patches": 4})
     vision = served.vision
-    assert vision is not None, served.no_vision_because
+    assert vision is not None, served.missing[Feature.IMAGES]
     assert vision.tower.nbytes == sum(array.nbytes for array in weights.values())
     assert vision.format.tokens(8, 8) == [12, 11, 9, 9, 9, 9, 13]
     [pixels] = images(1, 12, 8)
@@ -230,7 +231,7 @@ def test_each_block_of_a_tower_is_a_part_of_the_work(make: Make) -> None:
     """Two images at once do not take each other's parts."""
     served, weights = make("llama4", LLAMA, {"size": {"height": SIDE, "width": SIDE}})
     vision = served.vision
-    assert vision is not None, served.no_vision_because
+    assert vision is not None, served.missing[Feature.IMAGES]
     both = images(2, SIDE, SIDE)
     works = [vision.tower.encode(mx.array(pixels[None])) for pixels in both]
     parts = [[np.array(part) for part in each] for each in zip(*works, strict=True)]
@@ -247,7 +248,7 @@ def test_each_block_of_a_tower_is_a_part_of_the_work(make: Make) -> None:
 def test_gemma3n_sees_features_that_its_text_model_multiplies(make: Make) -> None:
     served, weights = make("gemma3n", GEMMA, {"do_normalize": False})
     vision = served.vision
-    assert vision is not None, served.no_vision_because
+    assert vision is not None, served.missing[Feature.IMAGES]
     assert vision.format.size(30, 20) == (768, 768)
     assert vision.format.template_token == PLACEHOLDER
     assert vision.format.tokens(768, 768) == [18, 16, 9, 9, 9, 9, 17, 18]
@@ -264,7 +265,7 @@ def test_models_that_are_told_a_grid_of_patches(make: Make, kind: str, prefix: s
     patches = PATCHES[kind]
     served, weights = make(kind, patches.config, {"image_mean": [0.2, 0.4, 0.6], "min_pixels": 64}, prefix)
     vision = served.vision
-    assert vision is not None, served.no_vision_because
+    assert vision is not None, served.missing[Feature.IMAGES]
     assert vision.format.size(50, 30) == ((48, 32) if kind == "minimax_m3_vl" else (56, 32))
     around = {"minimax_m3_vl": [19, 9, 9, 20], "muse_glimmer": [12, 9, 9, 13]}
     of_kimi = [21, 24, 25, 31, 36, 26, 38, 22, 9, 9, 23]  # "image 16x8"
@@ -285,10 +286,10 @@ def test_a_model_that_needs_mlx_vlm_says_so(make: Make, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "mlx_vlm", None)
     served, _ = make("llama4", LLAMA, {"size": {"height": SIDE, "width": SIDE}})
     assert served.vision is None
-    assert "`pip install --no-deps mlx-vlm` let this model see" in served.no_vision_because
+    assert "`pip install --no-deps mlx-vlm` let this model see" in served.missing[Feature.IMAGES]
 
 
 def test_images_of_another_size_are_told(make: Make) -> None:
     served, _ = make("gemma3n", GEMMA, {"size": {"height": 512, "width": 512}})
     assert served.vision is None
-    assert "its tower takes 768 x 768 pixels" in served.no_vision_because
+    assert "its tower takes 768 x 768 pixels" in served.missing[Feature.IMAGES]

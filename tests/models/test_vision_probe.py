@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_tokenizer
 
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.features import Feature
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.sources.model_files import ModelFiles
 from mlxpaged.models.turns import Turns
@@ -68,7 +69,7 @@ def served(path: Path) -> ServedModel:
 
 def test_a_model_that_sees(served: ServedModel) -> None:
     assert served.vision is not None
-    assert served.no_vision_because == ""
+    assert served.missing[Feature.IMAGES] == ""
     tower: Any = tree_flatten(tiny_tower(SIZES).parameters())
     assert served.vision.tower.nbytes == sum(array.nbytes for _, array in tower)
     assert served.vision.format.tokens(16, 8) == [10, 10, 12]
@@ -79,7 +80,7 @@ def test_a_model_that_sees(served: ServedModel) -> None:
 def test_qwen_models_see(tmp_path: Path, kind: str) -> None:
     """Those with linear attention rotate 4 elements of a head, by two axes here, and take no features in layers."""
     served = load_model(str(make_seeing(make_architecture(tmp_path / "m", kind), kind)))
-    assert served.vision is not None, served.no_vision_because
+    assert served.vision is not None, served.missing[Feature.IMAGES]
     deep, sections = (2, (4, 2, 2)) if kind.startswith("qwen3_vl") else (0, (1, 1, 0))
     assert served.vision.num_deep == deep
     assert served.vision.axes == Axes(sections, interleaved=True)
@@ -94,7 +95,7 @@ def test_qwen2_vl_sees(tmp_path: Path) -> None:
     config["text_config"]["rope_scaling"] = {"type": "mrope", "mrope_section": [4, 2, 2]}
     (path / "config.json").write_text(json.dumps(more | config))
     served = load_model(str(path))
-    assert served.vision is not None, served.no_vision_because
+    assert served.vision is not None, served.missing[Feature.IMAGES]
     assert served.vision.axes == Axes((4, 2, 2), interleaved=False)
     assert served.vision.format.tokens(16, 8) == [9, 9]
 
@@ -126,11 +127,11 @@ def test_gemma_models_see(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("mlxpaged.models.loader.load_vision", load)
     served = load_model(str(path))
-    assert served.vision is not None, served.no_vision_because
+    assert served.vision is not None, served.missing[Feature.IMAGES]
     windows = {layer.window: layer.mutual for layer in served.kv_layers}
     assert windows == ({None: True, 12: True} if kind == "gemma3" else {None: False, 12: True})
     monkeypatch.setattr("mlxpaged.models.vision_probe.let_look_ahead", lambda *_: None)
-    assert "does not reproduce its logits" in load_model(str(path)).no_vision_because
+    assert "does not reproduce its logits" in load_model(str(path)).missing[Feature.IMAGES]
 
 
 def test_lfm2_vl_sees(tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_lfm2_vl_sees(tmp_path: Path) -> None:
     more = {"text_config": config["text_config"], "use_image_special_tokens": False}
     (path / "config.json").write_text(json.dumps(config | tiny_lfm2.config_of(sizes) | more))
     served = load_model(str(path))
-    assert served.vision is not None, served.no_vision_because
+    assert served.vision is not None, served.missing[Feature.IMAGES]
     assert served.vision.format.tokens(16, 8) == [9, 9]
 
 
@@ -159,7 +160,7 @@ def test_kimi_models_see(tmp_path: Path, kind: str) -> None:
     more = {"text_config": config["text_config"]}
     (path / "config.json").write_text(json.dumps(config | seen | more))
     served = load_model(str(path))
-    assert served.vision is not None, served.no_vision_because
+    assert served.vision is not None, served.missing[Feature.IMAGES]
     assert served.vision.format.tokens(16, 8) == [9, 9]
 
 
@@ -264,7 +265,7 @@ def test_a_model_without_an_embedding_that_is_known_is_served_as_text(
     monkeypatch.setattr("mlxpaged.vision.install.embedding_of", lambda model: None)
     served = load_model(str(path))
     assert served.vision is None
-    assert served.no_vision_because == "its embedding was not found"
+    assert served.missing[Feature.IMAGES] == "its embedding was not found"
     assert "served without its eyes: its embedding was not found" in caplog.text
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxpaged.models.features import Feature
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.sources.model_files import ModelFiles
 from mlxpaged.models.vision import load_vision
@@ -398,7 +399,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 
 def test_a_model_with_inputs_in_its_layers_sees(served: ServedModel) -> None:
-    assert served.no_vision_because == ""
+    assert served.missing[Feature.IMAGES] == ""
     assert served.vision is not None
     assert served.vision.mutual == "none"
     assert isinstance(served.vision.tower, Gemma4Tower)

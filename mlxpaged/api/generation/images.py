@@ -17,6 +17,7 @@ from mlxpaged.api.media import END, START, Shown, names_of
 from mlxpaged.api.models import models_for
 from mlxpaged.api.server import program_of, server_of
 from mlxpaged.engine.info import EngineInfo
+from mlxpaged.models.features import Feature
 from mlxpaged.models.tokenizer import ChatTemplateError
 from mlxpaged.scheduler.admission import PromptTooLongError
 from mlxpaged.vision.headers import ImageError
@@ -155,7 +156,8 @@ async def resolve(http: Request, chat: Chat, info: EngineInfo) -> tuple[Chat, Im
     for each in chat.media:
         if form is None or each.part.image is None:
             if each.is_newest:
-                because = f": {info.no_images_because}" if info.no_images_because else ""
+                reason = info.missing[Feature.IMAGES]
+                because = f": {reason}" if reason else ""
                 message = f"{unsupported(each)}{because}{advice(http)}"
                 raise bad_parameter(each.param, message, code="unsupported_media")
             left[each.sentinel] = f"this model takes text {'only' if form is None else 'and images only'}"

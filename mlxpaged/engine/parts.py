@@ -1,0 +1,86 @@
+"""The optional parts of a model's engine, and their order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from mlxpaged.cache.disk_store import DiskStore
+from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine.disk_share import DiskShare
+from mlxpaged.engine.disk_tier import DiskTier
+from mlxpaged.engine.drafting import Drafting
+from mlxpaged.engine.executor import Executor
+from mlxpaged.engine.growth_wait import GrowthWait
+from mlxpaged.engine.image_encoder import ImageEncoder, NoImages
+from mlxpaged.engine.network_drafters import AssistantDrafter, HeadDrafter, ModelDrafter, NetworkDrafter
+from mlxpaged.engine.ngram import NgramDrafter
+from mlxpaged.engine.part import Part
+from mlxpaged.engine.ranks import Ranks
+from mlxpaged.engine.request_table import RequestTable
+from mlxpaged.models.draft_assistant import Assistant
+from mlxpaged.models.features import Feature
+from mlxpaged.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What parts are made of. drafts: whether the model decodes with drafts. store: of prefixes; None if none are
+    stored."""
+
+    config: EngineConfig
+    executor: Executor
+    scheduler: Scheduler
+    requests: RequestTable
+    clock: Callable[[], float]
+    store: DiskStore | None
+    drafts: bool
+    ranks: Ranks | None
+
+
+def parts_of(assembly: Assembly) -> Iterator[Part]:
+    """In the order in which they are asked.
+
+    Requests that wait in vain end first: nothing is prepared for them. Images that a prefix covers are not encoded, so
+    the encoder comes after the tier. Drafts follow known tokens, so they come last: the encoder may have ended the step
+    in flight.
+    """
+    scheduler, requests, clock = assembly.scheduler, assembly.requests, assembly.clock
+    yield GrowthWait(scheduler, requests, clock)
+    if assembly.store is not None:
+        yield tier_of(assembly, assembly.store)
+    runner, sampler, images = assembly.executor.runner, assembly.executor.sampler, assembly.executor.images
+    if images is None:
+        yield NoImages()
+    else:
+        yield ImageEncoder(images, scheduler, requests.end_held, clock, assembly.config.batch_invariant)
+    if assembly.drafts:
+        drafter = NgramDrafter() if assembly.config.speculative in ("ngram", "auto") else None
+        network = network_drafter_of(assembly)
+        if drafter is not None or network is not None:
+            yield Drafting(scheduler, requests, sampler.vocab_size, drafter, network, runner.overlaps, clock)
+
+
+def tier_of(assembly: Assembly, store: DiskStore) -> DiskTier:
+    """Rank 0 names what all ranks store, and the others put their own seed before these names."""
+    ranks, scheduler, executor = assembly.ranks, assembly.scheduler, assembly.executor
+    own_seed = b"" if ranks is None or ranks.leads else scheduler.config.cache_seed
+    return DiskTier(DiskShare(store, executor.served.name, executor.runner, own_seed), scheduler, assembly.clock)
+
+
+def network_drafter_of(assembly: Assembly) -> NetworkDrafter | None:
+    """Drafts by a smaller model or by the model's draft head; None if there is none, or none is wanted."""
+    config, served = assembly.config, assembly.executor.served
+    own = assembly.scheduler, assembly.executor.runner, assembly.executor.sampler
+    if served.draft_model is not None:
+        return ModelDrafter(*own, served.draft_model.nbytes / served.weight_bytes)
+    if served.mtp is None:
+        if config.loads_draft_head:
+            level = logging.WARNING if config.speculative == "mtp" else logging.INFO
+            logger.log(level, "no draft head drafts for %s: %s", served.name, served.missing[Feature.DRAFT_HEAD])
+        return None
+    drafter = AssistantDrafter if isinstance(served.mtp, Assistant) else HeadDrafter
+    return drafter(*own, served.mtp.bytes_read / served.weight_bytes)
