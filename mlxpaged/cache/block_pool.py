@@ -58,8 +58,8 @@ class BlockPool(Generic[Content]):
     """
 
     def __init__(self, num_blocks: int, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        if num_blocks < 0:
+            raise ValueError(f"num_blocks must be at least 0, got {num_blocks}")
         if block_size < 1 or block_size & (block_size - 1):
             raise ValueError(f"block_size must be a power of two, got {block_size}")
         self.num_blocks = num_blocks

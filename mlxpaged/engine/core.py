@@ -164,8 +164,7 @@ class EngineCore(Worker):
 
     def close(self) -> None:
         """Release the swap space, which may be a file, and the tier on the disk."""
-        if self.runner.swap is not None:
-            self.runner.swap.close()
+        self.runner.swap.close()
         for part in self.parts:
             part.close()
 

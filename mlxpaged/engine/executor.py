@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,6 +19,7 @@ from mlxpaged.engine.ranks import Ranks, least
 from mlxpaged.engine.sampler import Sampler
 from mlxpaged.engine.shared_runner import SharedRunner
 from mlxpaged.engine.sizes import Sizes
+from mlxpaged.engine.tiled_runner import TiledRunner
 from mlxpaged.models.layers import unfused
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.models.turns import Turns
@@ -58,12 +60,11 @@ def executor_of(
     tuning = "default" if config.batch_invariant else config.attention_tuning
     tunings = choose_tunings(backend, tuning, shapes, limits, config.retune, timing)
     images = None if served.vision is None else Images(served.vision)
-    make_runner = ModelRunner if ranks is None else partial(SharedRunner, ranks)
+    inputs = [] if images is None else [images]
     slots = sizes.scheduler.num_swap_slots
-    runner = make_runner(
+    runner = runner_type(config, ranks, images)(
         *(served, sizes.start_blocks, config.block_size, backend, tunings, slots, config.swap_dir, sizes.layout),
-        batch_invariant=config.batch_invariant,
-        images=images,
+        inputs=inputs,
     )
     runner.rollback.pads = pads
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
@@ -76,6 +77,12 @@ def executor_of(
     if isinstance(runner, SharedRunner):
         runner.lead()
     return Executor(served, backend, runner, sampler, images, choice.kernels_off)
+
+
+def runner_type(config: EngineConfig, ranks: Ranks | None, images: Images | None) -> Callable[..., ModelRunner]:
+    if ranks is not None:
+        return partial(SharedRunner, ranks, images)
+    return TiledRunner if config.batch_invariant else ModelRunner
 
 
 def common_backend(own: str, ranks: Ranks | None) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 from mlxpaged.attention.metadata import IntArray
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.request import Request
+from mlxpaged.engine.step_input import StepInput
 from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.step import FIRST_CONTENT_ID, Row, Step
 from mlxpaged.vision.image import LARGEST, Pixels, PromptImage
@@ -76,7 +77,7 @@ def cannot_see(vision: Vision, config: EngineConfig) -> str:
     return ""
 
 
-class Images:
+class Images(StepInput):
     """Belongs to the engine thread. budget_bytes: see FEATURE_BYTES.
 
     If several ranks compute a model, rank 0 encodes, and calls on_put(number, grid, features) and on_drop(number). The
@@ -227,6 +228,9 @@ class Images:
                     return
 
     # -- steps ---------------------------------------------------------------------------------------------------
+
+    def concerns(self, step: Step) -> bool:
+        return step.shows_images
 
     def prepare(self, step: Step) -> None:
         """Encode the images of a step whose features are missing.

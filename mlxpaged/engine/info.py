@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.drafting import Drafting
+from mlxpaged.engine.tiled_runner import TiledRunner
 from mlxpaged.models.architectures import Source
 from mlxpaged.models.encoder_model import EncoderModel
 from mlxpaged.models.features import Feature, Missing
@@ -72,7 +73,8 @@ class EngineInfo:
         self.num_swap_slots = self.scheduler_config.num_swap_slots  # KV blocks that the swap space holds
         self.backend = core.runner.backend
         self.kernels_off = core.kernels_off  # why the Metal kernels are not used although they could run here
-        self.invariant_rows = core.runner.tile_size  # rows of each forward pass if the engine is batch-invariant
+        # Rows of each forward pass if the engine is batch-invariant.
+        self.invariant_rows = core.runner.tile_size if isinstance(core.runner, TiledRunner) else None
         self.created = int(time.time())  # Unix time
         self.grammars = core.grammars
         self.missing = core.missing

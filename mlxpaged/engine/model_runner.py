@@ -19,10 +19,8 @@ from mlxpaged.attention.metadata import HostStep, IntArray
 from mlxpaged.attention.tuning import Tuning
 from mlxpaged.cpu.streams import synchronize
 from mlxpaged.engine.draft_passes import DraftPasses, LastPass
-from mlxpaged.engine.images import Images
-from mlxpaged.engine.row_tiles import largest_tile, row_tiles
 from mlxpaged.engine.step_graphs import TRACE_AT, StepGraphs
-from mlxpaged.engine.step_input import NO_TOKENS, SampledTokens, decoding_step, token_vectors
+from mlxpaged.engine.step_input import NO_TOKENS, SampledTokens, StepInput, decoding_step, token_vectors
 from mlxpaged.engine.swap_space import PIECE_BYTES, Bytes, SwapSpace, read_bytes, split_columns, write_bytes
 from mlxpaged.engine.wired_memory import wire_memory
 from mlxpaged.models.cache_groups import CacheLayout
@@ -53,12 +51,14 @@ class ModelRunner:
     thread. Calls of `forward` from other threads are refused.
 
     tunings: by the shape of a layer; shapes that are missing have the default tuning. layout: the cache groups of the
-    model's layers; by default one. batch_invariant: steps are cut into tiles, and every tile has the same shapes.
-    images: of the requests; None if the model sees none. is_shared: whether runners of other processes compute the
-    model together with this one (shared_runner.py), so that all must be in the same state at each call.
+    model's layers; by default one. inputs: what some steps have beside tokens. is_shared: whether runners of other
+    processes compute the model together with this one (shared_runner.py), so that all must be in the same state at each
+    call. least_top: of how many of the most likely tokens prompt log-probabilities are computed, also if fewer are
+    asked for.
     """
 
     is_shared = False
+    least_top = 0
 
     def __init__(
         self,
@@ -70,13 +70,12 @@ class ModelRunner:
         num_swap_slots: int = 0,
         swap_dir: Path | None = None,
         layout: CacheLayout | None = None,
-        batch_invariant: bool = False,
-        images: Images | None = None,
+        inputs: ListOf[StepInput] = (),
     ) -> None:
         self._model = served.model
-        self._rows = None if batch_invariant else served.rows
+        self._rows = served.rows
         self._adapters = served.adapters.step
-        self._images = images
+        self._inputs = inputs
         self._block_size = block_size
         sizes = served.layers, num_blocks, block_size
         self._caches = ModelCaches(*sizes, backend, tunings, layout=layout, num_drafting=served.num_drafting)
@@ -86,17 +85,13 @@ class ModelRunner:
         self.recurrent = self._caches.recurrent
         self.rollback = self._caches.rollback
         self.backend = resolve_backend(backend)
-        self.swap = SwapSpace(self.pools, num_swap_slots, swap_dir) if num_swap_slots else None
+        self.swap = SwapSpace(self.pools, num_swap_slots, swap_dir)
         self.thread_id = threading.get_ident()
         self.model_calls = 0
         self.drafts = DraftPasses(served, self._caches, self._rows, block_size)
         self._graphs = StepGraphs(self._outputs, self._caches)
         self._last_step: HostStep | None = None
         mx.eval(self._caches.arrays)
-        self.tile_size: int | None = None  # rows of each forward pass, if the engine is batch-invariant
-        if batch_invariant:
-            self.tile_size = largest_tile(self.run, self.num_groups)
-            self.model_calls = self._caches.step.attention_calls = 0
 
     @property
     def attention_calls(self) -> int:
@@ -146,16 +141,15 @@ class ModelRunner:
         has changed.
         """
         self.prepare(step)
-        if self.tile_size is not None:
-            return self._forward_tiles(step, sampled)
         return self.run(step, sampled, running)
 
     def prepare(self, step: Step) -> None:
-        """Check the thread, and make what the step's images need."""
+        """Check the thread, and make what the step's inputs need."""
         if threading.get_ident() != self.thread_id:
             raise RuntimeError("the model runs on the engine thread only")
-        if self._images is not None and step.shows_images:
-            self._images.prepare(step)
+        for each in self._inputs:
+            if each.concerns(step):
+                each.prepare(step)
 
     def tell(self, call: str, *arguments: Any) -> None:
         """Let the other runners of the model make the same call."""
@@ -168,21 +162,6 @@ class ModelRunner:
         """The sampled tokens, on the device of this runner."""
         return sampled.tokens
 
-    def _forward_tiles(self, step: Step, sampled: SampledTokens) -> mx.array:
-        of_sampled: list[mx.array] = []
-        of_prompts: list[mx.array] = []
-        assert self.tile_size is not None
-        for i, tile in enumerate(row_tiles(step, self.tile_size)):
-            if i > 0 and not self.overlaps:
-                # A write of MLX's own operations would copy a pool that an unfinished tile still reads.
-                self.finish_step(*of_sampled, *of_prompts)
-            logits = self.run(tile, sampled)
-            if tile.num_sampled:
-                of_sampled.append(logits[: tile.num_sampled])
-            if any(row.prompt_logprobs for row in tile.rows):
-                of_prompts.append(logits[max(1, tile.num_sampled) :])
-        return mx.concatenate([*(of_sampled or [logits[:1]]), *of_prompts])
-
     def run(self, step: Step, sampled: SampledTokens = NO_TOKENS, running: Collection[int] = ()) -> mx.array:
         """Does what `forward` does, by this runner."""
         rows, caches = step.rows, self._caches
@@ -194,14 +173,14 @@ class ModelRunner:
         if index is not None:
             more.append(index)
         caches.begin(rows)
-        images = self._images if step.shows_images else None
+        inputs = [each for each in self._inputs if each.concerns(step)]
         try:
-            if images is not None:
-                images.begin(step)
+            for each in inputs:
+                each.begin(step)
             host = self._host_step(step, more)
             vector = host.upload()
             # A replayed step has other kernels than one that is not, so the bits of a row would depend on which it is.
-            if not self.overlaps or step.num_repeats is not None or images is not None:
+            if not self.overlaps or inputs:
                 logits, *hidden = self._outputs(host, vector, in_flight)
             else:
                 logits, *hidden = self._graphs.run(host, vector, in_flight, self._adapters.active)
@@ -210,8 +189,8 @@ class ModelRunner:
         finally:
             caches.end()
             self._adapters.end()
-            if images is not None:
-                images.end()
+            for each in inputs:
+                each.end()
         self.model_calls += 1
         return logits
 
@@ -253,7 +232,7 @@ class ModelRunner:
         MLX joins operations of a replayed step into kernels of its own, and compiles these when they first run. They
         are the same for all larger batches.
         """
-        if not self._graphs.enabled or not self.overlaps or self.tile_size is not None:
+        if not self._graphs.enabled or not self.overlaps:
             return
         blocks = min((pool.num_blocks for pool in self.pools), default=0)
         try:
@@ -299,18 +278,16 @@ class ModelRunner:
     def move_blocks(self, moves: BlockMoves) -> None:
         """Swap and copy blocks after the steps in flight and before the step that needs them. Raises errors of the disk
         and the device."""
-        if self.swap is not None:
-            self.swap.store(moves.swap_out)
-            for sequence_id, num_tokens, slots in moves.states_out:
-                self.swap.store_arrays(slots, self._caches.saved(sequence_id, num_tokens, self._adapters.of_rows))
+        self.swap.store(moves.swap_out)
+        for sequence_id, num_tokens, slots in moves.states_out:
+            self.swap.store_arrays(slots, self._caches.saved(sequence_id, num_tokens, self._adapters.of_rows))
         for pool in self.pools:
             pool.copy_blocks(moves.copies)
-        if self.swap is not None:
-            self.swap.load(moves.swap_in)
-            for slots, sequence_id in moves.states_in:
-                arrays = iter(self.swap.load_arrays(slots))
-                for state in self.recurrent:
-                    state.restore(sequence_id, arrays)
+        self.swap.load(moves.swap_in)
+        for slots, sequence_id in moves.states_in:
+            arrays = iter(self.swap.load_arrays(slots))
+            for state in self.recurrent:
+                state.restore(sequence_id, arrays)
 
     def read_blocks(self, blocks: ListOf[int]) -> list[mx.array]:
         """The bytes of blocks, [n, ...] for each plane of each pool, after the steps in flight."""

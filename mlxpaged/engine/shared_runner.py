@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpaged.attention.layout import KV_DTYPES
+from mlxpaged.engine.images import Images
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.rank_messages import MessageWriter
 from mlxpaged.engine.ranks import RankLostError, Ranks
@@ -22,9 +23,9 @@ class SharedRunner(ModelRunner):
 
     is_shared = True
 
-    def __init__(self, ranks: Ranks, *args: Any, **options: Any) -> None:
-        """args, options: those of ModelRunner."""
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, images: Images | None, *args: Any, **options: Any) -> None:
+        """args, options: those of ModelRunner. images: one of its inputs."""
+        self.ranks, self._images = ranks, images
         self._broadcast: Callable[[bytes], object] | None = None
         self._messages = MessageWriter()
         super().__init__(*args, **options)

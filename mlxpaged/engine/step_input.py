@@ -12,6 +12,24 @@ from mlxpaged.attention.metadata import IntArray
 from mlxpaged.step import FIRST_CONTENT_ID, PENDING, Row, Step
 
 
+class StepInput:
+    """What some steps have beside tokens, adapters and states. No step that has it is replayed."""
+
+    def concerns(self, step: Step) -> bool:
+        """Whether the step has it."""
+        raise NotImplementedError
+
+    def prepare(self, step: Step) -> None:
+        """Make what is missing for the step. Other steps may still be in flight."""
+
+    def begin(self, step: Step) -> None:
+        """The model is called for the step between this and `end`."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        raise NotImplementedError
+
+
 class SampledTokens(NamedTuple):
     """tokens[R], on the device: those that the step in flight samples, for these sequences. None if R is 0."""
 

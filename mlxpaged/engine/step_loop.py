@@ -13,7 +13,6 @@ from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.part import Need, Part
 from mlxpaged.engine.pool_resizer import PoolResizer
-from mlxpaged.engine.prompt_logits import INVARIANT_TOP
 from mlxpaged.engine.prompt_progress import PromptChunk, prompt_chunks
 from mlxpaged.engine.ranks import RankLostError
 from mlxpaged.engine.recovery import Recovery
@@ -221,9 +220,7 @@ class StepLoop:
             return [], 0
         requests = self._requests.by_sequence
         asked = [(row.prompt_logprobs, requests[row.sequence_id]) for row in scheduled.rows if row.prompt_logprobs]
-        top = max(each.num_top for _, each in asked)
-        if self._runner.tile_size is not None:
-            top = max(top, INVARIANT_TOP)  # of equal logits, which are the best depends on it
+        top = max(self._runner.least_top, *(each.num_top for _, each in asked))
         return [each.sequence.token_ids[position] for positions, each in asked for position in positions], top
 
     def _sample(self, step: InFlightStep) -> None:

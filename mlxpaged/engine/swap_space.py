@@ -70,8 +70,9 @@ def arrays_of(data: Bytes, likes: Iterable[Like]) -> Iterator[mx.array]:
 
 
 class SwapSpace:
-    """`num_slots` slots, each for one KV block of all `layers`. They hold bytes, because NumPy has no bfloat16. A slot
-    is contiguous: the planes of the first layer (KVLayout.planes), those of the second, and so on.
+    """`num_slots` slots, each for one KV block of all `layers`; 0: there is no swap space. They hold bytes, because
+    NumPy has no bfloat16. A slot is contiguous: the planes of the first layer (KVLayout.planes), those of the second,
+    and so on.
 
     Without a directory the slots are ordinary memory, which the system commits when slots are first written. On Apple
     Silicon it is the same memory as the pools', but it is not wired and not part of the GPU's working set, which runs
@@ -82,16 +83,19 @@ class SwapSpace:
     """
 
     def __init__(self, layers: Sequence[LayerKVCache], num_slots: int, directory: Path | None = None) -> None:
-        if len({(kv.num_blocks, kv.layout.block_size) for kv in layers}) != 1:
+        if num_slots and len({(kv.num_blocks, kv.layout.block_size) for kv in layers}) != 1:
             raise ValueError("the layers of a swap space must have equally many blocks of equally many tokens")
-        if num_slots < 1:
-            raise ValueError(f"num_slots must be positive, got {num_slots}")
+        if num_slots < 0:
+            raise ValueError(f"num_slots must be at least 0, got {num_slots}")
         self.num_slots = num_slots
         self.nbytes = num_slots * bytes_per_slot(layers)
         self._layers = list(layers)
-        memory = map_memory(self.nbytes) if directory is None else map_file(self.nbytes, directory)
-        self._memory: Bytes | None = memory.reshape(num_slots, -1)
-        self._columns = split_columns(layers, self._memory)
+        self._memory: Bytes | None = None
+        self._columns: list[Bytes] = []
+        if num_slots:
+            memory = map_memory(self.nbytes) if directory is None else map_file(self.nbytes, directory)
+            self._memory = memory.reshape(num_slots, -1)
+            self._columns = split_columns(layers, self._memory)
         self._likes: dict[int, list[Like]] = {}  # by the first of their slots: shapes and types of arrays
 
     def store(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -138,8 +142,10 @@ class SwapSpace:
         self._memory, self._columns = None, []  # the only references to the mapping, which has the only one to the file
 
     def _check(self, blocks: Sequence[int], slots: Sequence[int], written: str) -> None:
+        if not slots:
+            return
         if not self._columns:
-            raise ValueError("the swap space is closed")
+            raise ValueError("the swap space is closed, or has no slots")
         for name, ids, count in (("block", blocks, self._layers[0].num_blocks), ("slot", slots, self.num_slots)):
             for number in ids:
                 if not isinstance(number, int) or not 0 <= number < count:
@@ -149,7 +155,7 @@ class SwapSpace:
 
     def _pieces(self, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[list[int], list[int]]]:
         """Sources and targets, in pieces of PIECE_BYTES or one pair, whichever is more."""
-        count = max(1, PIECE_BYTES // bytes_per_slot(self._layers))
+        count = max(1, PIECE_BYTES // max(1, bytes_per_slot(self._layers)))
         for start in range(0, len(pairs), count):
             piece = pairs[start : start + count]
             yield [source for source, _ in piece], [target for _, target in piece]

@@ -39,9 +39,7 @@ class BlockManager:
         self.size = PoolSize(self.pool, config.num_blocks, config.cached_blocks)
         self.prefix_cache = PrefixCache(self.pool, config.cache_seed, self.groups) if config.prefix_caching else None
         self.tables = TableRows()
-        self.swap: BlockPool[None] | None = None
-        if config.num_swap_slots:
-            self.swap = BlockPool(config.num_swap_slots, config.block_size)
+        self.swap: BlockPool[None] = BlockPool(config.num_swap_slots, config.block_size)
         self.blocks_copied = self.blocks_swapped_out = self.blocks_swapped_in = 0
         self.states = Stateless()
         if config.recurrent:
@@ -291,7 +289,7 @@ class BlockManager:
         assert table is not None
         blocks = [table.ids[group][index] for group, index in self._kept(computed)]
         count = len(blocks)
-        if self.swap is None or count == 0 or count + self.states.slots_per_state > self.swap.num_free:
+        if count == 0 or count + self.states.slots_per_state > self.swap.num_free:
             return False
         if kv.restore_from is not None:  # it does not have the state of its last computed token yet
             return False
@@ -309,8 +307,7 @@ class BlockManager:
     def drop_swapped(self, sequence: Sequence) -> None:
         """Release the swap slots of a sequence that no longer needs them."""
         kv = sequence.kv
-        if self.swap is not None:
-            self.swap.release([*kv.swap_slots, *kv.state_slots])
+        self.swap.release([*kv.swap_slots, *kv.state_slots])
         kv.swap_slots, kv.state_slots, kv.num_swapped_tokens = [], [], 0
 
     def take_moves(self) -> BlockMoves:
@@ -319,8 +316,7 @@ class BlockManager:
         moves = BlockMoves(tuple(self._swap_out), tuple(self._copies), tuple(self._swap_in), *states)
         self._swap_out, self._copies, self._swap_in = [], [], []
         self._states_out, self._states_in = [], []
-        if self.swap is not None:  # only now: the same moves must not write a slot that they read
-            self.swap.release(self._loaded)
+        self.swap.release(self._loaded)  # only now: the same moves must not write a slot that they read
         self._loaded = []
         return moves
 

@@ -75,6 +75,8 @@ class SchedulerConfig:
         return CacheGroups(self.windows, self.block_size)
 
     def __post_init__(self) -> None:
+        if self.num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {self.num_blocks}")
         if self.max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
         if self.max_num_batched_tokens < self.max_num_seqs:

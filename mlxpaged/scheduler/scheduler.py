@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from typing import NamedTuple
 
-from mlxpaged.cache.block_pool import BlockUsage, OutOfBlocksError
+from mlxpaged.cache.block_pool import OutOfBlocksError
 from mlxpaged.cache.prefix_cache import CachedBlock, value
 from mlxpaged.cache.table_rows import IntArray
 from mlxpaged.scheduler.admission import AdmissionControl, check_fits
@@ -251,7 +251,7 @@ class Scheduler:
             waiting=len(self.sequences) - len(self.running),
             blocks=self.pool.usage(),
             max_blocks=self.config.num_blocks,
-            swap=self.blocks.swap.usage() if self.blocks.swap is not None else BlockUsage(0, 0, 0),
+            swap=self.blocks.swap.usage(),
             checkpoints=len(self.blocks.states.checkpoints),
             max_checkpoints=self.blocks.states.checkpoints.capacity,
             preemptions_total=self._preemption.total,

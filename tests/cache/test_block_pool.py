@@ -26,9 +26,10 @@ def test_block_size_24_is_rejected_by_pool_and_config() -> None:
         EngineConfig(block_size=24)
 
 
-def test_pool_of_no_blocks_is_rejected() -> None:
+def test_a_pool_has_blocks_or_none() -> None:
+    assert BlockPool(0, block_size=16).num_free == 0
     with pytest.raises(ValueError, match="num_blocks"):
-        BlockPool(0)
+        BlockPool(-1)
 
 
 def test_ten_thousand_random_operations_keep_the_books_balanced() -> None:

@@ -298,7 +298,7 @@ def test_features_are_dropped_though_the_other_ranks_are_lost(seeing: tuple[Serv
         raise ConnectionError("no rank is there")
 
     group: Any = Share(0, 2)
-    SharedRunner(Ranks(group, fail), seeing[0], 8, 32, "gather", images=images).lead()
+    SharedRunner(Ranks(group, fail), images, seeing[0], 8, 32, "gather", inputs=[images]).lead()
     images.budget = 0
     images.evict()
     assert images.nbytes == 0

@@ -324,7 +324,6 @@ def test_swapped_states_that_cannot_be_read_back_are_recomputed(
     hybrid: Hybrid, overlaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = hybrid.engine(num_blocks=12, swap_blocks=200)
-    assert core.runner.swap is not None
     load, loads = core.runner.swap.load_arrays, itertools.count()
 
     def failing(*args: Any) -> Any:
@@ -343,7 +342,6 @@ def test_moves_and_the_step_after_them_may_fail_together(
 ) -> None:
     """The rows that do not need the moves run without the others, and must not run twice if their sampler fails."""
     core = hybrid.engine(num_blocks=14, swap_blocks=200)
-    assert core.runner.swap is not None
     load, moves_failed = core.runner.swap.load_arrays, []
 
     def failing_load(*args: Any) -> Any:

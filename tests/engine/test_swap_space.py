@@ -277,10 +277,20 @@ def test_one_place_written_twice_is_refused_before_anything_is_moved(
     np.testing.assert_array_equal(bits(layers), before)
 
 
+def test_no_slots_take_no_memory_and_no_blocks(layers: list[LayerKVCache]) -> None:
+    space = SwapSpace(layers, 0)
+    space.store([])
+    space.load([])
+    assert space.nbytes == 0
+    with pytest.raises(ValueError, match="has no slots"):
+        space.store([(0, 0)])
+    SwapSpace([], 0).load([])
+    space.close()
+
+
 def test_a_swap_space_that_cannot_be_is_refused(layers: list[LayerKVCache]) -> None:
-    for num_slots in (0, -1):
-        with pytest.raises(ValueError, match=f"num_slots must be positive, got {num_slots}"):
-            SwapSpace(layers, num_slots)
+    with pytest.raises(ValueError, match="num_slots must be at least 0, got -1"):
+        SwapSpace(layers, -1)
     for bad in ([], [*layers, *make_layers(num_blocks=BLOCKS + 1)], [LayerKVCache(BLOCKS, 1, 32, mx.float16), *layers]):
         with pytest.raises(ValueError, match="equally many blocks of equally many tokens"):
             SwapSpace(bad, SLOTS)

@@ -226,7 +226,7 @@ def test_nothing_is_kept_of_sequences_that_ended_and_little_of_a_chunk(scene: Dr
 
 
 def test_swapped_states_are_those_of_the_accepted_tokens(scene: Drafting) -> None:
-    if scene.runner.swap is None:
+    if not scene.runner.swap.num_slots:
         pytest.skip("there are no blocks to swap")
     scene.check((0, 0, 6), (1, 0, 6))
     scene.verify((0, 6, 4, 2), (1, 6, 4, 1))

@@ -424,9 +424,8 @@ class Simulation:
                 assert least <= room, f"{seq} would be refused in error"
                 seq.kv.last_lookup = lookup
         swap = self.scheduler.blocks.swap
-        if swap is not None:
-            assert max(slots.values(), default=0) <= 1
-            assert counts_agree(swap, slots)
+        assert max(slots.values(), default=0) <= 1
+        assert counts_agree(swap, slots)
         assert len(running) <= self.scheduler.config.max_num_seqs
         assert sorted(running, key=ORDER) == list(self.scheduler.running)
         assert sorted(waiting, key=ORDER) == waiting

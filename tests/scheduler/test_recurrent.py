@@ -44,7 +44,6 @@ def test_a_sequence_that_has_not_read_its_checkpoint_yet_is_not_swapped_out() ->
 
 def test_a_swapped_sequence_keeps_slots_for_its_state() -> None:
     scheduler = make(num_swap_slots=10, swap_slots_per_state=3)
-    assert scheduler.blocks.swap is not None
     first = sequence(0, *range(10, 19))
     scheduler.add(first)
     run_step(scheduler)
