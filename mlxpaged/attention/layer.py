@@ -52,6 +52,10 @@ class StepContext:
         self.batches = [group.sequence_ids for group in self.groups if group.is_rows]
         self.num_tokens = self.groups[-1].last if self.groups else 0
 
+    def count(self, calls: int) -> None:
+        """So many calls of the attention, of one layer each, were made."""
+        self.attention_calls += calls
+
     @property
     def decodes(self) -> bool:
         """Whether each sequence decodes, from the state that it has: such a step can be replayed."""
@@ -173,7 +177,7 @@ class PagedLayer:
         softcap: float | None = None,
         q_pe: mx.array | None = None,
     ) -> mx.array:
-        self._step.attention_calls += 1
+        self._step.count(1)
         options: dict[str, Any] = {
             "window": self.window,
             "chunk": self.chunk,

@@ -104,7 +104,7 @@ class EngineCore(Worker):
     # -- the engine thread -------------------------------------------------------------------------------------------
 
     def join(self, device: DeviceClock) -> None:
-        self.loop.device = device
+        self.loop.join(device)
 
     def expire(self) -> list[RequestOutput]:
         return self.requests.expire()
@@ -142,7 +142,7 @@ class EngineCore(Worker):
         return self.loop.step_size()
 
     def rest(self, device_is_idle: bool) -> bool:
-        self.scheduler.blocks.size.missing = 0  # no request waits for more
+        self.scheduler.blocks.size.forget_asked()
         self.scheduler.times.learn()
         return self.loop.resize_pools(is_idle=True, device_is_idle=device_is_idle)
 

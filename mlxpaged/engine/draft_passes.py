@@ -26,7 +26,7 @@ class LastPass(NamedTuple):
 
 class DraftPasses:
     """Runs on rank 0 only, and on the engine thread. rows: of the model's output head, which keeps its inputs for a
-    draft head or an assistant. last: the model's latest pass, if these are kept, until a draft was made of it."""
+    draft head or an assistant."""
 
     def __init__(self, served: ServedModel, caches: ModelCaches, rows: RowSelection | None, block_size: int) -> None:
         self._mtp, self._draft_model = served.mtp, served.draft_model
@@ -35,14 +35,18 @@ class DraftPasses:
         self._block_size = block_size
         if self._mtp is not None and rows is not None:
             rows.keeps_hidden = True
-        self.last: LastPass | None = None
+        self._last: LastPass | None = None
         self._further: tuple[Step, list[AttentionMetadata]] | None = None  # the latest of `further`
+
+    def note(self, last: LastPass | None) -> None:
+        """The model has made another pass."""
+        self._last = last
 
     def by_head(self, following: ListOf[int], sampled: mx.array | None, at: ListOf[int]) -> mx.array:
         """The draft head's hidden states [T, 1, D] for the T tokens of the last `forward`, not yet evaluated. Writes
         its keys and values into the blocks of these. following: the token after each. sampled[R]: those at the indices
         `at`, which are on the device."""
-        last, self.last = self.last, None
+        last, self._last = self._last, None
         assert last is not None
         assert self._mtp is not None
         tokens = mx.array([each if 0 <= each < FIRST_CONTENT_ID else 0 for each in following], mx.int32)
@@ -54,7 +58,7 @@ class DraftPasses:
     def by_assistant(self, step: Step, following: mx.array, at: ListOf[int]) -> mx.array:
         """An assistant's hidden states [R, 1, D] for these of the tokens of the last `forward`, not yet evaluated.
         step: of one row for each of them. following[R]: the token after each."""
-        last, self.last = self.last, None
+        last, self._last = self._last, None
         assert last is not None
         assert self._mtp is not None
         is_all = len(at) == last.hidden.shape[0]

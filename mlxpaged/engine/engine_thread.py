@@ -315,7 +315,7 @@ class EngineThread(threading.Thread):
             self._finish_step(slot)
             self._begin(Work.EMBEDDINGS, slot)
             core.embedder.step(alone=alone and not core.has_work())
-            self._device.read_at = self._clock()
+            self._device.note_read(self._clock())
             self._deliver(slot)
 
     def _finish_step(self, slot: ModelSlot) -> None:

@@ -256,9 +256,10 @@ class Images(StepInput):
             self._features[int(numbers[start])][mx.array(rows[start:end].astype(np.int32))]
             for start, end in itertools.pairwise(starts)
         ]
-        self._rows.where, self._rows.features = mx.array(where), mx.concatenate(parts)
+        positions = None
         if self._axes is not None:
-            self._rows.positions = mx.array(np.concatenate([self._positions_of(row) for row in step.rows], axis=1))
+            positions = mx.array(np.concatenate([self._positions_of(row) for row in step.rows], axis=1))
+        self._rows.show(mx.array(where), mx.concatenate(parts), positions)
 
     def end(self) -> None:
         self._rows.clear()

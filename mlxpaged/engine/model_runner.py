@@ -184,7 +184,7 @@ class ModelRunner:
                 logits, *hidden = self._outputs(host, vector, in_flight)
             else:
                 logits, *hidden = self._graphs.run(host, vector, in_flight, self._adapters.active)
-            self.drafts.last = LastPass(host, vector, *hidden) if hidden else None
+            self.drafts.note(LastPass(host, vector, *hidden) if hidden else None)
             caches.commit(running)
         finally:
             caches.end()
@@ -210,18 +210,13 @@ class ModelRunner:
             ids = mx.where(ids == PENDING, sampled[indices.pop(0)], ids)
         if indices:
             self._adapters.upload(indices[0])
-        try:
-            if self._rows is not None:
-                self._rows.rows = wanted_rows
+        with contextlib.nullcontext() if self._rows is None else self._rows.selecting(wanted_rows):
             logits = self._caches.forward(self._model, ids, metas)
-            if len(metas[0].plans) > len(step.plans):  # the arrays of the late plan would be constants of a graph
-                self._graphs.enabled = False
-        finally:
-            if self._rows is not None:
-                self._rows.rows = None
+        if len(metas[0].plans) > len(step.plans):  # the arrays of the late plan would be constants of a graph
+            self._graphs.stop()
         if self._rows is None:
             return [logits[wanted_rows, -1]]
-        hidden, self._rows.hidden = self._rows.hidden, None
+        hidden = self._rows.take_hidden()
         return [logits[:, -1]] if hidden is None else [logits[:, -1], hidden]
 
     def warm_up(self) -> None:
@@ -239,12 +234,13 @@ class ModelRunner:
             with self.uncounted():
                 for count in WARM_UP_BATCHES:
                     if count <= blocks:
-                        self._graphs.enabled &= self._replays(count)
+                        self._try_replays(count)
         except DeviceError:
             logger.exception("decode steps cannot be replayed here")
-            self._graphs.enabled = False
+            self._graphs.stop()
             self.rebuild_pools()
-        self._graphs.enabled = bool(self.agree([self._graphs.enabled])[0])
+        if not self.agree([self._graphs.enabled])[0]:
+            self._graphs.stop()
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -253,10 +249,11 @@ class ModelRunner:
         try:
             yield
         finally:
-            self.model_calls, self._caches.step.attention_calls = calls
+            self.model_calls = calls[0]
+            self._caches.step.count(calls[1] - self._caches.step.attention_calls)
 
-    def _replays(self, count: int) -> bool:
-        """Whether a replayed step of so many sequences gives the logits of one that is not."""
+    def _try_replays(self, count: int) -> None:
+        """Replay no steps any more if one of so many sequences gives other logits than one that is not replayed."""
         positions = range(TRACE_AT + 1 + self.is_recurrent)  # no state comes before the first token
         logits = self._decode(count, positions)
         with self._graphs.disabled():
@@ -264,7 +261,7 @@ class ModelRunner:
         equal = bool((mx.abs(logits - expected).max() <= MAX_DIFFERENCE * mx.abs(expected).max()).item())
         if not equal:
             logger.warning("replayed decode steps give other logits: none is replayed")
-        return equal
+            self._graphs.stop()
 
     def _decode(self, count: int, positions: range) -> mx.array:
         """The logits of the last of these positions, of so many sequences, each with a block of its own."""

@@ -157,7 +157,7 @@ class PoolResizer:
 
     def _wait(self) -> None:
         """Try no growth for some time."""
-        self._size.may_grow = False
+        self._size.allow_growth(False)
         self._retry_at = self._clock() + self._retry_seconds
         self._retry_seconds = min(2 * self._retry_seconds, MAX_RETRY_SECONDS)
 
@@ -182,12 +182,12 @@ class PoolResizer:
             message = "the system's memory pressure is %s; the KV pool has %d blocks, and grows only while it is normal"
             logger.warning(message, level.name.lower(), self._size.num_blocks)
         if level is not MemoryPressure.NORMAL:
-            self._size.may_grow = False
+            self._size.allow_growth(False)
             self._retry_at = max(self._retry_at, now + RETRY_SECONDS)
             if self._target > self._size.num_blocks:  # give back what has grown already
                 self._resize_to(self._size.num_blocks)
         elif now >= self._retry_at:
-            self._size.may_grow = True
+            self._size.allow_growth(True)
         present = self._size.num_blocks
         keep = self._size_to_keep(level, now, self._watch.is_idle)
         enough = keep == self._least or present - keep >= LEAST_SHARE * present

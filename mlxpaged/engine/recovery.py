@@ -72,7 +72,7 @@ class Recovery:
         one succeeds."""
         self._headroom.note_failure(step.num_tokens)
         self._resizer.run_short()
-        self._scheduler.admits = False
+        self._scheduler.pause_admission()
 
     def rebuild_pools(self, steps: ListOf[Step], error: DeviceError) -> None:
         """Replace the KV pools after a device error, and recompute the running sequences from their known tokens.

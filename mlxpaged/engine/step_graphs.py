@@ -95,9 +95,13 @@ class StepGraphs:
         for layer, pending in zip(caches.recurrent, after, strict=True):
             layer.after = pending
         caches.rollback.replay(caches.step, graph.calls, arguments)
-        caches.step.attention_calls += graph.attention_calls
+        caches.step.count(graph.attention_calls)
         result: Outputs = outputs
         return result
+
+    def stop(self) -> None:
+        """No step is replayed from now on."""
+        self.enabled = False
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -143,7 +147,7 @@ class StepGraphs:
                 graph.calls, arguments = self._caches.rollback.traced()
                 return outputs, tokens, after, arguments
             finally:
-                self._caches.step.attention_calls = calls
+                self._caches.step.count(calls - self._caches.step.attention_calls)
                 for memory, arrays in zip(self._memories, real, strict=True):
                     memory.rebind(arrays)
                 for layer in recurrent:

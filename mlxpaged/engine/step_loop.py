@@ -69,6 +69,10 @@ class StepLoop:
         self.waits_for_memory = False
         self.prompt_chunks: tuple[PromptChunk, ...] = ()
 
+    def join(self, device: DeviceClock) -> None:
+        """Share the device with other models."""
+        self.device = device
+
     @property
     def has_step_in_flight(self) -> bool:
         return self._in_flight is not None
@@ -278,9 +282,9 @@ class StepLoop:
             for part in self._parts:
                 part.timed(step.scheduled, seconds)
             self._scheduler.times.observe(step.scheduled, seconds)
-        self.device.read_at = now
+        self.device.note_read(now)
         self._headroom.note_success()
-        self._scheduler.admits = True
+        self._scheduler.resume_admission()
         discarded: set[int] = set()
         requests = self._requests.by_sequence
         for sequence_id in invalid & requests.keys():

@@ -27,9 +27,9 @@ class TiledRunner(ModelRunner):
     def __init__(self, served: ServedModel, *args: Any, **options: Any) -> None:
         """args, options: those of ModelRunner."""
         super().__init__(replace(served, rows=None), *args, **options)
-        self._graphs.enabled = False
-        self.tile_size = largest_tile(self.run, self.num_groups)
-        self.model_calls = self._caches.step.attention_calls = 0
+        self._graphs.stop()
+        with self.uncounted():
+            self.tile_size = largest_tile(self.run, self.num_groups)
 
     def forward(self, step: Step, sampled: SampledTokens = NO_TOKENS, running: Collection[int] = ()) -> mx.array:
         self.prepare(step)

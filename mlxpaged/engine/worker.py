@@ -40,6 +40,9 @@ class DeviceClock:
 
     read_at: float = -math.inf
 
+    def note_read(self, now: float) -> None:
+        self.read_at = now
+
 
 class Worker:
     """A model that makes nothing but embeddings, if it has an `embedder`. A subclass generates text too.

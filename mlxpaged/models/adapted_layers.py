@@ -8,7 +8,8 @@ all. If they differ, a mask selects the rows of each adapter. A step without ada
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,15 @@ class BaseOutput:
         self._base = base
         self.output: Any = None
 
+    @contextmanager
+    def returning(self, output: Any) -> Iterator[None]:
+        """It returns this while the context lasts."""
+        self.output = output
+        try:
+            yield
+        finally:
+            self.output = None
+
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         return self.output
 
@@ -61,11 +71,8 @@ class AdapterLayer:
 
     def __call__(self, method: str, output: Any, x: mx.array, *args: Any, **more: Any) -> Any:
         """output: of the base layer's method for the same arguments."""
-        self._output.output = output
-        try:
+        with self._output.returning(output):
             return getattr(self._layer, method)(x, *args, **more)
-        finally:
-            self._output.output = None
 
     def part(self, outputs: slice, inputs: slice) -> AdapterLayer:
         """This layer for some outputs and inputs of its base, whose parts are added."""

@@ -28,10 +28,7 @@ class DraftModel:
     def __call__(self, tokens: mx.array, wanted: Sequence[int], caches: Sequence[Any]) -> mx.array:
         """Logits [W, V] after the tokens [T] at these indices. caches: the last ones are its own. A token that only the
         larger model has becomes the last one: MLX reads beyond the embedding for it."""
-        self.rows.rows = mx.array(list(wanted))
         known = mx.minimum(tokens, self.own_size - 1)
-        try:
+        with self.rows.selecting(mx.array(list(wanted))):
             logits: mx.array = self.model(known[:, None], cache=list(caches[-len(self.layers) :]))
-        finally:
-            self.rows.rows = None
         return logits[:, -1, : self.vocab_size]

@@ -7,7 +7,8 @@ An unmodified model projects every row. For a prefill of 2,048 tokens it would m
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +28,20 @@ class RowSelection:
         self.hidden: mx.array | None = None
         self.project: Callable[[mx.array], mx.array] = lambda hidden: hidden
         self.num_outputs = 0
+
+    @contextmanager
+    def selecting(self, rows: mx.array) -> Iterator[None]:
+        """The head projects these rows only while the context lasts."""
+        self.rows = rows
+        try:
+            yield
+        finally:
+            self.rows = None
+
+    def take_hidden(self) -> mx.array | None:
+        """Returns the last input, which is not kept any longer."""
+        hidden, self.hidden = self.hidden, None
+        return hidden
 
     def __call__(self, hidden: mx.array) -> mx.array:
         if self.keeps_hidden:

@@ -61,6 +61,14 @@ class StepCounts:
     count: int = 0
     lost: float = 0.0
 
+    def end_step(self) -> None:
+        self.count += 1
+        self.lost -= MOST_LOSS
+
+    def lose(self, steps: float) -> None:
+        """A step took so many steps longer for its drafts; below 0, shorter."""
+        self.lost += steps
+
 
 class Acceptance:
     """How often the drafts of a sequence are accepted, by their number in the row, if those before them are.

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
 
-from mlxpaged.scheduler.acceptance import MOST_DRAFTS, MOST_LOSS, PRIORS, Acceptance, StepCounts
+from mlxpaged.scheduler.acceptance import MOST_DRAFTS, PRIORS, Acceptance, StepCounts
 from mlxpaged.scheduler.row_table import SHORTEST
 
 MOST_DRAFT_ROWS = 64
@@ -186,7 +186,7 @@ class DraftBudget:
         lengths = [0] * len(ids)
         if any(chances):
             if self._waited and (seconds := self._seconds()) is not None:
-                self._steps.lost += self._waited / max(seconds(len(contexts), sum(contexts)), SHORTEST)
+                self._steps.lose(self._waited / max(seconds(len(contexts), sum(contexts)), SHORTEST))
                 self._waited = 0.0
             leads = [self.of(each).lead for each in ids]
             lengths = self.verified(contexts, chances, costs, leads)
@@ -208,8 +208,7 @@ class DraftBudget:
 
     def count_step(self, accepted: Mapping[int, int]) -> None:
         """A step has ended. accepted: drafts of those that had some."""
-        self._steps.count += 1
-        self._steps.lost -= MOST_LOSS
+        self._steps.end_step()
         if accepted:
             self._end_search(self._searched, accepted)
             self._searched = ()
@@ -224,7 +223,7 @@ class DraftBudget:
         self._num_with_drafts = self._num_with_drafts + 1 if has_drafts else 0
         self._saved = min(self._saved + PROBE_SHARE, 1.0)
         if has_drafts and (estimate := self._seconds()) is not None:
-            self._steps.lost += (seconds + self.exposed) / max(estimate(rows, keys), SHORTEST) - 1
+            self._steps.lose((seconds + self.exposed) / max(estimate(rows, keys), SHORTEST) - 1)
 
     def note_choice(self, seconds: float) -> None:
         """The device has waited so long for the drafts of the next step, or for that there are none."""

@@ -22,7 +22,7 @@ more."""
 
 class PoolSize:
     """limit: the most blocks that the pool may have. cached_limit: the most to which it grows for blocks that are only
-    cached; None for `limit`. may_grow: the engine sets it to False while there is no memory."""
+    cached; None for `limit`. may_grow: false while there is no memory."""
 
     def __init__(self, pool: BlockPool[Content], limit: int, cached_limit: int | None = None) -> None:
         self._pool = pool
@@ -38,6 +38,13 @@ class PoolSize:
     @property
     def can_grow(self) -> bool:
         return self.may_grow and self.num_blocks < self.limit
+
+    def allow_growth(self, allowed: bool) -> None:
+        self.may_grow = allowed
+
+    def forget_asked(self) -> None:
+        """Nobody waits for blocks."""
+        self.missing = 0
 
     def ask(self, missing: int) -> None:
         """Ask for a pool with `missing` blocks more."""

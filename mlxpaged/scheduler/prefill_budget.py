@@ -29,6 +29,10 @@ class PrefillBudget:
         self._costs = costs
         self._is_first = True
 
+    def charge(self, seconds: float) -> None:
+        """The step took so many seconds more than was estimated."""
+        self.seconds -= seconds
+
     def has_room(self, sequence: Sequence) -> bool:
         """Whether `take_chunk` would give the sequence a token. Other sequences may still have room if it has none. The
         first prompt of a step gets its shortest chunk in any case, another one only if there is time for it."""
@@ -92,7 +96,7 @@ class PrefillLimits:
         what it took, not for what was estimated: a GPU's times are not as linear as the estimates."""
         contexts, chunks = work_of(step.rows)
         if chunks and (estimate := self._cost.estimate(contexts, chunks)) is not None:
-            self._last.seconds -= min(seconds, OUTLIER * estimate) - estimate
+            self._last.charge(min(seconds, OUTLIER * estimate) - estimate)
         self._cost.observe(contexts, chunks, seconds)
 
     def learn(self) -> None:

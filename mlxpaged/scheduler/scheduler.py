@@ -85,9 +85,7 @@ class Scheduler:
         self._decode_credit = 0.0
         self.max_tokens = config.max_num_batched_tokens
         """Token budget of the next step: less if memory is short. Decoding sequences are in it all the same."""
-        self.admits = True
-        """Whether waiting sequences are admitted while others run, and drafts verified: not after an allocation that
-        failed."""
+        self.admits = True  # whether waiting sequences are admitted while others run, and drafts verified
         self._starvation_admissions = self._prefix_hit_tokens = self._prompt_tokens = 0
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -186,6 +184,14 @@ class Scheduler:
         needed = self.times.seconds_alone(start, length - start)
         return Prefill(length - start, needed) if needed > seconds else None
 
+    def pause_admission(self) -> None:
+        """An allocation has failed: admit no sequence while others run, and verify no drafts."""
+        self.admits = False
+
+    def resume_admission(self) -> None:
+        """A step has succeeded."""
+        self.admits = True
+
     # -- a step --------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Step:
@@ -193,7 +199,7 @@ class Scheduler:
         more may be scheduled before that. It is empty only if no sequence is unfinished, or all wait for `update`."""
         builder = ScheduleBuilder()
         self._changed.clear()
-        self.blocks.size.missing = 0
+        self.blocks.size.forget_asked()
         self.blocks.give_back(self.running)
         self._preempt_for_waiting(builder)
         if self.config.prefill_mode == "mixed":

@@ -26,6 +26,9 @@ class FeatureRows:
         self.features: mx.array | None = None
         self.positions: mx.array | None = None
 
+    def show(self, where: mx.array, features: mx.array, positions: mx.array | None) -> None:
+        self.where, self.features, self.positions = where, features, positions
+
     def put_into(self, embedded: mx.array) -> mx.array:
         """Returns embedded[T, 1, D] or [1, T, D] with the features in its rows of images."""
         if self.where is None or self.features is None:
