@@ -22,7 +22,7 @@ from mlxpaged.engine.drafting import NO_DRAFTS
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.row_times import time_rows
 from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.models.loader import load_model
+from mlxpaged.models.loader import LoadOptions, load_model
 
 from .schemas import ask_all
 from .scoring import (
@@ -117,7 +117,7 @@ def perplexities(directory: Path, num_bytes: int, num_bfloat16: int) -> Table:
         add(f"{dtype} KV", all_of(engine(served, dtype, prefix_caching=False)), plain)
     if num_bfloat16:
         with tempfile.TemporaryDirectory() as folder:
-            half = load_model(str(bfloat16_directory(directory, Path(folder))), cpu_dtype="model")
+            half = load_model(str(bfloat16_directory(directory, Path(folder))), LoadOptions(cpu_dtype="model"))
             core = engine(half, prefix_caching=False)
             add("bfloat16", [score(core, tokens, FIRST) for tokens in windows[:num_bfloat16]], plain)
     return rows
@@ -246,7 +246,7 @@ def token_ids(model: Path, directory: Path, num_bytes: int, llama_cpp: Path | No
 
 
 def own_ids(model: Path, texts: list[str]) -> list[list[int]]:
-    reader = load_model(str(model), cpu_dtype="auto").tokenizer.reader
+    reader = load_model(str(model), LoadOptions(cpu_dtype="auto")).tokenizer.reader
     return [list(reader.encode(text, add_special_tokens=True)) for text in texts]
 
 

@@ -34,7 +34,7 @@ from mlxpaged.engine.wired_memory import choose_wiring
 from mlxpaged.models.errors import EncoderError, UnsupportedModelError
 from mlxpaged.models.features import Feature
 from mlxpaged.models.layers import is_per_sequence, keeps_states
-from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
 from mlxpaged.models.sources.preflight import Reserved
 from mlxpaged.models.turns import Turns
 from mlxpaged.progress import Report, Stage
@@ -102,20 +102,11 @@ def load_core(
     choose_wiring(config.wired_memory)
     if ranks is not None:
         check_for_ranks(config)
-    turns, name = Turns(report), config.served_model_name
+    turns = Turns(report)
     if config.only_embeds:
         return load_embedding_core(config, clock, turns)
-    reserved = Reserved(config.kv_cache_bytes or 0, least_step())
-    options = config.max_model_len, reserved, config.reranker, config.adapters
-    group = None if ranks is None else ranks.group
-    # The machine that renders prompts has the file; ranks on others may not.
-    template = config.chat_template if ranks is None else None
     try:
-        served = load_model(
-            *(config.model, name, config.tool_parser, turns, *options, group, config.joins),
-            *(config.max_image_pixels, config.kv_cache_dtype, config.loads_draft_head, config.mtp, template),
-            config.cpu_dtype,
-        )
+        served = load_model(config.model, load_options(config, ranks), turns, None if ranks is None else ranks.group)
     except EncoderError as error:
         if ranks is not None or config.adapters:
             raise
@@ -139,6 +130,25 @@ def load_core(
             core.close()
             raise
     return core
+
+
+def load_options(config: EngineConfig, ranks: Ranks | None) -> LoadOptions:
+    return LoadOptions(
+        served_name=config.served_model_name,
+        tool_parser=config.tool_parser,
+        max_model_len=config.max_model_len,
+        reserved=Reserved(config.kv_cache_bytes or 0, least_step()),
+        is_reranker=config.reranker,
+        adapters=config.adapters,
+        joins=config.joins,
+        most_pixels=config.max_image_pixels,
+        kv_cache_dtype=config.kv_cache_dtype,
+        drafts=config.loads_draft_head,
+        mtp_path=config.mtp,
+        # The machine that renders prompts has the file; ranks on others may not.
+        chat_template=config.chat_template if ranks is None else None,
+        cpu_dtype=config.cpu_dtype,
+    )
 
 
 def check_for_ranks(config: EngineConfig) -> None:

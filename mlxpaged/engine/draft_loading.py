@@ -14,7 +14,7 @@ from mlxpaged.models.draft_model import DraftModel
 from mlxpaged.models.errors import AssistantError, UnsupportedModelError
 from mlxpaged.models.features import Feature
 from mlxpaged.models.layers import KV, leaves
-from mlxpaged.models.loader import NO_HEADS_TO_READ, ServedModel, load_model, resolve_mtp
+from mlxpaged.models.loader import NO_HEADS_TO_READ, LoadOptions, ServedModel, load_model, resolve_mtp
 from mlxpaged.models.sources.preflight import Reserved
 from mlxpaged.models.turns import Turns
 from mlxpaged.models.weights import WeightReader
@@ -30,14 +30,8 @@ def with_draft_model(
     if config.draft_model is not None and (ranks is None or ranks.leads):
         reserved = Reserved(config.kv_cache_bytes or 0, least_step())
         try:
-            draft = load_model(
-                config.draft_model,
-                turns=turns,
-                reserved=reserved,
-                joins=config.joins,
-                most_pixels=0,
-                cpu_dtype=config.cpu_dtype,
-            )
+            options = LoadOptions(reserved=reserved, joins=config.joins, most_pixels=0, cpu_dtype=config.cpu_dtype)
+            draft = load_model(config.draft_model, options, turns)
         except AssistantError:
             if ranks is not None:
                 raise UnsupportedModelError(f"{config.draft_model} cannot draft: {NO_HEADS_TO_READ}") from None

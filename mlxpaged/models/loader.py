@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -47,7 +48,7 @@ from mlxpaged.models.json_files import model_config
 from mlxpaged.models.kinds import Kind, is_encoder, judges_pairs, kind_of
 from mlxpaged.models.layers import KV, LayerSpec, kv_layers, mutual
 from mlxpaged.models.quantized_kv import choose_quantization
-from mlxpaged.models.replacements import replace_parts
+from mlxpaged.models.replacements import Replaced, replace_parts
 from mlxpaged.models.reranker import Reranker, make_reranker
 from mlxpaged.models.sharding import least, shard
 from mlxpaged.models.sources.completeness import lack_of
@@ -98,8 +99,8 @@ class ServedModel:
     max_model_len: int
     weight_bytes: int
     num_parameters: int
-    reranker: Reranker | None
     sampling: Mapping[str, float]
+    reranker: Reranker | None = None
     missing: Missing = field(default_factory=Missing)
     adapters: Adapters = field(default_factory=Adapters)
     vision: Vision | None = None
@@ -126,126 +127,188 @@ class ServedModel:
         return ",".join(sorted({spec.stored_type for spec in self.kv_layers}))
 
 
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is loaded.
+
+    served_name: None for its own. tool_parser: one of FORMATS; None for the one that the chat template or the
+    vocabulary shows. max_model_len: None for the context length. reserved: memory that is needed beside the weights.
+    is_reranker: true if the user says so, false if the name decides. adapters: to be loaded beside it. joins: whether
+    operations of its modules are joined (models/joins.py, models/fused_attention.py). most_pixels: of an image; a
+    larger one is reduced. drafts: whether its draft head is loaded, if it has one. mtp_path: where it is if not in its
+    own files. chat_template: a file that replaces the model's own. cpu_dtype: as `WeightReader` has it.
+    """
+
+    served_name: str | None = None
+    tool_parser: str | None = None
+    max_model_len: int | None = None
+    reserved: Reserved = NOTHING
+    is_reranker: bool = False
+    adapters: Sequence[AdapterPath] = ()
+    joins: bool = True
+    most_pixels: int = MOST_PIXELS
+    kv_cache_dtype: str = "auto"
+    drafts: bool = False
+    mtp_path: str | None = None
+    chat_template: Path | None = None
+    cpu_dtype: str = "model"
+
+
 def load_model(
     name: str,
-    served_name: str | None = None,
-    tool_parser: str | None = None,
+    options: LoadOptions = LoadOptions(),
     turns: Turns | None = None,
-    max_model_len: int | None = None,
-    reserved: Reserved = NOTHING,
-    is_reranker: bool = False,
-    adapters: Sequence[AdapterPath] = (),
     group: mx.distributed.Group | None = None,
-    joins: bool = True,
-    most_pixels: int = MOST_PIXELS,
-    kv_cache_dtype: str = "auto",
-    drafts: bool = False,
-    mtp_path: str | None = None,
-    chat_template: Path | None = None,
-    cpu_dtype: str = "model",
 ) -> ServedModel:
     """Load weights and tokenizer and check that paged attention reproduces the model.
 
-    tool_parser: one of FORMATS; None for the one that the chat template or the vocabulary shows. turns: of other
-    models; they get the bytes of weights that are loaded, and of all. max_model_len: None for the context length.
-    reserved: memory that is needed beside the weights. is_reranker: True if the user says so, False if the name
-    decides. adapters: to be loaded beside it. group: ranks that each load their share of it, all at the same time.
-    joins: whether operations of its modules are joined (models/joins.py, models/fused_attention.py). most_pixels: of an
-    image; a larger one is reduced. drafts: whether its draft head is loaded, if it has one. mtp_path: where it is if
-    not in its own files. chat_template: a file that replaces the model's own. cpu_dtype: as `WeightReader` has it. Call
-    it on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
+    turns: of other models; they get the bytes of weights that are loaded, and of all. group: ranks that each load their
+    share of it, all at the same time. Call it on the thread that will run the model. Raises ModelNotFoundError or
+    UnsupportedModelError.
     """
     turns = turns or Turns()
     prepare_first_load()
-    reserved = reserved._replace(adapters=check_files(adapters))
-    num_ranks = 1 if group is None else group.size()
-    files = turns.during(lambda: resolve(name, reserved, num_ranks))
-    path = files.directory
-    own_config, recommended = turns.during(lambda: (files.config, read_generation_config(path)))
-    if group is not None and not kind_of(name, path).generates:
+    options = replace(options, reserved=options.reserved._replace(adapters=check_files(options.adapters)))
+    files = turns.during(lambda: resolve(name, options.reserved, 1 if group is None else group.size()))
+    own_config = turns.during(lambda: files.config)
+    check_use(name, files, own_config, options, group)
+    try:
+        read = read_model(files, own_config, options, turns, group)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from None
+    except Exception as error:  # mlx, mlx-lm and transformers raise any type for a missing field or a damaged file
+        # Qwen3-Embedding is published without a head, and with other names of weights than a text model's.
+        only_embeds = kind_of(name, files.directory) is Kind.EMBEDDING
+        kind = EncoderError if only_embeds else UnsupportedModelError
+        raise kind(f"{name} cannot be loaded: {lack_of(files.directory)}{in_one_line(error)}") from error
+    reranker, no_reranker = find_reranker(name, read.tokenizer, options.is_reranker)
+    try:
+        served = prepare_model(name, files, own_config, read, options, turns, group)
+    except AdapterError:
+        raise
+    except UnsupportedModelError as error:
+        models = f"{read.config.get('model_type', 'this')} models" + " of mlx-vlm" * (read.source is Source.MLX_VLM)
+        raise UnsupportedModelError(
+            f"{name} cannot be served: {models} are not supported yet, because {error}"
+        ) from None
+    return replace(served, reranker=reranker, missing=served.missing.but(Feature.RERANKING, no_reranker))
+
+
+def check_use(
+    name: str,
+    files: ModelFiles,
+    own_config: dict[str, Any],
+    options: LoadOptions,
+    group: mx.distributed.Group | None,
+) -> None:
+    """Raises UnsupportedModelError if its configuration shows that it is not for this use."""
+    if group is not None and not kind_of(name, files.directory).generates:
         raise UnsupportedModelError(
             f"{name}: several ranks make no embeddings and rerank nothing; run this model on one machine"
         )
     if is_encoder(own_config):
         raise EncoderError(f"{name} is an encoder, which generates no text")
     limit = context_length(own_config)
-    if max_model_len is not None and max_model_len > limit:
+    if options.max_model_len is not None and options.max_model_len > limit:
         raise UnsupportedModelError(
-            f"{name} cannot be loaded: --max-model-len is {max_model_len}, but its context length is {limit}"
+            f"{name} cannot be loaded: --max-model-len is {options.max_model_len}, but its context length is {limit}"
         )
-    try:
-        turns.during(lambda: files.check_sizes(own_config))
-        source = turns.during(lambda: source_of(own_config))
-        if files.is_gguf and group is not None:
-            raise UnsupportedModelError("several ranks need a model in MLX's format, and this is a GGUF file")
-        if source is Source.MLX_VLM and group is not None:
-            raise UnsupportedModelError("several ranks need a model type of mlx-lm, and this is one of mlx-vlm")
-        reader = WeightReader(cpu_dtype, sum(reserved), turns.report, READ_BYTES // num_ranks)
-        of_gguf = None if files.gguf_sizes is None else (reader.choose(files.gguf_sizes), files.gguf_sizes)
-        model, config = files.load(turns.report, Storage.MODEL if of_gguf is None else of_gguf[0].storage)
-        num_parameters = int(get_total_parameters(model))
-        if group is not None:
-            shard(model, config, group, lambda: files.load(turns.report)[0])
-        mtp, no_mtp = find_mtp(model, files, mtp_path, group) if drafts else (None, "")
-        of_model = reader.read(model)
-        stored, checkpoint = of_gguf or of_model
-        dtype = computed_dtype(model)
-        if mtp is not None:
-            reader.read(mtp.head)
-        turns.begin(Stage.TOKENIZER)
-        tokenizer = turns.during(lambda: tokenizer_in(path, tool_parser, recommended.end_tokens, chat_template))
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{name} cannot be loaded: {error}") from None
-    except Exception as error:  # mlx, mlx-lm and transformers raise any type for a missing field or a damaged file
-        # Qwen3-Embedding is published without a head, and with other names of weights than a text model's.
-        only_embeds = kind_of(name, path) is Kind.EMBEDDING
-        kind = EncoderError if only_embeds else UnsupportedModelError
-        raise kind(f"{name} cannot be loaded: {lack_of(path)}{in_one_line(error)}") from error
+
+
+@dataclass(frozen=True)
+class ReadModel:
+    """What the files of a model give. config: of the text model. num_parameters: of all ranks. mtp: as in ServedModel;
+    no_mtp: why it has none. stored, dtype, checkpoint_bytes: as in ServedModel."""
+
+    model: Module
+    config: dict[str, Any]
+    source: Source
+    num_parameters: int
+    mtp: Mtp | Assistant | None
+    no_mtp: str
+    stored: Choice
+    dtype: str
+    checkpoint_bytes: int
+    tokenizer: Tokenizer
+    sampling: Mapping[str, float]
+
+
+def read_model(
+    files: ModelFiles,
+    own_config: dict[str, Any],
+    options: LoadOptions,
+    turns: Turns,
+    group: mx.distributed.Group | None,
+) -> ReadModel:
+    """Raises any type of error."""
+    path, num_ranks = files.directory, 1 if group is None else group.size()
+    recommended = turns.during(lambda: read_generation_config(path))
+    turns.during(lambda: files.check_sizes(own_config))
+    source = turns.during(lambda: source_of(own_config))
+    if files.is_gguf and group is not None:
+        raise UnsupportedModelError("several ranks need a model in MLX's format, and this is a GGUF file")
+    if source is Source.MLX_VLM and group is not None:
+        raise UnsupportedModelError("several ranks need a model type of mlx-lm, and this is one of mlx-vlm")
+    reader = WeightReader(options.cpu_dtype, sum(options.reserved), turns.report, READ_BYTES // num_ranks)
+    of_gguf = None if files.gguf_sizes is None else (reader.choose(files.gguf_sizes), files.gguf_sizes)
+    model, config = files.load(turns.report, Storage.MODEL if of_gguf is None else of_gguf[0].storage)
+    num_parameters = int(get_total_parameters(model))
+    if group is not None:
+        shard(model, config, group, lambda: files.load(turns.report)[0])
+    mtp, no_mtp = find_mtp(model, files, options.mtp_path, group) if options.drafts else (None, "")
+    of_model = reader.read(model)
+    stored, checkpoint = of_gguf or of_model
+    dtype = computed_dtype(model)
+    if mtp is not None:
+        reader.read(mtp.head)
+    turns.begin(Stage.TOKENIZER)
+    chosen = options.tool_parser, recommended.end_tokens, options.chat_template
+    tokenizer = turns.during(lambda: tokenizer_in(path, *chosen))
     model.eval()
-    try:
-        longest = context_length(config)
-        replaced = replace_parts(model, name, longest, adapters, turns, group, joins, stored.storage)
-        layers, rows, vocab_size = replaced.layers, replaced.rows, replaced.vocab_size
-        seen = load_vision(files, own_config, tokenizer.reader.get_vocab, turns.report, most_pixels, cpu_dtype)
-        turns.take()
-        everywhere = bool if group is None else partial(all_say, group)
-        vision, no_vision = let_see(model, layers, *seen, turns, everywhere)
-        layers = layers if vision is None else mutual(layers, vision.mutual)
-        served_len = min(longest, max_model_len or longest)
-        kv = choose_quantization(model, layers, kv_cache_dtype, replaced.reference, served_len, turns, group)
-    except AdapterError:
-        raise
-    except UnsupportedModelError as error:
-        models = f"{config.get('model_type', 'this')} models" + " of mlx-vlm" * (source is Source.MLX_VLM)
-        raise UnsupportedModelError(
-            f"{name} cannot be served: {models} are not supported yet, because {error}"
-        ) from None
-    reranker, no_reranker = find_reranker(name, tokenizer, is_reranker)
-    drafting = [] if mtp is None else mtp.specs(kv.layers, num_ranks)
-    if mtp is not None and (drafting is None or rows is None):
-        mtp, drafting, no_mtp = None, [], "its layers or its output head are not known well enough"
-    elif mtp is not None and rows is not None and rows.num_outputs != vocab_size:
-        mtp, drafting, no_mtp = None, [], "its output head is divided among the ranks"
+    of_files = stored, dtype, checkpoint.model, tokenizer, recommended.sampling
+    return ReadModel(model, config, source, num_parameters, mtp, no_mtp, *of_files)
+
+
+def prepare_model(
+    name: str,
+    files: ModelFiles,
+    own_config: dict[str, Any],
+    read: ReadModel,
+    options: LoadOptions,
+    turns: Turns,
+    group: mx.distributed.Group | None,
+) -> ServedModel:
+    """Replace parts of the model, find its layers, and check what it computes. Raises AdapterError or
+    UnsupportedModelError, with the reason alone."""
+    model, longest = read.model, context_length(read.config)
+    replaced = replace_parts(model, name, longest, options.adapters, turns, group, options.joins, read.stored.storage)
+    vocabulary = read.tokenizer.reader.get_vocab
+    seen = load_vision(files, own_config, vocabulary, turns.report, options.most_pixels, options.cpu_dtype)
+    turns.take()
+    everywhere = bool if group is None else partial(all_say, group)
+    vision, no_vision = let_see(model, replaced.layers, *seen, turns, everywhere)
+    layers = replaced.layers if vision is None else mutual(replaced.layers, vision.mutual)
+    served_len = min(longest, options.max_model_len or longest)
+    kv = choose_quantization(model, layers, options.kv_cache_dtype, replaced.reference, served_len, turns, group)
+    mtp, drafting, no_mtp = usable_mtp(read, replaced, kv.layers, 1 if group is None else group.size())
     added = (0 if mtp is None else mtp.nbytes) + (0 if vision is None else vision.tower.nbytes)
     return ServedModel(
-        name=served_name or name,
-        path=path,
-        model_type=str(config.get("model_type", "")),
-        source=source,
+        name=options.served_name or name,
+        path=files.directory,
+        model_type=str(read.config.get("model_type", "")),
+        source=read.source,
         model=model,
-        tokenizer=tokenizer,
-        layers=[*kv.layers, *(drafting or ())],
-        rows=rows,
-        vocab_size=vocab_size,
+        tokenizer=read.tokenizer,
+        layers=[*kv.layers, *drafting],
+        rows=replaced.rows,
+        vocab_size=replaced.vocab_size,
         context_length=longest,
         max_model_len=served_len,
         weight_bytes=weight_bytes(model) + replaced.adapters.nbytes + added,
-        num_parameters=num_parameters,
-        reranker=reranker,
-        sampling=recommended.sampling,
+        num_parameters=read.num_parameters,
+        sampling=read.sampling,
         missing=Missing(
             {
-                Feature.RERANKING: no_reranker,
                 Feature.IMAGES: no_vision,
                 Feature.KV_CACHE_DTYPE: kv.reason,
                 Feature.DRAFT_HEAD: no_mtp,
@@ -255,10 +318,24 @@ def load_model(
         vision=vision,
         kv_cache_dtype=kv.dtype,
         mtp=mtp,
-        dtype=dtype,
-        stored=stored,
-        checkpoint_bytes=checkpoint.model,
+        dtype=read.dtype,
+        stored=read.stored,
+        checkpoint_bytes=read.checkpoint_bytes,
     )
+
+
+def usable_mtp(
+    read: ReadModel, replaced: Replaced, layers: Sequence[LayerSpec], num_ranks: int
+) -> tuple[Mtp | Assistant | None, Sequence[LayerSpec], str]:
+    """The draft head or assistant with its layers, or None and the reason. layers: the model's."""
+    if read.mtp is None:
+        return None, (), read.no_mtp
+    drafting = read.mtp.specs(list(layers), num_ranks)
+    if drafting is None or replaced.rows is None:
+        return None, (), "its layers or its output head are not known well enough"
+    if replaced.rows.num_outputs != replaced.vocab_size:
+        return None, (), "its output head is divided among the ranks"
+    return read.mtp, drafting, ""
 
 
 def find_mtp(

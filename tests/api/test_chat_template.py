@@ -12,7 +12,7 @@ import pytest
 
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.loader import DEMO_PATH, load_model, read_tokenizer
+from mlxpaged.models.loader import DEMO_PATH, LoadOptions, load_model, read_tokenizer
 from tests.support import RunningServer, running_server
 
 MESSAGES = [{"role": "user", "content": "stone"}]
@@ -59,7 +59,7 @@ def test_without_one_the_error_says_how_to_give_it(untemplated: Path) -> None:
 
 def test_a_template_that_cannot_be_read_is_an_error_of_the_load(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"the chat template .*missing\.jinja cannot be read"):
-        load_model(str(DEMO_PATH), chat_template=tmp_path / "missing.jinja")
+        load_model(str(DEMO_PATH), LoadOptions(chat_template=tmp_path / "missing.jinja"))
     (tmp_path / "latin.jinja").write_bytes(b"\xe9")
     with pytest.raises(UnsupportedModelError, match=r"the chat template .*latin\.jinja cannot be read"):
         read_tokenizer(str(DEMO_PATH), chat_template=tmp_path / "latin.jinja")

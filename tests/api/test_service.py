@@ -88,7 +88,7 @@ def test_http_is_up_while_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> No
     load_model = builder.load_model
 
     def slow_load(*names: Any) -> Any:
-        report = names[3].report
+        report = names[2].report
         report(3_240_000_000, 8_100_000_000)
         assert go_on.wait(DEADLINE)
         return load_model(*names)

@@ -165,7 +165,7 @@ def test_a_load_that_does_not_go_on_ends_the_requests_that_wait_for_it(
     go_on, load_model = threading.Event(), builder.load_model
 
     def stuck(*args: Any) -> Any:
-        args[3].report(1, 2)
+        args[2].report(1, 2)
         assert go_on.wait(DEADLINE)
         return load_model(*args)
 

@@ -28,7 +28,7 @@ from mlxpaged.attention.tuning import CONTIGUOUS, MATRIX, Tuning
 from mlxpaged.engine.memory import LEAST_STEP
 from mlxpaged.engine.step_memory import GPU_TOKENS, extrapolated
 from mlxpaged.mlx_settings import LONG_BUFFERS
-from mlxpaged.models.loader import load_model
+from mlxpaged.models.loader import LoadOptions, load_model
 from tests.attention.step_graphs import MODELS, fused_functions, our_step, prompt_step, step_of_mlx_lm
 
 LIMITS = {"base or Pro": commit_limits("applegpu_g16g"), "Max": commit_limits("applegpu_g14s")}
@@ -149,7 +149,7 @@ def test_a_chunk_attends_over_copied_keys_without_further_copies(metal: None) ->
 
 
 def test_command_buffers_of_a_step_are_counted_by_the_limits_that_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = load_model("demo", joins=False)
+    served = load_model("demo", LoadOptions(joins=False))
     for name in ("OPS", "MB"):
         monkeypatch.delenv(f"MLX_MAX_{name}_PER_BUFFER", raising=False)
     with fused_functions():

@@ -24,7 +24,7 @@ from mlxpaged.models import weights
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import KV, leaves
-from mlxpaged.models.loader import ServedModel, load_embedding_model, load_model
+from mlxpaged.models.loader import LoadOptions, ServedModel, load_embedding_model, load_model
 from tests.models.encoders import make_encoder
 from tests.support import cast, make_embedding_model, make_tiny_model, quantize
 
@@ -179,13 +179,13 @@ def dtypes_of(served: ServedModel) -> set[mx.Dtype]:
 @pytest.mark.parametrize("kind", ["bfloat16", "4 bits"])
 def test_a_model_is_computed_in_float32_with_its_keys_and_values(tmp_path: Path, kind: str) -> None:
     path = half_model(tmp_path / "m", kind)
-    served = load_model(str(path), cpu_dtype="auto")
+    served = load_model(str(path), LoadOptions(cpu_dtype="auto"))
     assert dtypes_of(served) == {mx.float32}
     assert (served.dtype, served.stored.storage) == ("float32", Storage.DENSE)
     stored: Any = mx.load(str(path / "model.safetensors"))
     assert served.checkpoint_bytes == sum(array.nbytes for array in stored.values())
     assert served.weight_bytes == 4 * served.num_parameters
-    kept = load_model(str(path), cpu_dtype="model")
+    kept = load_model(str(path), LoadOptions(cpu_dtype="model"))
     assert (kept.dtype, kept.stored.storage) == ("bfloat16", Storage.MODEL)
     assert mx.bfloat16 in dtypes_of(kept)
 
@@ -195,7 +195,7 @@ def test_without_memory_only_the_scales_are_float32(tmp_path: Path, monkeypatch:
     path = half_model(tmp_path / "m", "4 bits")
     sizes = sizes_of(load_plain_model(path, lazy=True)[0])
     monkeypatch.setattr(weights, "free_device_memory", lambda: int(sizes.scales / float32.SHARE) + 1)
-    served = load_model(str(path), cpu_dtype="auto")
+    served = load_model(str(path), LoadOptions(cpu_dtype="auto"))
     assert served.stored.storage is Storage.SCALES
     assert dtypes_of(served) == {mx.float32, mx.uint32}
     assert served.weight_bytes == sizes.scales
@@ -205,7 +205,7 @@ def test_without_memory_only_the_scales_are_float32(tmp_path: Path, monkeypatch:
 def test_float32_without_memory_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "free_device_memory", lambda: 1000)
     with pytest.raises(UnsupportedModelError, match=r"in float32 take .*leave out --cpu-dtype"):
-        load_model(str(half_model(tmp_path / "m", "4 bits")), cpu_dtype="float32")
+        load_model(str(half_model(tmp_path / "m", "4 bits")), LoadOptions(cpu_dtype="float32"))
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "4 bits"])
@@ -216,7 +216,7 @@ def test_on_a_gpu_every_weight_stays_as_it_is(
     """The path of a Mac, up to where the operations run: the parameters have the bytes and the types of the file."""
     monkeypatch.setattr(streams, "on_cpu", lambda: False)
     path = half_model(tmp_path / "m", kind)
-    served = load_model(str(path), cpu_dtype=dtype, joins=False)
+    served = load_model(str(path), LoadOptions(cpu_dtype=dtype, joins=False))
     expected: Any = mx.load(str(path / "model.safetensors"))
     found: Any = dict(tree_flatten(served.model.parameters()))
     assert expected.keys() == found.keys()
@@ -275,7 +275,7 @@ def test_an_adapter_of_16_bits_becomes_float32_too(tmp_path: Path) -> None:
     config["lora_parameters"]["keys"] = ["self_attn.q_proj", "self_attn.v_proj"]  # type: ignore[index]
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(adapter / "adapters.safetensors"), arrays)
-    served = load_model(str(path), adapters=[AdapterPath("style", adapter)], cpu_dtype="auto")
+    served = load_model(str(path), LoadOptions(adapters=[AdapterPath("style", adapter)], cpu_dtype="auto"))
     assert served.adapters.nbytes == 4 * sum(array.size for array in arrays.values())
 
 

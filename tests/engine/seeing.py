@@ -19,7 +19,7 @@ from mlx_lm.utils import load_model as load_plain_model
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.fused_attention import unfuse_for_images
 from mlxpaged.models.layers import mutual as mutual_layers
-from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
 from mlxpaged.models.vision import part_of_step
 from mlxpaged.vision.embedding import embedding_of
 from mlxpaged.vision.image import LARGEST, PromptImage, Resampling
@@ -122,7 +122,7 @@ def load_seeing(
     mtp: str | None = None,
 ) -> tuple[ServedModel, PatchTower]:
     """drafts: with the head that drafts for it. mtp: where that is, if it has files of its own."""
-    served = load_model(str(path), adapters=adapters, drafts=drafts, mtp_path=mtp)
+    served = load_model(str(path), LoadOptions(adapters=adapters, drafts=drafts, mtp_path=mtp))
     tower = PatchTower(hidden_size(served.model), num_deep, SCALES[mutual])
     most = LARGEST if mutual == "none" else (32, 24)
     vision = Vision(PatchFormat(most), tower, axes, num_deep, mutual)

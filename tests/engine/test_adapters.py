@@ -31,7 +31,7 @@ from mlxpaged.models import adapted_layers
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence
-from mlxpaged.models.loader import ServedModel, load_model, own_embedding_model
+from mlxpaged.models.loader import LoadOptions, ServedModel, load_model, own_embedding_model
 from mlxpaged.step import Row, Step
 from tests.answers import Answer, greedy_answer
 from tests.engine.hybrid import Run, request, run
@@ -56,7 +56,7 @@ class Adapted:
             AdapterPath(RED, make_adapter(path, path / RED, 1)),
             AdapterPath(BLUE, make_adapter(path, path / BLUE, 2, **{"rank": 2} | blue)),
         ]
-        self.served = load_model(str(path), adapters=self.adapters)
+        self.served = load_model(str(path), LoadOptions(adapters=self.adapters))
         self._plain: dict[str | None, Any] = {}
 
     def plain(self, adapter: str | None) -> Any:
@@ -351,7 +351,7 @@ def test_embeddings_are_those_of_the_model_while_an_adapter_answers(tmp_path: Pa
     vectors: list[Any] = []
     for adapters in ((), (AdapterPath(RED, make_adapter(path, path / RED, 1)),)):
         config = EngineConfig(str(path), kv_cache_bytes=2**22, adapters=adapters)
-        served = load_model(str(path), adapters=adapters)
+        served = load_model(str(path), LoadOptions(adapters=adapters))
         embedder = Embedder(own_embedding_model(served, 512), 512)
         core = build_engine(config, served, embedder=embedder)
         core.add(request("one", text(5), 4, adapter=RED if adapters else None))
@@ -370,7 +370,7 @@ def test_adapters_of_every_architecture_are_served(name: str, tmp_path: Path) ->
     if not is_installed(name) or ARCHITECTURES[name].cannot_run:
         pytest.skip(ARCHITECTURES[name].cannot_run or "not in this version of mlx-lm")
     path = make_architecture(tmp_path / "m", name)
-    load_model(str(path), adapters=[AdapterPath(RED, make_adapter(path, tmp_path / RED, 1))])
+    load_model(str(path), LoadOptions(adapters=[AdapterPath(RED, make_adapter(path, tmp_path / RED, 1))]))
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def broken(dense: Adapted, tmp_path: Path) -> Path:
 
 def refusal(dense: Adapted, path: Path) -> str:
     with pytest.raises(UnsupportedModelError) as caught:
-        load_model(str(dense.path), adapters=[AdapterPath("mine", path)])
+        load_model(str(dense.path), LoadOptions(adapters=[AdapterPath("mine", path)]))
     message = str(caught.value)
     assert message.startswith("the adapter 'mine'")
     assert "\n" not in message

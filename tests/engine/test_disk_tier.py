@@ -32,7 +32,7 @@ from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.features import Feature
 from mlxpaged.models.fingerprint import fingerprint
 from mlxpaged.models.layers import bytes_per_token
-from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
 from mlxpaged.progress import Progress
 from mlxpaged.scheduler.prefill_budget import PrefillLimits
 from mlxpaged.vision.image import PromptImage
@@ -411,7 +411,7 @@ def test_a_model_has_a_fingerprint_of_its_weights_and_its_configuration(model: P
 
 def test_salts_and_adapters_share_no_prefix(make_core: MakeCore, model: Path, tmp_path: Path) -> None:
     adapter = AdapterPath("x", make_adapter(model, tmp_path / "x", 1))
-    with_adapter = load_model(str(model), adapters=[adapter])
+    with_adapter = load_model(str(model), LoadOptions(adapters=[adapter]))
     kinds: list[dict[str, Any]] = [{}, {"adapter": "x"}, {"cache_salt": ("s",)}, {"cache_salt": ("t",)}]
     core, prompt = make_core(model=with_adapter), prompt_of(1)
     expected = []

@@ -15,7 +15,7 @@ from mlxpaged.engine.drafting import DRAFTERS, NO_DRAFTS
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.features import Feature
-from mlxpaged.models.loader import load_model
+from mlxpaged.models.loader import LoadOptions, load_model
 from mlxpaged.scheduler.sequence import Sequence
 from mlxpaged.step import Step
 from mlxpaged.vision.positions import Axes
@@ -56,7 +56,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def core_of(reference: Drafting, drafts: bool = True, **options: Any) -> EngineCore:
-    served = load_model(str(reference.path), drafts=drafts, mtp_path=reference.mtp if drafts else None)
+    served = load_model(str(reference.path), LoadOptions(drafts=drafts, mtp_path=reference.mtp if drafts else None))
     core = make_core(served, speculative="mtp" if drafts else "off", **options)
     if drafts:
         assert served.mtp is not None, served.missing[Feature.DRAFT_HEAD]
@@ -219,7 +219,7 @@ def test_a_head_that_fails_is_left_out(
 @ONE_OF_EACH_KIND
 def test_text_and_head_draft_together(reference: Drafting, expected: dict[str, tuple[int, ...]]) -> None:
     """What has come before is drafted from the text if that is more likely to be accepted."""
-    served = load_model(str(reference.path), drafts=True, mtp_path=reference.mtp)
+    served = load_model(str(reference.path), LoadOptions(drafts=True, mtp_path=reference.mtp))
     core = make_core(served, speculative="auto")
     drafting = part_of(core, engine_drafting.Drafting)
     assert drafting.names == ["grammar", "ngram", "mtp"]

@@ -19,7 +19,7 @@ from mlxpaged.engine.running_request import RunningRequest
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models.layers import bytes_per_token
-from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
 from mlxpaged.step import Step
 from tests.engine.helpers import part_of
 from tests.engine.test_draft_head import logged
@@ -176,7 +176,7 @@ def test_a_draft_head_runs_on_the_kernels(kind: str, tmp_path: Path, interpreter
     directory = reference.path
     prompts = PROMPTS[1:4]
     expected = run_requests(make_core(load_model(str(directory)), "gather"), prompts, max_tokens=16)
-    served = load_model(str(directory), drafts=True, mtp_path=reference.mtp)
+    served = load_model(str(directory), LoadOptions(drafts=True, mtp_path=reference.mtp))
     found = []
     for backend in ("gather", "metal"):
         core = make_core(served, backend, speculative="mtp")
@@ -301,7 +301,7 @@ def test_quantized_kv_gives_the_same_tokens_on_either_backend(
 ) -> None:
     """As above: prefix hits, preemption to the swap space, chunks beside decoding sequences, poisoned blocks."""
     model_type, dtype, config = QUANTIZED[kind]
-    served = load_model(str(make_tiny_model(tmp_path / kind, model_type, **config)), kv_cache_dtype=dtype)
+    served = load_model(str(make_tiny_model(tmp_path / kind, model_type, **config)), LoadOptions(kv_cache_dtype=dtype))
     assert served.kv_cache_dtype == dtype
     swap = 20 * 32 * bytes_per_token(served.layers)
     metal, gather = (make_core(served, backend, swap_space_bytes=swap) for backend in ("metal", "gather"))

@@ -26,7 +26,7 @@ from mlxpaged.engine.step import InFlightStep
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.layers import PerSequence, bytes_per_token
-from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
 from tests.engine.fuzz import play_all
 from tests.engine.hybrid import Hybrid, TinyModel, request, run
 from tests.engine.test_drafting import answers, tokens_of, use_oracle
@@ -112,7 +112,7 @@ def test_layers_that_share_memory_or_keys_are_replayed(kind: str, lazy: LazyKern
 
 def test_steps_over_quantized_pools_are_replayed(lazy: LazyKernels, tmp_path: Path) -> None:
     path = make_architecture(tmp_path / "qwen3", "qwen3", head_dim=64)
-    served = load_model(str(path), kv_cache_dtype="int8")
+    served = load_model(str(path), LoadOptions(kv_cache_dtype="int8"))
     assert served.kv_cache_dtype == "int8"
     expected = run_requests(make_core(served, "gather"), PROMPTS, max_tokens=40)
     core, before = make_core(served, "metal"), lazy.calls
@@ -224,7 +224,7 @@ def test_steps_with_adapters_are_replayed(lazy: LazyKernels, tmp_path: Path) -> 
     """A graph has the layers of its adapters. Which row has which adapter is in the upload."""
     path = make_tiny_model(tmp_path / "m", "llama", num_hidden_layers=LAYERS)
     adapters = [AdapterPath(name, make_adapter(path, tmp_path / name, i)) for i, name in enumerate(("red", "blue"))]
-    served = load_model(str(path), adapters=adapters)
+    served = load_model(str(path), LoadOptions(adapters=adapters))
     chosen = [(None, "red", "blue"), ("blue", "red", None), ("red", None, None), ("red", "red", "red")]
 
     def answers(core: EngineCore) -> list[list[int]]:

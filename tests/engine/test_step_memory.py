@@ -21,7 +21,7 @@ from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step_memory import SCORE_TOKENS, extrapolated, measure_encoding, measure_step
 from mlxpaged.models.layers import state_bytes
-from mlxpaged.models.loader import load_model
+from mlxpaged.models.loader import LoadOptions, load_model
 from mlxpaged.vision.tower import Vision
 from tests.engine.helpers import make_core
 from tests.engine.hybrid import Hybrid
@@ -66,7 +66,7 @@ def test_peaks_are_extrapolated_by_the_lower_of_two_lines_and_the_root_at_least(
 
 
 def test_a_gpu_runs_two_short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    served, chunks = load_model("demo", joins=False), list[int]()
+    served, chunks = load_model("demo", LoadOptions(joins=False)), list[int]()
     info = {"memory_size": 2**33, "max_recommended_working_set_size": 2**32}
     monkeypatch.setattr(mx, "device_info", lambda: info)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
@@ -107,7 +107,7 @@ def test_measuring_leaves_no_state_behind(tmp_path: Path) -> None:
 
 
 def test_a_gpu_keeps_at_least_a_gigabyte_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = load_model("demo", joins=False)  # no kernel runs here
+    served = load_model("demo", LoadOptions(joins=False))  # no kernel runs here
     small = EngineConfig(max_num_batched_tokens=256)
     assert measure_step(served, small) < LEAST_STEP
     info = {"memory_size": 2**33, "max_recommended_working_set_size": 2**32}

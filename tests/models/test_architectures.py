@@ -32,7 +32,7 @@ from mlxpaged.models import replacements
 from mlxpaged.models.architectures import Source, source_of
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
-from mlxpaged.models.loader import load_model
+from mlxpaged.models.loader import LoadOptions, load_model
 from mlxpaged.scheduler.sequence import Priority
 from tests.answers import TIE, Answer, greedy_answer
 from tests.engine.test_drafting import use_oracle
@@ -244,7 +244,7 @@ def test_fused_and_separate_attention_get_the_tokens_of_mlx_lm(
         pytest.skip("not fused")
     other = copy.copy(case)
     if way == "separate":
-        other.served = load_model(str(case.path), joins=False)
+        other.served = load_model(str(case.path), LoadOptions(joins=False))
     else:
         monkeypatch.setattr(replacements, "optimize_for_cpu", lambda _model: None)
         other.served = load_model(str(case.path))

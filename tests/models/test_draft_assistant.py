@@ -15,7 +15,7 @@ from mlxpaged.engine.draft_loading import with_draft_model
 from mlxpaged.engine.drafting import Drafting
 from mlxpaged.models.draft_assistant import Assistant
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
 from mlxpaged.models.turns import Turns
 from tests.engine.helpers import make_core, part_of
 from tests.engine.test_draft_head import logged
@@ -35,7 +35,7 @@ def dense(tmp_path: Path) -> AssistantReference:
 
 
 def load(reference: AssistantReference) -> ServedModel:
-    return load_model(str(reference.path), drafts=True, mtp_path=reference.mtp)
+    return load_model(str(reference.path), LoadOptions(drafts=True, mtp_path=reference.mtp))
 
 
 def assistant_of(served: ServedModel) -> Assistant:
@@ -130,7 +130,7 @@ def test_clusters_of_other_sizes_are_refused(tmp_path: Path) -> None:
 def test_a_model_of_another_kind_has_none(dense: AssistantReference, tmp_path: Path) -> None:
     llama = make_architecture(tmp_path / "llama", "llama")
     with pytest.raises(UnsupportedModelError, match=r"--mtp .*assistant: it is an assistant of Gemma 4"):
-        load_model(str(llama), drafts=True, mtp_path=dense.mtp)
+        load_model(str(llama), LoadOptions(drafts=True, mtp_path=dense.mtp))
     with pytest.raises(UnsupportedModelError, match="it is an assistant of Gemma 4"):
         with_draft_model(EngineConfig(speculative="draft", draft_model=dense.mtp), load_model(str(llama)), Turns())
 

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.features import Feature
-from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
 from tests.models.architectures import make_architecture
 from tests.models.draft_heads import Reference, make_drafting
 
@@ -20,7 +20,7 @@ Tensors = dict[str, mx.array]
 
 
 def load(path: Path) -> ServedModel:
-    return load_model(str(path), drafts=True)
+    return load_model(str(path), LoadOptions(drafts=True))
 
 
 def head_of(path: Path) -> Tensors:
@@ -149,7 +149,7 @@ def test_a_head_in_files_of_its_own(tmp_path: Path, glm: Reference) -> None:
     flat = {name.removeprefix(prefix): array for name, array in glm.tensors.items()}
     mx.save_safetensors(str(apart / "model.safetensors"), flat, {"format": "mlx"})
     for place in (glm.path / "model-head.safetensors", apart):
-        served = load_model(str(plain), drafts=True, mtp_path=str(place))
+        served = load_model(str(plain), LoadOptions(drafts=True, mtp_path=str(place)))
         assert served.mtp is not None
         weights: Any = tree_flatten(served.mtp.head)
         assert equal(dict(weights), expected)
@@ -172,7 +172,7 @@ def test_a_place_without_a_head_is_an_error(
     (tmp_path / "damaged.safetensors").write_bytes(b"{}")
     model = make_architecture(tmp_path / "m", "glm4_moe")
     with pytest.raises(UnsupportedModelError, match=f"--mtp {place}: .*{reason}"):
-        load_model(str(model), drafts=True, mtp_path=place)
+        load_model(str(model), LoadOptions(drafts=True, mtp_path=place))
 
 
 def test_a_model_of_another_kind(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.adapters import MAX_HEADER_BYTES, MAX_KEYS
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.loader import load_model
+from mlxpaged.models.loader import LoadOptions, load_model
 from mlxpaged.models.sources import local
 from tests.models.test_hostile import SECONDS, change_header, fifo, link, sparse, write, write_bytes
 from tests.support import make_adapter, make_tiny_model
@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
 
 
 def load(model: Path, adapter: Path) -> None:
-    load_model(str(model), adapters=[AdapterPath("mine", adapter)])
+    load_model(str(model), LoadOptions(adapters=[AdapterPath("mine", adapter)]))
 
 
 @pytest.mark.parametrize("name", REFUSED)

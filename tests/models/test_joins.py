@@ -22,7 +22,7 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.models import expert_rows, joins, replacements
 from mlxpaged.models.joins import join, join_gate_and_up, name_rows
-from mlxpaged.models.loader import load_model
+from mlxpaged.models.loader import LoadOptions, load_model
 from tests.models.architectures import make_architecture
 from tests.support import every, run_requests
 
@@ -314,7 +314,7 @@ def test_answers_are_the_same_with_joins_and_without(
 @pytest.mark.parametrize("kind", every(2, ["qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"]))
 def test_a_loaded_model_is_joined_unless_that_is_turned_off(tmp_path: Path, kind: str, wanted: bool) -> None:
     """Loading checks the logits of batches beside mlx-lm's."""
-    served = load_model(str(make_architecture(tmp_path / "m", kind)), joins=wanted)
+    served = load_model(str(make_architecture(tmp_path / "m", kind)), LoadOptions(joins=wanted))
     names = {type(module).__name__ for module in served.model.modules()}
     assert any(name.startswith("JoinedRMSNorm") for name in names) == wanted
     assert any(hasattr(module, "joint_gate_up_proj") for module in served.model.modules()) == wanted

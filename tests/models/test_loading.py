@@ -23,7 +23,7 @@ from mlxpaged.engine.config import EngineConfig
 from mlxpaged.models import loader
 from mlxpaged.models.context_length import DEFAULT_CONTEXT_LENGTH, context_length
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
-from mlxpaged.models.loader import DEMO_PATH, ServedModel, load_model, read_tokenizer
+from mlxpaged.models.loader import DEMO_PATH, LoadOptions, ServedModel, load_model, read_tokenizer
 from mlxpaged.models.sources.resolve import resolve
 from mlxpaged.models.sources.short_names import DEMO_MODEL
 from mlxpaged.models.turns import Turns
@@ -205,7 +205,7 @@ def test_the_demo_model_loads_by_its_name() -> None:
     assert resolve(DEMO_MODEL).directory == DEMO_PATH
     served = load_model(DEMO_MODEL)
     assert (served.name, served.vocab_size, served.context_length) == ("demo", demo_vocab_size(), 4096)
-    assert load_model(DEMO_MODEL, "other").name == "other"
+    assert load_model(DEMO_MODEL, LoadOptions(served_name="other")).name == "other"
 
 
 def test_a_load_leaves_no_graph_in_the_random_state() -> None:
@@ -346,7 +346,7 @@ def test_only_the_rows_that_are_sampled_reach_the_output_head(
 def test_the_head_is_told_from_other_layers_of_the_vocabularys_size(tmp_path: Path) -> None:
     """Every MLP of this model has as many outputs as the vocabulary."""
     path = make_tiny_model(tmp_path / "m", "llama", intermediate_size=demo_vocab_size())
-    served = load_model(str(path), joins=False)
+    served = load_model(str(path), LoadOptions(joins=False))
     assert served.rows is not None
     model: Any = served.model
     assert type(model.lm_head) is not nn.Linear

@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import HfApi, constants
 
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.loader import DEMO_PATH, load_model
+from mlxpaged.models.loader import DEMO_PATH, LoadOptions, load_model
 from mlxpaged.models.sources import local
 from mlxpaged.models.sources.preflight import Reserved, check_model
 from mlxpaged.models.sources.resolve import resolve
@@ -173,17 +173,17 @@ def test_weights_that_do_not_fit_beside_the_kv_cache_and_a_step_are_refused_with
     monkeypatch.setattr(local, "free_device_memory", lambda: 5_700_000_000)
     numbers = r"its weights take 0\.0 GB and --kv-cache-memory 4\.8 GB and a step 1\.0 GB, but only 5\.7 GB of memory"
     with pytest.raises(UnsupportedModelError, match=numbers):
-        load_model(str(path), reserved=Reserved(4_800_000_000, 1_000_000_000))
+        load_model(str(path), LoadOptions(reserved=Reserved(4_800_000_000, 1_000_000_000)))
     (path / "model.safetensors").write_bytes(weights)
-    assert load_model(str(path), reserved=Reserved(4_000_000_000, 1_000_000_000)).weight_bytes > 0
+    assert load_model(str(path), LoadOptions(reserved=Reserved(4_000_000_000, 1_000_000_000))).weight_bytes > 0
 
 
 def test_a_limit_above_the_context_length_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:
     path = make_tiny_model(tmp_path / "m", "llama")
-    assert load_model(str(path), max_model_len=512).max_model_len == 512
+    assert load_model(str(path), LoadOptions(max_model_len=512)).max_model_len == 512
     (path / "model.safetensors").write_bytes(bytes(100))  # not readable as weights
     with pytest.raises(UnsupportedModelError, match="--max-model-len is 513, but its context length is 512"):
-        load_model(str(path), max_model_len=513)
+        load_model(str(path), LoadOptions(max_model_len=513))
 
 
 # -- the hub -----------------------------------------------------------------------------------------------------------

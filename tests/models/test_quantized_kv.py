@@ -20,7 +20,7 @@ from mlxpaged.engine.core import EngineCore
 from mlxpaged.models.cache_groups import cache_layout
 from mlxpaged.models.features import Feature
 from mlxpaged.models.layers import KV, bytes_per_token, quantized
-from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
 from mlxpaged.scheduler.prefill_budget import PrefillLimits
 from tests.engine.test_disk_tier import answer_twice, end, prompt_of
 from tests.models.architectures import make_architecture
@@ -52,7 +52,7 @@ class Case:
     def __init__(self, path: Path) -> None:
         rng = random.Random(path.name)
         self.prompts = [[rng.randrange(1, demo_vocab_size()) for _ in range(length)] for length in LENGTHS]
-        self.served = load_model(str(path), kv_cache_dtype="int8")
+        self.served = load_model(str(path), LoadOptions(kv_cache_dtype="int8"))
         assert self.served.kv_cache_dtype == "int8"
         [self.kind] = {spec.quantization for spec in self.served.kv_layers if spec.window is None}
         assert self.kind is not None
@@ -134,7 +134,9 @@ def with_outliers(projection: str, size: float) -> Callable[[dict[str, mx.array]
 
 
 def load(tmp_path: Path, model_type: str, wanted: str, **config: Any) -> ServedModel:
-    return load_model(str(make_tiny_model(tmp_path / model_type, model_type, **config)), kv_cache_dtype=wanted)
+    return load_model(
+        str(make_tiny_model(tmp_path / model_type, model_type, **config)), LoadOptions(kv_cache_dtype=wanted)
+    )
 
 
 def test_values_of_four_bits_are_refused_if_they_move_the_logits_too_far(
@@ -158,9 +160,9 @@ def test_a_model_whose_rounding_moves_the_logits_as_far_gets_four_bits(
 ) -> None:
     monkeypatch.setattr("mlxpaged.models.quantized_kv.MOST_DIVERGENCE", 0.0)
     path = make_tiny_model(tmp_path / "qwen3", "qwen3", head_dim=128)
-    assert load_model(str(path), kv_cache_dtype="int4").kv_cache_dtype == "auto"
+    assert load_model(str(path), LoadOptions(kv_cache_dtype="int4")).kv_cache_dtype == "auto"
     monkeypatch.setattr("mlxpaged.models.reference.measure_rounding", lambda *_: 0.1)
-    assert load_model(str(path), kv_cache_dtype="int4").kv_cache_dtype == "int4"
+    assert load_model(str(path), LoadOptions(kv_cache_dtype="int4")).kv_cache_dtype == "int4"
 
 
 def test_keys_with_an_outlier_keep_the_type_of_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -181,7 +183,9 @@ def test_keys_with_an_outlier_keep_the_type_of_the_model(tmp_path: Path, caplog:
 def test_layers_that_cannot_be_quantized_keep_their_type(
     model_type: str, config: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    served = load_model(str(make_architecture(tmp_path / "model", model_type, **config)), kv_cache_dtype="int8")
+    served = load_model(
+        str(make_architecture(tmp_path / "model", model_type, **config)), LoadOptions(kv_cache_dtype="int8")
+    )
     assert (served.kv_cache_dtype, served.missing[Feature.KV_CACHE_DTYPE]) == ("auto", reason)
 
 
@@ -196,7 +200,7 @@ def test_stored_prefixes_are_found_again_and_are_not_those_of_another_type(
 ) -> None:
     monkeypatch.setattr(PrefillLimits, "seconds_roughly", lambda _, start, tokens: tokens / 1000)
     path = make_tiny_model(tmp_path / "llama", "llama", head_dim=64)
-    models = [load_model(str(path), kv_cache_dtype=dtype) for dtype in ("int8", "int8", "auto")]
+    models = [load_model(str(path), LoadOptions(kv_cache_dtype=dtype)) for dtype in ("int8", "int8", "auto")]
     prompt, hits, tokens = prompt_of(0), [], []
     for served in models:
         size = 100 * 32 * bytes_per_token(served.layers)
@@ -212,7 +216,7 @@ def test_the_pool_has_more_blocks_in_the_same_memory(tmp_path: Path) -> None:
     path = cast(make_tiny_model(tmp_path / "llama", "llama", head_dim=128), mx.float16)
     blocks = {}
     for dtype in ("auto", "int8"):
-        served = load_model(str(path), kv_cache_dtype=dtype)
+        served = load_model(str(path), LoadOptions(kv_cache_dtype=dtype))
         core = build_engine(EngineConfig(kv_cache_bytes=4_000_000), served)
         blocks[dtype] = core.scheduler.config.num_blocks
         assert core.resizer.bytes_of(blocks[dtype]) <= 4_000_000

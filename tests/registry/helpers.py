@@ -45,9 +45,9 @@ def hold_loads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     go_on, load_model = threading.Event(), builder.load_model
 
     def slow_load(*args: Any) -> Any:
-        args[3].report(1_200_000_000, 3_400_000_000)
+        args[2].report(1_200_000_000, 3_400_000_000)
         while not go_on.wait(0.01):
-            args[3].take()
+            args[2].take()
         return load_model(*args)
 
     monkeypatch.setattr(builder, "load_model", slow_load)

@@ -601,7 +601,7 @@ def test_a_model_is_not_unloaded_while_others_of_the_start_are_loaded(
 
     def slow_load(*args: Any) -> Any:
         while args[0] == str(paths["small"]) and not go_on.wait(0.01):
-            args[3].take()
+            args[2].take()
         return load_model(*args)
 
     monkeypatch.setattr(builder, "load_model", slow_load)

@@ -30,7 +30,7 @@ from mlxpaged.engine.row_times import time_rows
 from mlxpaged.engine.wired_memory import wire_memory
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.layers import unfused
-from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
 from mlxpaged.models.sources.resolve import resolve
 from mlxpaged.models.sources.short_names import BUNDLED
 from mlxpaged.scheduler.acceptance import MOST_DRAFTS
@@ -82,7 +82,7 @@ class Doctor:
         path = resolve(self._model).directory
         theirs = measured(lambda: mlx_lm_rates(path, SIZES))
         free_memory()
-        served = load_model(self._model, cpu_dtype=EngineConfig.cpu_dtype)
+        served = load_model(self._model, LoadOptions(cpu_dtype=EngineConfig.cpu_dtype))
         yield "model", report.model_section(served)
         shapes = [spec.attention_shape(self._block_size) for spec in served.kv_layers]
         fusions = [fusion for fusion in (spec.qkv_shape(self._block_size) for spec in served.kv_layers) if fusion]
