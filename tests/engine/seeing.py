@@ -123,6 +123,13 @@ def load_seeing(
 ) -> tuple[ServedModel, PatchTower]:
     """drafts: with the head that drafts for it. mtp: where that is, if it has files of its own."""
     served = load_model(str(path), LoadOptions(adapters=adapters, drafts=drafts, mtp_path=mtp))
+    return with_tower(served, axes, num_deep, mutual)
+
+
+def with_tower(
+    served: ServedModel, axes: Axes | None = None, num_deep: int = 0, mutual: Mutual = "none"
+) -> tuple[ServedModel, PatchTower]:
+    """Lets a loaded model see."""
     tower = PatchTower(hidden_size(served.model), num_deep, SCALES[mutual])
     most = LARGEST if mutual == "none" else (32, 24)
     vision = Vision(PatchFormat(most), tower, axes, num_deep, mutual)
