@@ -42,6 +42,8 @@ violate the schema."""
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 MAX_CHARS = 2**22
 """Most characters of a grammar. 128 Ki characters of a schema become half a million, if they have no large classes."""
+MAX_COUNTED = 1_000
+"""Rules for an object whose number of members is limited: one for each member and number of members before it."""
 MAX_MERGES = 200
 """Schemas that are merged one in another."""
 
@@ -353,10 +355,10 @@ class _Grammar:
         most = None if most is None else most - sum(required for required, _ in items)
         more = list(self._other_pairs(names, by_pattern, others))
         has_optional = not all(required for required, _ in items)
-        if not more and most is not None and most >= len(items):
+        if not more and most is not None and most >= sum(not required for required, _ in items):
             most = None
         if has_optional and (most is not None or least > 1):
-            raise OtherSchemaError("has a number of properties, and optional ones")
+            return self._rule(f'"{{" {self._counted(items, " | ".join(more), least, most)} "}}"')
         if most is not None and (most < 0 or (not more and least > 0) or least > most):
             raise Unsatisfiable("the properties are too many, or too few")
         if not more and least > 0 and not has_optional:
@@ -400,6 +402,45 @@ class _Grammar:
             key = self._checked_terminal([every, *taken]) if by_pattern else self._terminal(" & ".join([every, *taken]))
             yield f'{key} ":" {self._value(others)}'
 
+    def _counted(self, items: Sequence[tuple[bool, str]], other: str, least: int, most: int | None) -> str:
+        """Members in this order, and as many as are allowed of those that need not be there. other: members that are
+        not listed; "" if there are none."""
+        limit = least if most is None else most
+        if limit < least:
+            raise Unsatisfiable("the properties are too many, or too few")
+        if is_too_much_to_count(len(items), limit):
+            raise OtherSchemaError("has too many properties, of which a number may be there")
+        pair, after_must = self._rule(other) if other else "", any(must for must, _ in items)
+        num_optional = sum(not must for must, _ in items)
+        rests: list[str | None] = []
+        """What may follow, by the number of members that need not be there; None if nothing can."""
+        for count in range(min(num_optional, limit) + 1):
+            few, many = max(least - count, 0), None if most is None else most - count
+            if not pair or many == 0:
+                rests.append(None if few else "")
+            elif count or after_must:
+                rests.append(_repeated(f'("," {pair})', few, many))
+            else:
+                pairs = f"{pair} {self._more(pair, few, many)}"
+                rests.append(pairs if few else f"({pairs})?")
+        for number in range(len(items) - 1, -1, -1):
+            must, item = items[number]
+            num_optional -= not must
+            after_must = any(must for must, _ in items[:number])
+            for count in range(min(num_optional, limit) + 1):
+                with_it = count + (not must) if most is not None else min(count + (not must), limit)
+                taken = rests[with_it] if with_it <= limit else None
+                comma = '"," ' if count or after_must else ""
+                taken = None if taken is None else f"{comma}{item} {taken}"
+                left = None if must else rests[count]
+                if taken is not None:
+                    rests[count] = self._rule(f"({taken})?" if left == "" else " | ".join(filter(None, (taken, left))))
+                else:
+                    rests[count] = left
+        if rests[0] is None:
+            raise Unsatisfiable("the properties are too few")
+        return rests[0]
+
     def _members(self, items: Sequence[tuple[bool, str]], is_empty: bool) -> str:
         """Members in this order. Before the first that must be there, nothing tells whether a comma is needed.
         is_empty: whether there may be none, if none must be there."""
@@ -415,6 +456,11 @@ class _Grammar:
             alone = f"{item} {after_rule} | {alone_rule}" if alone_rule else last
             after = f'("," {item})? {after_rule}'
         return f"({alone})" if alone else ""
+
+
+def is_too_much_to_count(num_members: int, limit: int) -> bool:
+    """limit: of the members of an object."""
+    return num_members * (limit + 1) > MAX_COUNTED
 
 
 def _listing(items: Iterable[str]) -> str:

@@ -23,6 +23,9 @@ from mlxpaged.formats.string_formats import STRING_FORMATS
 NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 """Keywords whose value maps names to schemas."""
 
+NAMES = {"$dynamicAnchor", "$recursiveAnchor"}
+"""Keywords that only name a place. llguidance refuses them."""
+
 DATA = {"const", "enum", "default", "examples", "example"}
 """Keywords whose value is not a schema."""
 
@@ -139,7 +142,7 @@ def _rewritten(schema: Any, branches: _Branches) -> Any:
     for key, value in schema.items():
         if key in DATA:
             result[key] = value
-        elif (key == "uniqueItems" and value is False) or (key == "not" and value is False):
+        elif key in NAMES or (key == "uniqueItems" and value is False) or (key == "not" and value is False):
             continue
         elif key == "not" and value in (True, {}):
             return False

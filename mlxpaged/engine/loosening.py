@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from mlxpaged.engine.characters import as_it_is
+from mlxpaged.engine.json_grammar import is_too_much_to_count
 from mlxpaged.engine.json_schema import DATA, NAMED, check_schema, enforceable
 from mlxpaged.engine.patterns import NOT_REGULAR, OtherPatternError, whole
 from mlxpaged.engine.schema_limits import target
 from mlxpaged.engine.schema_merge import UNENFORCED, Schema
+
+COUNTS = {"minProperties", "maxProperties"}
 
 
 def loosened(schema: Schema) -> tuple[Schema, tuple[str, ...]]:
@@ -45,11 +48,12 @@ def _without(schema: Any, root: Any, place: str, found: dict[str, str]) -> Any:
     if not isinstance(schema, dict):
         return schema
     result: Schema = {}
+    uncounted = COUNTS if _is_uncountable(schema) else set[str]()
     for key, value in schema.items():
         inside = f"{place}.{key}"
         if key in DATA:
             result[key] = value
-        elif key in UNENFORCED or (key in ("pattern", "$ref") and _is_other(key, value, root)):
+        elif key in UNENFORCED or key in uncounted or (key in ("pattern", "$ref") and _is_other(key, value, root)):
             found.setdefault(key, place)
         elif key in NAMED and isinstance(value, dict):
             names = [name for name in value if key != "patternProperties" or not _is_other("pattern", name, root)]
@@ -62,6 +66,19 @@ def _without(schema: Any, root: Any, place: str, found: dict[str, str]) -> Any:
         else:
             result[key] = _without(value, root, inside, found)
     return result
+
+
+def _is_uncountable(schema: Schema) -> bool:
+    """Whether the members of an object cannot be counted, for its minProperties or maxProperties."""
+    names, must = schema.get("properties"), schema.get("required")
+    if not isinstance(names, dict) or names.keys() <= set(must if isinstance(must, list) else ()):
+        return False
+    counts = {key: schema[key] for key in COUNTS & schema.keys() if type(schema[key]) in (int, float)}
+    if counts.keys() <= {"minProperties"} and counts.get("minProperties", 0) < 2:
+        return False
+    by_pattern = schema.get("patternProperties")
+    has_several = isinstance(by_pattern, dict) and len(by_pattern) > 1
+    return has_several or is_too_much_to_count(len(names), int(max(counts.values())))
 
 
 def _is_other(key: str, value: Any, root: Any) -> bool:

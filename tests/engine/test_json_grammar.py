@@ -29,6 +29,8 @@ from mlxpaged.engine.constraint import Constraint
 from mlxpaged.engine.grammar import grammar_text
 from mlxpaged.engine.grammar_check import checker
 from mlxpaged.engine.integers import integers
+from mlxpaged.engine.json_grammar import lark_of_schema
+from mlxpaged.engine.schema_merge import OtherSchemaError, Unsatisfiable
 from mlxpaged.formats.string_formats import STRING_FORMATS
 from mlxpaged.watched_program import WatchedProgram
 from tests.engine.json_cases import VOCABULARY, Case, matcher_of, reordered, written
@@ -497,6 +499,36 @@ def test_an_object_has_the_members_that_it_may_have(
         assert accepts({"type": "object", **schema}, text, tokenizer), text
     for text in refused:
         assert not accepts({"type": "object", **schema}, text, tokenizer), text
+
+
+@pytest.mark.parametrize("must", [[], ["b"], ["a", "c"]], ids=" ".join)
+def test_an_object_has_as_many_members_as_it_may_have(tokenizer: LLTokenizer, must: list[str]) -> None:
+    """Each object of up to five members, for all limits, beside jsonschema."""
+    objects = [dict.fromkeys(names, 1) for number in range(6) for names in itertools.combinations("abcde", number)]
+    for least, most, others in itertools.product(range(4), (None, 0, 1, 2, 3), (False, True)):
+        schema = {"type": "object", "properties": {key: {} for key in "abc"}, "required": must}
+        schema |= {"minProperties": least, "additionalProperties": others}
+        schema |= {} if most is None else {"maxProperties": most}
+        fits = jsonschema.Draft202012Validator(schema).is_valid
+        if not any(map(fits, objects)):
+            with pytest.raises(Unsatisfiable):
+                lark_of_schema(schema)
+            continue
+        matcher = matcher_of(schema, tokenizer)
+        for each in objects:
+            tokens = VOCABULARY(json.dumps(each))
+            written = matcher.validate_tokens(tokens) == len(tokens)
+            written = written and matcher.consume_tokens(tokens) and matcher.is_accepting()
+            assert written == fits(each), (schema, each)
+            matcher.reset()
+
+
+def test_the_members_that_are_counted_are_limited(tokenizer: LLTokenizer) -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {} for i in range(300)}, "minProperties": 2}
+    assert accepts(schema, '{"p7": 1, "p299": 2}', tokenizer)
+    assert not accepts(schema, '{"p299": 2}', tokenizer)
+    with pytest.raises(OtherSchemaError, match="too many properties"):
+        lark_of_schema(schema | {"minProperties": 4})
 
 
 def test_a_list_of_items_is_one_of_earlier_drafts(tokenizer: LLTokenizer) -> None:
