@@ -113,6 +113,10 @@ def properties(schema: Schema) -> dict[str, tuple[Any, bool]]:
         raise InexpressibleError(f"the required argument {unknown[0]!r} is not among the properties")
     if not given and schema.get("additionalProperties", False) is not False:
         raise InexpressibleError("arguments with any names cannot be listed")
+    least, most = schema.get("minProperties"), schema.get("maxProperties")
+    too_few = isinstance(least, int | float) and least > len(set(must))
+    if too_few or (isinstance(most, int | float) and most < len(given)):
+        raise InexpressibleError("arguments that are listed cannot be counted")
     return {key: (each, key in must) for key, each in given.items()}
 
 

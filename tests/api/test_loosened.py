@@ -41,6 +41,7 @@ def one(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 TEXT = {"type": "string"}
+TWO = {"type": "object", "properties": {"at": TEXT, "by": TEXT}}
 ODD: dict[str, tuple[dict[str, Any], str]] = {
     "format": (one({"type": "string", "format": "date-time"}), ""),
     "own format": (one({"type": "string", "format": "path"}), ""),
@@ -48,6 +49,10 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "look-ahead": (one({"type": "string", "pattern": "^(?=.*[0-9])[a-z0-9]+$"}), ""),
     "union": ({"type": "object", "anyOf": [PATH, one(TEXT)]}, "tools.parameters"),
     "limits": (one({"anyOf": [{"type": "string", "maxLength": 3}, {"type": "integer"}]}), "tools.parameters"),
+    "few": (TWO | {"minProperties": 2}, "tools.parameters.minProperties"),
+    "many": (TWO | {"maxProperties": 1}, "tools.parameters.maxProperties"),
+    "as many as there are": (TWO | {"required": ["at"], "minProperties": 1, "maxProperties": 2}, ""),
+    "anchor": (one({"$dynamicAnchor": "here", **TEXT}), ""),
     "unique": (one({"type": "array", "items": TEXT, "uniqueItems": True}), "tools.parameters.uniqueItems"),
     "not": (one({"type": "string", "not": {"const": ""}}), "tools.parameters.not"),
     "look-behind": (one({"type": "string", "pattern": "(?<!a)b"}), "tools.parameters.pattern"),
@@ -61,7 +66,7 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "list": ({"type": "array"}, "tools.parameters"),
 }
 """Parameters of a tool, and what is said to be ignored of them."""
-OF_TAGS = ("union", "limits")
+OF_TAGS = ("union", "limits", "few", "many")
 """What only formats without JSON cannot express."""
 SOME = ("format", "union", "unique", "list")
 STRICT = ("unique", "not", "look-behind", "names", "if", "list")
@@ -217,6 +222,14 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "look-ahead of names": ({"patternProperties": {"^a(?=b)": {"type": "integer"}}}, ("patternProperties",)),
     "a way into a part": ({"properties": {"a": {"$ref": "#/properties/b/not"}, **TEXT_B}}, ("$ref", "not")),
     "a pattern of names that is none": ({"propertyNames": {"pattern": 7}}, ("propertyNames",)),
+    "too many to count": (
+        {"properties": {f"p{i}": {} for i in range(300)}, "minProperties": 4},
+        ("minProperties",),
+    ),
+    "patterns of names to count": (
+        {"properties": {"a": {}}, "patternProperties": {"^b": {}, "^c": {}}, "maxProperties": 2},
+        ("maxProperties",),
+    ),
     "a union of names that is none": ({"propertyNames": {"anyOf": 7}}, ("propertyNames",)),
 }
 """Schemas of objects, and what is left out of them."""
@@ -234,7 +247,20 @@ def test_a_field_of_two_tools_is_named_once(json_server: RunningServer) -> None:
     path, body = chat([{"name": name, "parameters": SET, "strict": True} for name in "ab"], tool_choice="auto")
     answer = send(json_server, path, body)
     assert answer.status_code == 200, answer.text
-    assert answer.headers["x-mlxpaged-ignored"] == "tools.strict"
+    assert answer.headers["x-mlxpaged-ignored"] == "tools.parameters.uniqueItems"
+
+
+def test_a_strict_tool_that_need_not_be_called_has_the_rest_of_its_schema(server: RunningServer, request: Any) -> None:
+    """What is left out is named, as in required calls."""
+    for name, (odd, named) in ODD.items():
+        path, body = chat(functions(odd, strict=True), tool_choice="auto")
+        answer = send(server, path, body)
+        assert answer.status_code == 200, (name, answer.text)
+        if name in OF_TAGS and "json_tools" in request.node.name:
+            named = ""
+        elif named == "tools.parameters":
+            named = "tools.strict"
+        assert answer.headers.get("x-mlxpaged-ignored", "") == named, name
 
 
 @pytest.mark.parametrize("api", ["chat", "responses"])

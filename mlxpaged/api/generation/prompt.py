@@ -130,7 +130,7 @@ async def enforced(
     """Returns what a grammar enforces, and compiles it. What cannot be enforced is named as ignored, unless the request
     insists on it: by `strict`, of a text or of a tool that must be called. Raises ApiError."""
     server, loose = server_of(http), set[str]()
-    chat, left_out = await server.prepare(http, lambda: with_loose_tools(request, chat))
+    chat, left_out = await server.prepare(http, lambda: with_loose_tools(request, chat, info.tokenizer.tags.tools))
     name_ignored(http, left_out)
     collect = partial(structured_output, request, chat, info.tokenizer.tags, thinking, loose)
     required = chat.tool_choice.mode == "required"

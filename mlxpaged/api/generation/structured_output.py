@@ -7,11 +7,12 @@ import dataclasses
 import json
 import re
 from collections.abc import Collection
+from typing import Any
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
 from mlxpaged.engine.constraint import Constraint, StructuredOutput, Thinking, ToolCallForm
-from mlxpaged.engine.loosening import check_enforced, loosened
+from mlxpaged.engine.loosening import COUNTS, check_enforced, loosened
 from mlxpaged.formats import HARMONY, Format, harmony
 from mlxpaged.formats.pieces import InexpressibleError
 from mlxpaged.formats.schemas import closed
@@ -71,16 +72,40 @@ def with_loose_text(request: GenerationRequest) -> tuple[GenerationRequest, list
     return request, [f"{text.param}.{keyword}" for keyword in keywords]
 
 
-def with_loose_tools(request: GenerationRequest, chat: Chat) -> tuple[Chat, list[str]]:
-    """Does the same with the tools that must be called. Of others, only strict ones are enforced."""
+def with_loose_tools(request: GenerationRequest, chat: Chat, form: Format) -> tuple[Chat, list[str]]:
+    """Does the same with the tools whose schema is enforced although the request does not insist on it: those that are
+    not strict of required calls, and strict ones of others. form: the format of the calls."""
     choice, tools, fields = chat.tool_choice, [], dict[str, None]()
-    for tool in chat.tools if choice.mode == "required" else ():
-        if tool.parameters is not None and not tool.strict and choice.named in (None, tool.name):
+    required, offered = choice.mode == "required", {tool.param for tool in chat.offered_tools}
+    for tool in chat.tools:
+        enforced = tool.param in offered and bool(tool.strict) != required and choice.named in (None, tool.name)
+        if tool.parameters is not None and enforced:
             schema, keywords = loosened(tool.parameters)
-            fields |= dict.fromkeys(f"{parameters_of(request, tool)}.{keyword}" for keyword in keywords)
+            schema, counts = without_counts(form, tool.name, schema)
+            fields |= dict.fromkeys(f"{parameters_of(request, tool)}.{keyword}" for keyword in (*keywords, *counts))
             tool = dataclasses.replace(tool, parameters=schema)
         tools.append(tool)
-    return (dataclasses.replace(chat, tools=tools) if tools else chat), list(fields)
+    return dataclasses.replace(chat, tools=tools), list(fields)
+
+
+def without_counts(form: Format, name: str, schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the schema of a tool without limits for the number of its arguments, if calls can be written only without
+    them, and the keywords that are left out."""
+    counts = sorted(COUNTS & schema.keys())
+    if counts and form.written is not None and not is_written(form, name, schema):
+        less = {key: value for key, value in schema.items() if key not in COUNTS}
+        if is_written(form, name, less):
+            return less, counts
+    return schema, []
+
+
+def is_written(form: Format, name: str, schema: dict[str, Any]) -> bool:
+    """Whether calls of a tool can be enforced in a format."""
+    try:
+        form.pieces(name, closed({**schema, "type": "object"}))
+    except InexpressibleError:
+        return False
+    return True
 
 
 def parameters_of(request: GenerationRequest, tool: Tool) -> str:
