@@ -177,14 +177,23 @@ BRANCHES = ("str", "constrained-str", "bool", "Document", "Thinking")
 """Branches of unions, by the names that pydantic gives them in a path. Those of lists end with a bracket."""
 
 
+KINDS = {kind for kind in WORDS if kind.endswith("_type")}
+"""Errors of values of another kind. pydantic has one for each branch of a union."""
+
+
 def from_validation(error: ValidationError) -> ApiError:
-    """Returns the most specific of pydantic's errors, with the field's path as `param`."""
-    worst = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
+    """Returns the most specific of pydantic's errors, with the field's path as `param`. A value that is of the kind of
+    one branch of a union is judged by this branch."""
+    errors = error.errors(include_url=False, include_input=False)
+    worst = max(errors, key=lambda e: (len(e["loc"]), e["type"] not in KINDS))
     path = [str(part) for part in worst["loc"] if not _is_union_branch(part)]
     param = ".".join(path) or None
     if worst["type"] == "extra_forbidden":
         return ApiError(400, f"{param}: this parameter is not supported", param=param, code="unsupported_parameter")
-    if worst["type"] in WORDS:
+    if worst["type"] in KINDS:
+        same = [e for e in errors if [str(part) for part in e["loc"] if not _is_union_branch(part)] == path]
+        message = reason = " or ".join(dict.fromkeys(WORDS[e["type"]] for e in same)).replace(" or must be", " or")
+    elif worst["type"] in WORDS:
         message = reason = WORDS[worst["type"]].format(**worst.get("ctx", {}))  # quotes nothing of the request
     else:
         message, reason = worst["msg"].removeprefix("Value error, "), None

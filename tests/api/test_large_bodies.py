@@ -24,6 +24,7 @@ from mlxpaged.api.openai.responses import routes as responses
 from mlxpaged.api.openai.responses.schema import ResponseRequest
 from mlxpaged.api.openai.schema import ChatRequest
 from mlxpaged.api.reading import Reading
+from mlxpaged.api.schema import MAX_LIST
 from mlxpaged.api.server import LARGE_BODY_BYTES
 from tests.api.helpers import DEADLINE, Background, answer_text, ask, raw
 from tests.support import RunningServer, wait_until
@@ -178,12 +179,34 @@ def test_of_a_thousand_faults_of_a_kind_the_first_is_looked_at(
         ('{"messages": {}}', "messages: must be an array"),
         ('{"messages": [1]}', "messages.0: must be an object"),
         ('{"messages": [{"role": "user", "content": "x"}], "metadata": 1}', "metadata: must be an object"),
+        ('{"messages": [{"role": "user", "content": 1}]}', "messages.0.content: must be a string or an array"),
     ],
 )
 def test_a_complaint_is_about_json_not_about_python(content: str, message: str) -> None:
     with pytest.raises(ApiError) as caught:
         reading.parse(content.encode(), ChatRequest)
     assert caught.value.message == message
+
+
+TOO_MANY = [{"type": "text", "text": "x"}] * (MAX_LIST + 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "value", "field"),
+    [
+        (ResponseRequest, {"input": [MESSAGE] * (MAX_LIST + 1)}, "input"),
+        (ResponseRequest, {"input": [MESSAGE | {"content": TOO_MANY}]}, "input.0.content"),
+        (ChatRequest, {"messages": [MESSAGE | {"content": TOO_MANY}]}, "messages.0.content"),
+        (MessagesRequest, {"model": "x", "max_tokens": 1, "messages": [MESSAGE], "system": TOO_MANY}, "system"),
+    ],
+)
+def test_a_list_that_is_too_long_is_refused_with_the_limit(
+    model: type[BaseModel], value: dict[str, Any], field: str
+) -> None:
+    """Also where a text may be in its place."""
+    with pytest.raises(ApiError) as caught:
+        reading.validate(value, model)
+    assert caught.value.message == f"{field}: must have {MAX_LIST} or fewer items"
 
 
 @pytest.mark.parametrize("collects", [True, False])

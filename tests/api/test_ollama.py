@@ -298,6 +298,16 @@ def test_without_messages_or_a_prompt_nothing_is_generated(
     assert (embed["embeddings"], embeddings) == ([], {"embedding": []})
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/embed", "/api/embeddings"])
+def test_a_keep_alive_of_another_kind_is_refused_with_examples(server: RunningServer, path: str) -> None:
+    for keep_alive in (True, [5], {}, "soon"):
+        status, error = refused(server, path, {"model": "scripted", "keep_alive": keep_alive})
+        assert (status, error) == (
+            400,
+            'keep_alive: must be a number of seconds, or a duration such as "5m", "1h30m", "500ms" or "-1m"',
+        )
+
+
 def test_an_error_in_a_stream_is_its_last_line(server: RunningServer) -> None:
     stream: Any = {"method": "POST", "url": "/api/chat", "json": asked("Hello"), "headers": {"X-Request-Id": "stopped"}}
     with StepGate(server) as gate, raw(server) as client, client.stream(**stream) as response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 SECONDS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "\u03bcs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 """Units of Go's durations."""
@@ -15,9 +16,11 @@ MOST_CHARACTERS = 100
 EXAMPLES = 'must be a number of seconds, or a duration such as "5m", "1h30m", "500ms" or "-1m"'
 
 
-def stay_of(given: str | float) -> float:
+def stay_of(given: Any) -> float:
     """Seconds, 0 or more; math.inf for ever, if it is below 0. given: seconds, or a duration as Go writes it. Raises
-    ValueError."""
+    ValueError, also for values of other kinds."""
+    if isinstance(given, bool) or not isinstance(given, str | float | int):
+        raise ValueError(EXAMPLES)
     seconds = seconds_of(given) if isinstance(given, str) else float(given)
     if math.isnan(seconds):
         raise ValueError(EXAMPLES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from mlxpaged.api.embeddings import MAX_INPUTS
 from mlxpaged.api.errors import bad_parameter
@@ -44,7 +44,9 @@ class Options(Body):
     frequency_penalty: Penalty | None = None
 
 
-def duration(given: str | float | None) -> str | float | None:
+def duration(given: Any) -> Any:
+    """Returns what says how long a model stays loaded. Raises ValueError for another kind of value too: pydantic would
+    not say what can be given."""
     if given is not None:
         stay_of(given)
     return given
@@ -54,7 +56,7 @@ class LoadingFields(Body):
     """The fields of requests that load a model. keep_alive: how long it stays loaded after its last request."""
 
     model: ModelName
-    keep_alive: Annotated[str | float | None, AfterValidator(duration)] = None
+    keep_alive: Annotated[str | float | None, BeforeValidator(duration)] = None
 
     @property
     def stay(self) -> float | None:
