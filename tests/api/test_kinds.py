@@ -305,6 +305,44 @@ def test_stored_items_of_another_service_go_on(server: RunningServer, shown: lis
     assert "[shell_call]" in shown[-1]
 
 
+ELSEWHERE: list[dict[str, Any]] = [
+    {"type": "item_reference", "id": "rs_0a1b"},
+    {"type": "item_reference", "id": "fc_0a1b"},
+    {"type": "function_call_output", "call_id": "call_0a1b", "output": "21 degrees"},
+    {"id": "msg_0a1b"},
+]
+"""What a client sends of a conversation that another server has stored."""
+
+
+def test_references_to_items_of_another_server_are_left_out_by_name(server: RunningServer, shown: list[str]) -> None:
+    """A result whose call may be one of them is shown as text."""
+    body = {"input": [USER, *ELSEWHERE, USER]}
+    answer = post(server, RESPONSES, body)
+    assert named(answer) == ["input.item_reference"]
+    assert "user\n[function_call_output]\n21 degrees<|im_end|>\n<|im_start|>user\nAnd now?" in shown[0]
+    counted = post(server, INPUT_TOKENS, body)
+    assert named(counted) == ["input.item_reference"]
+    assert counted.json()["input_tokens"] == answer.json()["usage"]["input_tokens"]
+    again = post(server, RESPONSES, {"input": [USER], "previous_response_id": answer.json()["id"]})
+    assert named(again) == []
+    assert "21 degrees" in shown[1]
+    with raw(server) as client:
+        listed = client.get(f"/v1/responses/{answer.json()['id']}/input_items", params={"order": "asc"}).json()["data"]
+    references = ["item_reference"] * 2
+    assert [each["type"] for each in listed] == ["message", *references, ELSEWHERE[2]["type"], references[0], "message"]
+
+
+def test_a_reference_that_would_be_answered_is_refused_with_the_way_out(server: RunningServer) -> None:
+    for path in (RESPONSES, INPUT_TOKENS):
+        answer = post(server, path, {"input": [USER, *ELSEWHERE]})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, "input.4.id", "item_not_found")
+        assert error["message"].endswith("send the item itself")
+    lone = post(server, RESPONSES, {"input": [USER, ELSEWHERE[2], USER]})
+    assert lone.status_code == 400
+    assert "no function_call before this item has the id" in lone.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("kind", ["additional_tools", "tool_search_output"])
 def test_functions_of_an_item_are_offered(server: RunningServer, kind: str) -> None:
     call = '<tool_call>\n{"name": "time__now", "arguments": {}}\n</tool_call>'

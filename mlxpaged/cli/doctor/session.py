@@ -20,7 +20,9 @@ from mlxpaged.api.errors import ApiError, from_validation
 from mlxpaged.api.fields.kinds import Handling
 from mlxpaged.api.media import MediaPart, OtherPart
 from mlxpaged.api.openai.responses.schema import (
+    REFERENCE,
     InputItem,
+    ItemReference,
     MessageItem,
     OtherItem,
     ReasoningItem,
@@ -91,8 +93,10 @@ def of_item(value: dict[str, Any]) -> Iterator[Judgement]:
             yield item.type, Handling.OFFERED
         case ReasoningItem() if item.encrypted_content and not item.content:
             yield "reasoning (encrypted)", Handling.SHOWN if item.text else Handling.LEFT_OUT
+        case ItemReference():  # to an item of the server where the session began
+            yield REFERENCE, Handling.LEFT_OUT
         case _:
-            yield item.type or "item_reference", Handling.READ
+            yield item.type, Handling.READ
             content = item.content if isinstance(item, MessageItem) else getattr(item, "output", None)
             if isinstance(item, MessageItem | ResultItem):
                 yield from of_parts(content)

@@ -16,7 +16,15 @@ from mlxpaged.api.generation.prompt import count_tokens
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.openai.responses.beginning import ResponseBeginning
 from mlxpaged.api.openai.responses.renderer import ResponseRenderer
-from mlxpaged.api.openai.responses.schema import InputTokensRequest, Item, ItemList, ItemReference, ResponseRequest
+from mlxpaged.api.openai.responses.schema import (
+    REFERENCE,
+    InputTokensRequest,
+    Item,
+    ItemList,
+    ItemReference,
+    OtherItem,
+    ResponseRequest,
+)
 from mlxpaged.api.openai.responses.store import ITEM, MAX_RESPONSES, ResponseStore, StoredResponse
 from mlxpaged.api.openai.responses.translation import check_calls, offered, translate
 from mlxpaged.api.page import page_of
@@ -71,16 +79,20 @@ async def whole_conversation(
         request.state.body_size += min(found.num_held_bytes, HUGE_BODY_BYTES)
         continued = found
         earlier = await server_of(request).prepare(request, lambda: continued.conversation)
-    sizes = [referred_size(request, i, item) for i, item in enumerate(body.items) if isinstance(item, ItemReference)]
-    if sum(sizes) > (most := server_of(request).http.max_body_bytes):
-        message = f"its references are to items of {sum(sizes)} bytes; the limit is that of a body, {most}"
+    found_items = referred(request, body)
+    sizes = sum(map(len, filter(None, found_items.values())))
+    if sizes > (most := server_of(request).http.max_body_bytes):
+        message = f"its references are to items of {sizes} bytes; the limit is that of a body, {most}"
         raise bad_parameter("input", message, code="body_too_large")
-    request.state.body_size += sum(sizes)
+    request.state.body_size += sizes
 
     def read() -> list[Item]:
-        return [referred(request, item) for item in body.items]
+        return [
+            lost_or_stored(found_items[i]) if isinstance(item, ItemReference) else item
+            for i, item in enumerate(body.items)
+        ]
 
-    items = await server_of(request).prepare(request, read) if sizes else read()
+    items = await server_of(request).prepare(request, read) if found_items else read()
     check_calls(earlier, items)
     return found, earlier, items
 
@@ -90,25 +102,26 @@ def stored(request: Request, response_id: str) -> StoredResponse | None:
     return store_of(request).find(owner_of(request), response_id_of(response_id), any_owner=sees_all(request))
 
 
-def stored_item(request: Request, item: ItemReference) -> bytes | None:
-    return store_of(request).item(owner_of(request), item.id, any_owner=sees_all(request))
+def referred(request: Request, body: InputTokensRequest) -> dict[int, bytes | None]:
+    """Returns the stored items that items of the request refer to, by index. None for an item of another server: it is
+    left out by name. Raises ApiError if it is the last one: the answer would be to another."""
+    store, owner = store_of(request), owner_of(request)
+    found = {
+        i: store.item(owner, item.id, any_owner=sees_all(request))
+        for i, item in enumerate(body.items)
+        if isinstance(item, ItemReference)
+    }
+    last = body.items[-1]
+    if isinstance(last, ItemReference) and found[len(body.items) - 1] is None:
+        message = f"there is no stored item {last.id!r}; send the item itself"
+        raise bad_parameter(f"input.{len(body.items) - 1}.id", message, code="item_not_found")
+    if None in found.values():
+        server_of(request).ignore(request, f"input.{REFERENCE}", "this server does not have the item")
+    return found
 
 
-def referred_size(request: Request, index: int, item: ItemReference) -> int:
-    """Returns the bytes of the stored item that an item of the request refers to. Raises ApiError."""
-    if (found := stored_item(request, item)) is None:
-        raise bad_parameter(f"input.{index}.id", f"there is no stored item {item.id!r}", code="item_not_found")
-    return len(found)
-
-
-def referred(request: Request, item: Item | ItemReference) -> Item:
-    """Returns an item of the request, or the stored item that it refers to."""
-    if not isinstance(item, ItemReference):
-        return item
-    found = stored_item(request, item)
-    if found is None:  # deleted in this moment
-        raise bad_parameter("input", f"there is no stored item {item.id!r}", code="item_not_found")
-    return ITEM.validate_json(found)
+def lost_or_stored(item: bytes | None) -> Item:
+    return OtherItem(type=REFERENCE) if item is None else ITEM.validate_json(item)
 
 
 async def retrieve(request: Request) -> Response:

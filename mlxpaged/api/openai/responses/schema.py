@@ -20,6 +20,8 @@ from mlxpaged.api.page import PageQuery
 from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS, Body, Limit, OneOf
 
 LOGPROBS = "message.output_text.logprobs"
+REFERENCE = "item_reference"
+"""The type of items that refer to another one."""
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 
 

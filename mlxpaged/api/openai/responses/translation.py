@@ -142,11 +142,19 @@ def add_to_answer(message: dict[str, Any], item: schema.Item) -> None:
 
 
 def check_calls(earlier: Sequence[schema.Item], items: Sequence[schema.Item]) -> None:
-    """Raises ApiError for a result without a call before it. items: those of the request."""
+    """Raises ApiError for a result without a call before it, unless the call may be an item that this server does not
+    have. items: those of the request."""
     called: set[str | None] = {item.call_id for item in earlier if isinstance(item, schema.CallItem | schema.OtherItem)}
+    lost = any(map(is_lost, earlier))
     for i, item in enumerate(items):
+        lost = lost or is_lost(item)
         if isinstance(item, schema.CallItem | schema.OtherItem):
             called.add(item.call_id)
-        elif isinstance(item, schema.ResultItem) and item.call_id not in called:
+        elif isinstance(item, schema.ResultItem) and item.call_id not in called and not lost:
             kind = item.type.removesuffix("_output")
             raise bad_parameter(f"input.{i}.call_id", f"no {kind} before this item has the id {item.call_id!r}")
+
+
+def is_lost(item: schema.Item) -> bool:
+    """Whether an item refers to one that this server does not have."""
+    return isinstance(item, schema.OtherItem) and item.type == schema.REFERENCE
