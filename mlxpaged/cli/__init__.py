@@ -43,6 +43,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status. argv: without the program's name; None: the process's arguments."""
     give_home()
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # or it advises on stderr to install PyTorch
     try:
         return run(sys.argv[1:] if argv is None else argv)
     except ConfigFileError as error:

@@ -49,6 +49,15 @@ def shell(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, env=environment(variables))
 
 
+@pytest.mark.parametrize("given", [{}, {"TRANSFORMERS_NO_ADVISORY_WARNINGS": ""}])
+def test_what_a_library_advises_is_not_said_unless_the_user_wants_it(tmp_path: Path, given: dict[str, str]) -> None:
+    """transformers advises to install PyTorch, which is not needed here."""
+    (tmp_path / "session.jsonl").write_text('{"type": "user", "message": {"role": "user", "content": "Hi."}}\n')
+    done = shell(f"mlxpaged doctor --session {tmp_path}/session.jsonl", HOME=str(tmp_path), **given)
+    assert (done.returncode, "it goes on here" in done.stdout) == (0, True)
+    assert ("PyTorch" in done.stderr) == bool(given)
+
+
 @pytest.mark.parametrize("streams", ["<&-", "<&- >&-", "<&- 2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("command", ["rm someone/absent", "chat"])
 def test_a_closed_standard_stream_is_no_traceback(tmp_path: Path, command: str, streams: str) -> None:
