@@ -35,7 +35,8 @@ PROMPT: tuple[Row, ...] = (
     refused(
         "thread",
         {"type": "create"},
-        "the server keeps no conversations; send all messages, as Anthropic's packages then do",
+        "the server keeps no conversations; send all messages, as tool runners then do, and threads with "
+        "unsupported_request_behavior='continue_unthreaded'",
         code=THREAD_REFUSED,
     ),
     refused("mcp_servers", [{"type": "url"}], ONLY_BESIDE, ([],), beside="tools"),
