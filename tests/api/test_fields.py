@@ -334,7 +334,13 @@ HISTORY: list[Case] = [
     ),
     ("LiteLLM", CHAT, said(content="y", provider_specific_fields={"a": 1}), NOTHING),
     ("LiteLLM", CHAT, said(content="y", thinking_blocks=[{}]), Ignored("messages.thinking_blocks")),
-    ("OpenAI", CHAT, said(content="y", audio={"id": "a"}), Refused("audio is not supported")),
+    ("OpenAI", CHAT, said(content="y", audio={"id": "a"}), [content("y"), Ignored("messages.audio")]),
+    (
+        "OpenAI",
+        CHAT,
+        said(content=None, audio={"id": "a", "transcript": "y"}),
+        [content("y"), Ignored("messages.audio")],
+    ),
     (
         "OpenAI",
         CHAT,

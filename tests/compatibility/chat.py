@@ -38,6 +38,11 @@ MESSAGES: tuple[Claim, ...] = (
     ),
     honoured("messages", said(content=None), "an assistant's or a tool's empty content is an empty text"),
     honoured("messages", said(content=None, refusal="No."), "the refusal is the text"),
+    ignored(
+        "messages.audio",
+        said(content=None, audio={"id": "a", "transcript": "y"}),
+        "of an earlier answer; its `transcript` is the text if there is no other",
+    ),
     honoured("messages", said(reasoning_content="Hm.", tool_calls=[]), "goes to the chat template"),
     by_model(
         "messages",

@@ -24,7 +24,6 @@ MESSAGES: tuple[Row, ...] = (
     label("messages.provider_specific_fields", said(provider_specific_fields={"a": 1}), "LiteLLM's notes"),
     label("messages.id", said(id="i"), "of an earlier answer"),
     label("messages.status", said(status="completed"), "of an earlier answer"),
-    refused("messages.audio", said(audio={"id": "a"}), "audio is not supported by this server"),
 )
 
 TABLE = Table(

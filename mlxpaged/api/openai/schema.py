@@ -5,12 +5,21 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import chat, completions
 from mlxpaged.api.fields.kinds import CHAT_TOOLS
-from mlxpaged.api.foreign import as_text, hint, known_tools
+from mlxpaged.api.foreign import SHOWN, UNREADABLE, as_text, hint, known_tools, leave_out
 from mlxpaged.api.media import Medium, all_but
 from mlxpaged.api.openai.structured import ResponseFormat, StructuredFields
 from mlxpaged.api.openai.thinking import ThinkingFields
@@ -170,6 +179,19 @@ class ThinkingPart(BaseModel):
         return ""
 
 
+class SpokenAnswer(BaseModel):
+    """An earlier answer of a model that speaks. The model is shown what was said, if the client has kept it."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    transcript: str | None = None
+
+    @model_validator(mode="after")
+    def _sound_is_named(self, info: ValidationInfo) -> SpokenAnswer:
+        leave_out(info, "messages.audio", UNREADABLE if self.transcript is None else SHOWN)
+        return self
+
+
 HIDDEN = ("input_text", "output_text", "refusal", "thinking", "reasoning", *all_but("image_url"))
 Part = Annotated[TextPart | RefusalPart | ThinkingPart | Medium, OneOf("type", hidden=HIDDEN)]
 
@@ -191,6 +213,7 @@ class Message(Body):
     reasoning_content: str | None = None
     prefix: bool | None = None
     refusal: str | None = None
+    audio: SpokenAnswer | None = None
 
     @model_validator(mode="after")
     def _fields_fit_role(self) -> Message:
@@ -205,7 +228,7 @@ class Message(Body):
     def for_template(self) -> dict[str, Any]:
         """Returns what chat templates expect: plain text, and the roles `system` for OpenAI's `developer` and `tool`
         for `function`."""
-        parts = self.content or self.refusal or ""
+        parts = self.content or self.refusal or (self.audio and self.audio.transcript) or ""
         content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         thoughts = [part.thought for part in parts if isinstance(part, ThinkingPart)]
         calls = list(self.tool_calls or ())
