@@ -68,6 +68,13 @@ def test_what_would_be_refused_is_said_with_its_line(run: Run, tmp_path: Path) -
     assert result.stdout.splitlines()[-1].startswith("it cannot go on here as it is")
 
 
+def test_what_a_reference_leads_to_is_not_here(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "rollout-1.jsonl"
+    file.write_text(lines_of(ASKED, item(type="item_reference", id="msg_1"), SAID))
+    read = json.loads(run("doctor", "--session", str(file), "--json").stdout)
+    assert read["left_out"] == {"item_reference": 1}
+
+
 def test_a_compaction_of_codex_replaces_what_was_before_it(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "rollout-1.jsonl"
     history = [ASKED["payload"], {"type": "compaction", "encrypted_content": "gAAA"}]
