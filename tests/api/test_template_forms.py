@@ -74,12 +74,10 @@ def test_two_calls_and_their_results_are_shown(
     again = {"role": "user", "content": "And now?"}
     shown = prompt_of(monkeypatch, demo_server, template, [QUESTION, CALLS, *results, again])
     one_call = template in (LLAMA, GPT_OSS)
-    found = ["Rome", "21 degrees", "Oslo", "4 o'clock"] if one_call else ["Rome", "Oslo"]
+    found = ["Rome", "21 degrees", "Oslo", "4 o'clock"] if one_call else ["Rome", "Oslo", "21 degrees", "4 o'clock"]
     places = [shown.find(text, shown.find("How is it there?")) for text in (*found, "And now?")]
-    assert places == sorted(places)
+    assert places == sorted(places), "results are in the order of their calls: without ids, nothing else tells"
     assert min(places) > 0
-    assert "21 degrees" in shown
-    assert "4 o'clock" in shown
 
 
 def test_gpt_oss_is_shown_a_thought_and_a_text_before_a_call(
@@ -168,7 +166,7 @@ def test_kimi_is_shown_the_ids_that_it_writes(monkeypatch: pytest.MonkeyPatch, d
     shown = prompt_of(monkeypatch, demo_server, KIMI, [*first, again, result("functions.clock:0", "5 o'clock")])
     assert "begin|>functions.weather:0{'city': 'Rome'}" in shown
     assert "begin|>functions.clock:1{'city': 'Oslo'}" in shown
-    assert "<tool>4 o'clockfunctions.clock:1<tool>21 degreesfunctions.weather:0<" in shown
+    assert "<tool>21 degreesfunctions.weather:0<tool>4 o'clockfunctions.clock:1<" in shown
     assert "begin|>functions.clock:2{'city': 'Bonn'}" in shown
     assert shown.endswith("<tool>5 o'clockfunctions.clock:2")
 

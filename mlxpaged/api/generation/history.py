@@ -16,12 +16,15 @@ from mlxpaged.models.tokenizer import Tags, Tokenizer
 def adapted(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Returns the messages as the chat template expects them: system messages where it shows them, calls and their ids
     in its form, and thoughts under its name. A result without an id belongs to the first call, of its tool if that is
-    named, that has no result yet. Equal messages become equal prompts."""
+    named, that has no result yet. Results are in the order of their calls: most templates show no ids. Equal messages
+    become equal prompts."""
     adapted_messages = []
     open_calls: dict[str, str] = {}  # names of tools by the ids of their calls
     fitting: dict[str, list[str]] = {}  # of the latest message with such an id; clients may give several calls the same
     numbers = itertools.count()
-    for message in messages if tokenizer.takes_late_system else with_early_system(messages):
+    given = messages if tokenizer.takes_late_system else with_early_system(messages)
+    thoughtful = calls_with_thoughts(given) if tokenizer.tags.tools is HARMONY else range(0)
+    for place, message in enumerate(given):
         changed = dict(message)
         if "tool_calls" in message:
             changed["tool_calls"] = []
@@ -31,9 +34,9 @@ def adapted(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list
                 fitted = tokenizer.tags.tools.fit_id(call["id"], name, next(numbers))
                 fitting[call["id"]].append(fitted)
                 changed["tool_calls"].append(call | {"id": fitted})
-            if tokenizer.tags.tools is HARMONY and (thought := message.get("reasoning_content")):
-                # The template refuses a text beside a thought and a call. Without a thought, it shows it as one.
-                changed |= {"thinking": "\n\n".join(filter(None, (thought, message["content"]))), "content": ""}
+            if place in thoughtful:
+                thought = "\n\n".join(filter(None, (message.get("reasoning_content"), message["content"])))
+                changed |= {"thinking": thought, "content": ""} if thought else {}
         if message["role"] == "tool":
             tool, answered = message.get("name"), message.get("tool_call_id")
             if answered is None:
@@ -44,7 +47,28 @@ def adapted(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list
                 known = fitting.get(answered) or [tokenizer.tags.tools.fit_id(answered, tool or "", 0)]
                 changed["tool_call_id"] = known.pop(0) if len(known) > 1 else known[0]
         adapted_messages.append(changed)
-    return one_by_one(adapted_messages) if tokenizer.form.one_call else adapted_messages
+    return one_by_one(adapted_messages) if tokenizer.form.one_call else in_call_order(adapted_messages)
+
+
+def calls_with_thoughts(messages: Sequence[Mapping[str, Any]]) -> range:
+    """Returns the places of the messages whose thoughts Harmony's template shows: those after the last answer. It
+    refuses a text beside a thought and a call, and takes a text of its own for an answer, so one is shown as a thought
+    there. Empty if there are no thoughts: the texts then stay the same in the next turn."""
+    answers = (i for i, each in enumerate(messages) if each["role"] == "assistant" and "tool_calls" not in each)
+    first = max(answers, default=-1) + 1
+    return range(first, len(messages)) if any(each.get("reasoning_content") for each in messages[first:]) else range(0)
+
+
+def in_call_order(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with results in the order of their calls, those of unknown calls after them."""
+    ordered: list[dict[str, Any]] = []
+    for is_result, group in itertools.groupby(messages, lambda each: each["role"] == "tool"):
+        if is_result and ordered:
+            places = {call["id"]: -i for i, call in enumerate(reversed(ordered[-1].get("tool_calls", ())))}
+            ordered += sorted(group, key=lambda each: places.get(each.get("tool_call_id"), 1))
+        else:
+            ordered += group
+    return ordered
 
 
 def as_shown(
