@@ -72,9 +72,11 @@ def offered(body: schema.InputTokensRequest, items: Sequence[schema.Item]) -> It
 def messages_of(instructions: str | None, items: Sequence[schema.Item]) -> list[dict[str, Any]]:
     """Returns the messages for the chat template.
 
-    The thinking, text and calls of one answer become one message. The instructions and the system messages that follow
-    them become one system message: most templates accept only one, at the beginning.
+    The thinking, text and calls of one answer become one message. A text after calls that have no results is the next
+    answer. The instructions and the system messages that follow them become one system message: most templates accept
+    only one, at the beginning.
     """
+    answered = {item.call_id for item in items if isinstance(item, schema.ResultItem)}
     system = [] if instructions is None else [instructions]
     messages: list[dict[str, Any]] = []
     before: schema.Item | None = None
@@ -93,7 +95,11 @@ def messages_of(instructions: str | None, items: Sequence[schema.Item]) -> list[
             else:
                 messages.append({"role": "user" if item.role == "user" else "system", "content": text})
         elif not is_unread(item):
-            if not (continues_answer(before, item) and messages and messages[-1]["role"] == "assistant"):
+            continues = continues_answer(before, item) and messages and messages[-1]["role"] == "assistant"
+            if continues and not isinstance(item, schema.CallItem):
+                calls = messages[-1].get("tool_calls", ())
+                continues = not calls or any(call["id"] in answered for call in calls)
+            if not continues:
                 messages.append({"role": "assistant", "content": []})
             add_to_answer(messages[-1], item)
         if isinstance(item, schema.CallItem):
