@@ -7,7 +7,9 @@ import functools
 import json
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mlxpaged.formats import FORMATS, HARMONY, HERMES, format_of, thought_tags
 from mlxpaged.models.errors import UnsupportedModelError
@@ -15,6 +17,7 @@ from mlxpaged.models.files import TEMPLATES, check_file
 from mlxpaged.models.json_files import read_object
 from mlxpaged.models.sources.gguf.file import LENGTH, MAX_HEADER_BYTES, GgufFile
 from mlxpaged.models.tekken import own_template
+from mlxpaged.models.template_form import Messages, takes_tools
 from mlxpaged.models.templates.renderer import TemplateError, TemplateLimitError, render, variables_of
 from mlxpaged.models.tokenizer_files import SETTINGS, processor_template, read_template
 from mlxpaged.models.tokenizer_limits import NAME
@@ -66,7 +69,8 @@ def chat_facts(
         names = variables_of(text) if text else frozenset({"tools"})
     except (TemplateError, TemplateLimitError, OSError):
         names = frozenset()
-    shows = form is not None and "tools" in names
+    used = partial(rendered, templates.get(FOR_TOOLS) or templates.get(DEFAULT, text))
+    shows = form is not None and "tools" in names and (not text or takes_tools(used))
     may_show_calls = form is not None and form.shown is not None and (not text or "tool_calls" in text)
     tools = form if form is not None and (shows or may_show_calls or form is HARMONY) else HERMES
     chats = bool(text) or is_code
@@ -78,11 +82,16 @@ def chat_facts(
 def takes_system(template: str) -> bool:
     """Whether a chat template shows a system message."""
     said = [{"role": role, "content": text} for role, text in zip(("system", "user"), PROBES, strict=True)]
-    variables = {"messages": said, "add_generation_prompt": False, "bos_token": "", "eos_token": ""}
+    return PROBES[0] in (rendered(template, said) or "")
+
+
+def rendered(template: str, messages: Messages, **variables: Any) -> str | None:
+    """None if a chat template refuses the messages, or exceeds a limit."""
+    names = {"messages": messages, "add_generation_prompt": False, "bos_token": "", "eos_token": ""}
     try:
-        return PROBES[0] in render(template, variables)
+        return render(template, names | variables)
     except (TemplateError, TemplateLimitError, OSError):
-        return False
+        return None
 
 
 class FileVocabulary:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 Messages = Sequence[Mapping[str, Any]]
@@ -24,7 +25,7 @@ SYSTEM = {"role": "system", "content": ""}
 ANSWER = {"role": "assistant", "content": "answer"}
 RULES = {"role": "system", "content": "rules"}
 VALUES = ("probe 1", "probe 2")
-SAID, THOUGHT = "probe 3", "probe 4"
+SAID, THOUGHT, FOUND = "probe 3", "probe 4", "probe 5"
 PARTS = "parts"
 THOUGHTS = ("reasoning_content", "reasoning", PARTS)
 """Where templates look for a thought: in a field, or among the parts of the content (Ministral 3)."""
@@ -41,7 +42,9 @@ class TemplateForm:
     Mistral). needs_user: the user has to speak somewhere (Qwen3.5). tools_with_user: tools are shown with what the user
     says first (Llama 3). drops_system: a system message is shown only if the user speaks last (Mistral Nemo). thought:
     where thoughts are, one of THOUGHTS. calls_need_tools: calls are shown only if there are tools (Hunyuan A13B).
-    answers_have_text: an answer without a text, or a part, is refused (Ministral 3)."""
+    answers_have_text: an answer without a text, or a part, is refused (Ministral 3). drops_results: results of calls
+    are not shown (vLLM's template of GLM-4). lists_tools: where there are no tools, their list has to be empty
+    (FunctionGemma, Hermes 2 Pro)."""
 
     shows_calls: bool = False
     text_arguments: bool = False
@@ -58,6 +61,8 @@ class TemplateForm:
     thought: str = THOUGHTS[0]
     calls_need_tools: bool = False
     answers_have_text: bool = False
+    drops_results: bool = False
+    lists_tools: bool = False
 
     def messages(self, given: Messages, has_tools: bool) -> list[dict[str, Any]]:
         """Returns messages as the template takes them, but for `one_call`."""
@@ -132,12 +137,15 @@ def place_of_thoughts(render: Render) -> str:
 def form_of(render: Render, new_id: Callable[[], str], shows_tools: bool, may_show_calls: bool) -> TemplateForm:
     """Returns the form that a chat template takes. new_id: makes ids of calls."""
     tools = {"tools": list(map(whole, BARE))} if shows_tools else {}
+    found = TemplateForm(lists_tools=render([USER]) is None and render([USER], tools=[]) is not None)
+    if found.lists_tools:
+        render = partial(render, tools=[])
 
     def omits(*messages: Mapping[str, Any], **options: Any) -> bool:
         text = render(messages, **options)
         return render([USER], **options) is not None and not all(each["content"] in (text or "") for each in messages)
 
-    found = TemplateForm(takes_turns=render([USER]) is not None and render([USER, USER]) is None)
+    found = replace(found, takes_turns=render([USER]) is not None and render([USER, USER]) is None)
     found = replace(found, user_first=omits(ANSWER, USER), needs_user=omits(RULES), thought=place_of_thoughts(render))
     answered = [[USER, answer, USER] for answer in (ANSWER, ANSWER | {"content": ""})]
     found = replace(found, answers_have_text=[render(each) is None for each in answered] == [False, True])
@@ -150,7 +158,7 @@ def form_of(render: Render, new_id: Callable[[], str], shows_tools: bool, may_sh
     def shows(form: TemplateForm, count: int, said: str = "") -> bool:
         messages = [*conversation(count, new_id, said), ANSWER, USER]
         text = render(form.messages(messages, shows_tools), **tools)
-        return text is not None and all(value in text for value in (*VALUES[:count], said))
+        return text is not None and all(value in text for value in (*VALUES[:count], said, FOUND))
 
     for text_arguments in (False, True) if may_show_calls else ():
         form = replace(found, shows_calls=True, text_arguments=text_arguments)
@@ -163,7 +171,14 @@ def form_of(render: Render, new_id: Callable[[], str], shows_tools: bool, may_sh
             form = replace(form, drops_system=RULES["content"] not in told, calls_need_tools=VALUES[0] not in alone)
             apart = replace(form, text_apart=True)
             return apart if not shows(form, 1, SAID) and shows(apart, 1, SAID) else form
-    return found
+    asked, _, *results = conversation(1, new_id)
+    text = render([asked, ANSWER, *results, ANSWER, USER], **tools)
+    return replace(found, drops_results=text is not None and FOUND not in text)
+
+
+def takes_tools(render: Render) -> bool:
+    """Whether a chat template that reads tools shows a conversation with some."""
+    return render([USER]) is None or render([USER], tools=list(map(whole, BARE))) is not None
 
 
 def conversation(count: int, new_id: Callable[[], str], said: str = "") -> list[dict[str, Any]]:
@@ -172,5 +187,5 @@ def conversation(count: int, new_id: Callable[[], str], said: str = "") -> list[
         {"id": new_id(), "type": "function", "function": {"name": "probe_tool", "arguments": {"key": value}}}
         for value in VALUES[:count]
     ]
-    results = [{"role": "tool", "tool_call_id": call["id"], "name": "probe_tool", "content": "probe"} for call in calls]
+    results = [{"role": "tool", "tool_call_id": call["id"], "name": "probe_tool", "content": FOUND} for call in calls]
     return [USER, {"role": "assistant", "content": said, "tool_calls": calls}, *results]

@@ -20,7 +20,7 @@ from mlxpaged.library_errors import public_reason
 from mlxpaged.models.control_tokens import ControlTokenError, ControlTokens, can_normalize_into, encoded, unmarked
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.panics import guarded
-from mlxpaged.models.template_form import TemplateForm, form_of
+from mlxpaged.models.template_form import TemplateForm, form_of, takes_tools
 from mlxpaged.models.templates.renderer import TemplateError, TemplateLimitError, render, variables_of
 from mlxpaged.models.thinking_variables import efforts_of, switch_of
 from mlxpaged.models.tokenizer_limits import MAX_WRITTEN, num_bytes
@@ -137,6 +137,7 @@ class Tokenizer:
         self.form = TemplateForm()
         find = partial(form_of, self._probed, (found or HERMES).new_id)
         try:
+            self.shows_tools = self.shows_tools and takes_tools(self._probed)
             self.form = find(self.shows_tools, may_show_calls)
         except UnsupportedModelError:  # it exceeds a limit: with tools alone, if the other way does not raise it again
             self.shows_tools = False
@@ -304,11 +305,13 @@ class Tokenizer:
             raise ChatTemplateError(f"these messages are not supported: {error}") from error
 
     def _shows_systems(self, *roles: str) -> bool:
-        """Whether the chat template renders the system messages of a conversation of these roles. Some templates refuse
-        all system messages, many refuse those after the first message, and some ignore them, or show the last one
-        only. Raises UnsupportedModelError if the template exceeds a limit with these messages, as it will with all."""
-        text = self._probed([{"role": role, "content": f"probe {i}"} for i, role in enumerate(roles)])
-        return text is not None and all(f"probe {i}" in text for i, role in enumerate(roles) if role == "system")
+        """Whether the chat template renders the system messages of a conversation of these roles, each in its place.
+        Some templates refuse all system messages, many refuse those after the first message, and some ignore them, show
+        the last one only, or all of them at the beginning (DeepSeek), where each new one changes the whole prompt.
+        Raises UnsupportedModelError if the template exceeds a limit with these messages, as it will with all."""
+        text = self._probed([{"role": role, "content": f"probe {i}"} for i, role in enumerate(roles)]) or ""
+        places = [text.find(f"probe {i}") for i in range(len(roles))]
+        return min(places) >= 0 and places == sorted(places)
 
     def _renders(self, variables: Mapping[str, Any]) -> bool:
         """Whether the chat template takes these variables. Raises UnsupportedModelError if it exceeds a limit with
@@ -329,9 +332,11 @@ class Tokenizer:
             return None
 
     def _render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        if self.form.lists_tools:
+            options = {"tools": [], **options}
         if "tools" in options:
             options["tools"] = self.form.tools(options["tools"])
-        shown = self.form.messages(messages, "tools" in options)
+        shown = self.form.messages(messages, bool(options.get("tools")))
         return str(self._encoder.apply_chat_template(shown, tokenize=False, **options))
 
     def template_reads(self, variable: str) -> bool:

@@ -44,6 +44,9 @@ OF_STATE = {"state", "memory_bytes", "last_used", "running", "waiting", "progres
 PLAIN_TEMPLATE = "{% for message in messages if message.role != 'system' %}{{ message.content }}{% endfor %}"
 TOOL_TEMPLATE = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + PLAIN_TEMPLATE
 
+CLUMSY_TEMPLATE = "{% if tools %}{{ tools | map('upper') | tojson }}<tool_call>{% endif %}" + PLAIN_TEMPLATE
+"""It fails with any tools: what `map` makes is no list."""
+
 
 def with_template(path: Path, template: Any) -> Path:
     """The template in the settings of the tokenizer, as transformers 4 writes it."""
@@ -68,6 +71,7 @@ def make_models(root: Path) -> None:
     (root / "short").mkdir()
     make_scripted_model(root / "short", "json_tools", 64, plain=())
     with_template(make_tiny_model(root / "blunt", "qwen3", 3), PLAIN_TEMPLATE)
+    with_template(make_tiny_model(root / "clumsy", "qwen3", 6), CLUMSY_TEMPLATE)
     pair = [{"name": "default", "template": PLAIN_TEMPLATE}, {"name": "tool_use", "template": TOOL_TEMPLATE}]
     with_template(make_tiny_model(root / "pair", "qwen3", 4), pair)
     (make_tiny_model(root / "silent", "llama", 5) / "chat_template.jinja").unlink()
@@ -83,8 +87,8 @@ def make_models(root: Path) -> None:
 
 
 FOUND = (
-    *("text", "quantized", "seeing", "blind", "json_tools", "harmony", "mistral", "short", "blunt", "pair", "silent"),
-    *("vectors", "both-found", "bert", "judge", "gguf/text.gguf", "gguf/pair.gguf"),
+    *("text", "quantized", "seeing", "blind", "json_tools", "harmony", "mistral", "short", "blunt"),
+    *("clumsy", "pair", "silent", "vectors", "both-found", "bert", "judge", "gguf/text.gguf", "gguf/pair.gguf"),
 )
 SERVED = ("first", "first:pirate", "bare", "both", "tool-less", "judging", "small", "other-name")
 """Models of the command line, with an adapter and an alias."""
@@ -187,6 +191,7 @@ def test_what_is_said_is_true(server: RunningServer) -> None:
     assert found["small"]["sampling_defaults"]["top_k"] == 7
     assert (found["bert"]["context_length"], found["bert"]["max_model_len"]) == (128, 100)
     assert found["harmony"]["tool_calls"] == {"parser": "harmony", "shown_by": "chat_template"}
+    assert found["clumsy"]["tool_calls"] == {"parser": "json_tools", "shown_by": "user_message"}
     assert found["blunt"]["tool_calls"] == {"parser": "json_tools", "shown_by": "user_message"}
 
 

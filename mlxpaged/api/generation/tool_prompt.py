@@ -46,6 +46,8 @@ def with_tools(
     form = tokenizer.tags.tools
     if tokenizer.shows_tools:
         shows_calls = tokenizer.shows_calls and (bool(tools) or not tokenizer.form.calls_need_tools)
+        if tokenizer.form.drops_results:
+            return in_plain_text(messages, form)
         return [dict(each) if shows_calls else with_calls_as_text(each, form) for each in messages]
     shown = [dict(each) for each in messages] if tokenizer.shows_calls else in_plain_text(messages)
     if not tools:
@@ -55,8 +57,8 @@ def with_tools(
     return [system | {"content": content}, *shown]
 
 
-def in_plain_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with calls and results as text.
+def in_plain_text(messages: Sequence[Mapping[str, Any]], form: Format = HERMES) -> list[dict[str, Any]]:
+    """Returns the messages with calls and results as text. form: of the calls.
 
     Results become a message of the user, together with the user's text after them: many templates accept only messages
     of user and assistant in turn.
@@ -73,7 +75,7 @@ def in_plain_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
             results.append(message["content"])
         else:
             results = None
-            shown.append(with_calls_as_text(message, HERMES))
+            shown.append(with_calls_as_text(message, form))
     for message in shown:
         if isinstance(message["content"], list):
             message["content"] = "\n".join(message["content"])
