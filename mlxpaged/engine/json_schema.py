@@ -10,6 +10,7 @@ number that is above 0 and at most 0.5.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -125,11 +126,11 @@ def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def enforceable(root: Any) -> Any:
+def enforceable(schema: Any, root: Any = None) -> Any:
     """The schema, with `oneOf` written as `anyOf` if its branches exclude each other: by their types, or by a required
-    property that has different constants. Names of properties are listed. What forbids nothing is left out. Raises
-    ValueError if the branches are too many to compare."""
-    return _rewritten(root, _Branches(root))
+    property that has different constants. Names of properties are listed. What forbids nothing is left out. root: what
+    references lead to, if it is another schema. Raises ValueError if the branches are too many to compare."""
+    return _rewritten(schema, _Branches(schema if root is None else root))
 
 
 def _rewritten(schema: Any, branches: _Branches) -> Any:
@@ -229,7 +230,7 @@ class _Branches:
             raise ValueError("has too many branches of oneOf to compare them; use anyOf if they exclude each other")
 
     def _constants_of(self, branch: dict[str, Any]) -> dict[str, set[str]]:
-        """The strings that required properties may be, of those whose strings are listed."""
+        """The values that required properties may have, as JSON, of those whose values are listed."""
         found = self._constants.get(id(branch))
         if found is None:
             values = {name: _values(branch, name) for name in sorted(_strings(branch.get("required")))}
@@ -252,12 +253,13 @@ class _Branches:
 
 
 def _values(schema: dict[str, Any], name: str) -> set[str]:
-    """The strings that a property may be. Empty if the schema does not list them."""
+    """The texts, integers, booleans and null that a property may be, as JSON. Empty if the schema does not list them,
+    or lists others: 1 and 1.0 are one value."""
     found = _object(_object(schema.get("properties")).get(name))
-    if isinstance(found.get("const"), str):
-        return {found["const"]}
-    values = found.get("enum")
-    return _strings(values) if isinstance(values, list) and all(isinstance(v, str) for v in values) else set()
+    values = [found["const"]] if "const" in found else found.get("enum")
+    if not isinstance(values, list) or not all(value is None or isinstance(value, str | int) for value in values):
+        return set()
+    return {json.dumps(value) for value in values}
 
 
 def _strings(values: Any) -> set[str]:

@@ -32,7 +32,7 @@ def loosened(schema: Schema) -> tuple[Schema, tuple[str, ...]]:
 def check_enforced(schema: Any, root: Any) -> None:
     """Raises ValueError if a schema has what cannot be enforced. root: what its references lead to."""
     try:
-        rewritten = enforceable(schema)
+        rewritten = enforceable(schema, root)
     except ValueError:
         return  # it is refused for another reason
     found: dict[str, str] = {}

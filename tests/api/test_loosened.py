@@ -168,6 +168,31 @@ def test_a_strict_tool_that_must_be_called_is_refused_with_the_place(server: Run
             assert f"{named.removeprefix('tools.parameters.')!r} cannot be enforced; it is at" in message
 
 
+KINDS = {
+    "cat": {"properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}, "required": ["kind", "lives"]},
+    "dog": {"properties": {"kind": {"enum": ["dog", "puppy"]}, "name": {"type": "string"}}, "required": ["kind"]},
+}
+PETS = [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "a union with a discriminator": one({"oneOf": PETS, "discriminator": {"propertyName": "kind"}}),
+    "a list of it": one({"type": "array", "items": {"oneOf": PETS}, "maxItems": 2}),
+    "it or null": one({"anyOf": [{"oneOf": PETS}, {"type": "null"}]}),
+    "its values": one({"type": "object", "additionalProperties": {"oneOf": PETS}, "maxProperties": 2}),
+    "names": one({"type": "object", "propertyNames": {"$ref": "#/$defs/name"}, "maxProperties": 2}),
+}
+"""What pydantic writes of parts that stand in `$defs`."""
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_parts_of_parameters_that_stand_elsewhere_are_enforced(server: RunningServer, strict: bool) -> None:
+    definitions = {name: {"type": "object", **kind} for name, kind in KINDS.items()} | {"name": {"enum": ["x", "y"]}}
+    for name, schema in ELSEWHERE.items():
+        path, body = chat(functions(schema | {"$defs": definitions}, strict=strict))
+        answer = send(server, path, body)
+        assert answer.status_code == 200, (name, answer.text)
+        assert "x-mlxpaged-ignored" not in answer.headers, name
+
+
 SET = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}}}
 AS_TEXT: dict[str, tuple[str, Any, str]] = {
     "chat": (

@@ -96,7 +96,7 @@ def test_references_of_other_kinds_end_there() -> None:
         check_limits(root | {"$ref": reference})
 
 
-def branch(**constants: str) -> dict[str, Any]:
+def branch(**constants: Any) -> dict[str, Any]:
     return {"properties": {name: {"const": value} for name, value in constants.items()}, "required": [*constants]}
 
 
@@ -113,6 +113,12 @@ def objects(*branches: dict[str, Any]) -> dict[str, Any]:
         (objects(branch(a="1"), {}), False),
         (objects(branch(a="1"), {"type": ["object", "null"], **branch(a="2")}), False),
         ({"oneOf": [{"type": ["object", "null"], **branch(a="2")}, {"type": "array"}]}, True),
+        (objects(branch(a=1), branch(a=2)), True),
+        (objects(branch(a=1), branch(a="1"), branch(a=True), branch(a=None)), True),
+        (objects(branch(a=10**20), branch(a=10**20 + 1)), True),
+        (objects(branch(a=1), branch(a=1)), False),
+        (objects(branch(a=1), branch(a=1.0)), False),
+        (objects(branch(a=[1]), branch(a=[2])), False),
     ],
 )
 def test_branches_are_told_apart_by_one_property_or_in_pairs(schema: dict[str, Any], disjoint: bool) -> None:
