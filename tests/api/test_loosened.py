@@ -15,10 +15,12 @@ from tests.formats.written import WRITTEN
 from tests.scripted import scripted_server
 from tests.support import RunningServer
 
-ONE_FIELD: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parent / "one_field_schemas.json").read_text(encoding="utf-8")
+ONE_FIELD, COMBINED = (
+    json.loads((Path(__file__).parent / f"{name}_schemas.json").read_text(encoding="utf-8"))
+    for name in ("one_field", "combined")
 )
-"""What zod's `toJSONSchema` writes of an object with one field of each of its types, and pydantic of such models."""
+"""What zod's `toJSONSchema` writes of an object with one field of each of its types, and pydantic of such models; and
+of types in types."""
 NAMED = {
     "zod emoji": "pattern",
     "zod iso.duration": "pattern",
@@ -27,8 +29,15 @@ NAMED = {
     "pydantic conset": "uniqueItems",
     "pydantic confrozenset": "uniqueItems",
     "pydantic schema_extra.not": "not",
+    "zod look-behind": "pattern",
+    "zod back reference": "pattern",
+    "zod xor of objects": "oneOf",
+    "pydantic set of models names": "uniqueItems",
+    "pydantic set in model": "uniqueItems",
 }
 """Those of which a keyword cannot be enforced."""
+PARTS = 5
+"""Of the schemas of a library. One is tried by default."""
 IMPOSSIBLE = {"zod never": "required property 'a' is unsatisfiable"}
 """A required field that nothing fits."""
 
@@ -304,6 +313,35 @@ def test_anthropics_schemas_are_strict(json_server: RunningServer) -> None:
     answer = send(json_server, "/v1/messages", body | form)
     assert answer.status_code == 400
     assert "'uniqueItems' cannot be enforced; it is at 'properties.a'" in answer.json()["error"]["message"]
+
+
+def refusal(answer: httpx.Response) -> str:
+    return str(answer.json()["error"]["message"]) if answer.status_code == 400 else ""
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.more) for part in range(1, PARTS))])
+@pytest.mark.parametrize("library", COMBINED)
+def test_types_in_types_are_enforced_or_loosened_by_name(json_server: RunningServer, library: str, part: int) -> None:
+    """Also as parameters. With `strict`, what cannot be enforced is refused by name."""
+    assert len(COMBINED[library]) > 100
+    path, body, field = AS_TEXT["chat"]
+    for name, schema in list(COMBINED[library].items())[part::PARTS]:
+        where = f"{library.split()[0]} {name}"
+        keyword = NAMED.get(where)
+        loose, strict = (
+            send(json_server, path, body(schema, strict=each) | {"max_tokens": 1}) for each in (False, True)
+        )
+        assert loose.status_code == 200, (where, loose.text)
+        assert loose.headers.get("x-mlxpaged-ignored") == (keyword and f"{field}.{keyword}"), where
+        assert bool(refusal(strict)) is bool(keyword), (where, strict.text)
+        assert f"{keyword!r} cannot be enforced" in refusal(strict) if keyword else strict.status_code == 200, where
+        if schema.get("type") != "object":
+            continue
+        tools = [{"name": "f", "parameters": schema}]
+        _, asked = chat(tools, max_tokens=1)
+        called = send(json_server, path, asked)
+        assert called.status_code == 200, (where, called.text)
+        assert called.headers.get("x-mlxpaged-ignored") == (keyword and f"tools.parameters.{keyword}"), where
 
 
 @pytest.mark.parametrize("library", ONE_FIELD)
