@@ -95,14 +95,16 @@ test-cluster: $(STAMP)
 test-scheduler: $(STAMP)
 	MLXPAGED_LONG=1 $(BIN)/python -m pytest -m "slow or not slow" tests/scheduler/test_properties.py tests/scheduler/test_draft_budget.py
 
-# All families of docs/models.md, schemas that are enforced in each format, and mutated outputs of models. They depend on
-# SEED; FIRST is the number of the first one. The makers' chat templates are downloaded once (120 MB).
+# All families of docs/models.md, schemas that are enforced in each format, mutated outputs of models, and random
+# conversations with each chat template. They depend on SEED; FIRST is the number of the first one. The makers' chat
+# templates are downloaded once (120 MB).
 OUTPUTS ?= 20000
+CONVERSATIONS ?= 5
 TEMPLATES := $(VENV)/templates
 
 test-formats: $(STAMP)
 	$(BIN)/python -m tests.formats.makers $(TEMPLATES)
-	MLXPAGED_OUTPUTS=$(OUTPUTS) MLXPAGED_FUZZ_SEED=$(SEED) MLXPAGED_FUZZ_FIRST=$(FIRST) MLXPAGED_TEMPLATES=$(TEMPLATES) \
+	MLXPAGED_OUTPUTS=$(OUTPUTS) MLXPAGED_CONVERSATIONS=$(CONVERSATIONS) MLXPAGED_FUZZ_SEED=$(SEED) MLXPAGED_FUZZ_FIRST=$(FIRST) MLXPAGED_TEMPLATES=$(TEMPLATES) \
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "slow or not slow" tests/formats tests/api/test_formats.py $(ARGS)
 
 # The table of families in docs/models.md.

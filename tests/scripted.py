@@ -81,6 +81,8 @@ def make_scripted_model(
     tokenizer.add_tokens([AddedToken(text, special=False) for text in plain])
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
+    if "<s>" in more:
+        settings["bos_token"] = "<s>"
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     call = CALLS.get(tool_format) or f"{{# {TEMPLATES.get(tool_format, tool_format)} #}}{CALL}"
     (directory / "chat_template.jinja").write_text(template or TEMPLATE.replace("CALL", call))

@@ -9,11 +9,12 @@ marks; those of the makers, which are not part of this repository, are downloade
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from mlxpaged.formats import FORMATS, harmony
 from tests.api.helpers import raw, stream_events
 from tests.formats.written import WRITTEN
 from tests.scripted import follow, scripted_server
+from tests.support import RunningServer
 
 DOCS = Path(__file__).parents[2] / "docs/models.md"
 BEGIN, END = "<!-- families: make families -->", "<!-- end of families -->"
@@ -320,6 +322,37 @@ def own_template(family: Family) -> str:
     )
 
 
+@contextlib.contextmanager
+def family_server(family: Family, template: str, context_length: int = 16384) -> Iterator[RunningServer]:
+    """A scripted model whose vocabulary has the family's tags and the control tokens of the template."""
+    form = FORMATS[family.form]
+    texts = {text for tag in ("<[|｜][^<>|｜{}%]+[|｜]>", r"\[/?[A-Z_]+\]") for text in re.findall(tag, template)}
+    thoughts = family.thoughts or ("", "")
+    tags = [tag for tag in (*(tag.strip() for tag in thoughts), *form.tags, *form.in_vocabulary) if tag]
+    if form.name == "gemma4":
+        tags = [tag.removesuffix("thought") for tag in tags]
+    more = (*tags, *sorted(texts), *(["<s>"] if "bos_token" in template else []))
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        scripted_server(Path(directory), family.form, {}, context_length, (), more, template) as server,
+    ):
+        yield server
+
+
+def watched_prompts(server: RunningServer) -> list[str]:
+    """The prompts of all requests from now on."""
+    prompts: list[str] = []
+    requests, decode = server.core.requests, server.core.served.tokenizer.text_with_specials
+    add = requests.add
+
+    def watched(request: Any) -> Any:
+        prompts.append(decode(request.prompt_token_ids))
+        return add(request)
+
+    requests.add = watched  # type: ignore[method-assign]
+    return prompts
+
+
 # -- what is proven ----------------------------------------------------------------------------------------------------
 
 
@@ -337,43 +370,14 @@ class Prover:
 
     def cells(self) -> dict[str, str]:
         """What is proven, or why it is not, by column."""
-        texts = {
-            text for tag in ("<[|｜][^<>|｜{}%]+[|｜]>", r"\[/?[A-Z_]+\]") for text in re.findall(tag, self.template)
-        }
-        thoughts = self.family.thoughts or ("", "")
-        tags = [tag for tag in (*(tag.strip() for tag in thoughts), *self.form.tags, *self.form.in_vocabulary) if tag]
-        if self.form.name == "gemma4":
-            tags = [tag.removesuffix("thought") for tag in tags]
-        with (
-            tempfile.TemporaryDirectory() as directory,
-            scripted_server(
-                Path(directory),
-                self.family.form,
-                {},
-                16384,
-                template=self.template,
-                more=(*tags, *sorted(texts)),
-                plain=(),
-            ) as server,
-        ):
+        with family_server(self.family, self.template) as server:
             self.server = server
-            self._watch()
+            self.prompts = watched_prompts(server)
             columns = {"calls": self.calls, "thinking": self.thinking, "enforced": self.enforced, "round": self.round}
             served = server.core.served.tokenizer
             self.form = served.tags.tools
             found = f"`{self.form.name}`" + ("" if served.shows_tools else ", told in the system message")
             return {"form": found} | {name: attempt(column) for name, column in columns.items()}
-
-    def _watch(self) -> None:
-        """Collects the prompts."""
-        requests, decode = self.server.core.requests, self.server.core.served.tokenizer.text_with_specials
-        add = requests.add
-
-        def watched(request: Any) -> Any:
-            self.prompts.append(decode(request.prompt_token_ids))
-            return add(request)
-
-        requests.add = watched  # type: ignore[method-assign]
 
     def write(self, *calls: tuple[str, Any], thought: str = "") -> str:
         """An answer, as the family writes it."""
