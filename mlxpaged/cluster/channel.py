@@ -135,11 +135,11 @@ class Listener:
     def _prove(self, connected: socket.socket) -> None:
         try:
             prove(connected, self._secret, b"listener", b"caller")
-        except (OSError, EOFError, AuthenticationError):
-            self._end(connected)
-        else:
             self._proven.put(Channel(connected))
-            self._end(connected)  # the channel has its descriptor
+        except (OSError, EOFError, AuthenticationError):
+            pass
+        finally:
+            self._end(connected)  # a channel has its descriptor
 
     def _end(self, connected: socket.socket) -> None:
         with self._lock:
@@ -152,10 +152,10 @@ def connect(address: tuple[str, int], secret: bytes) -> Channel:
     connected = socket.create_connection(address, HANDSHAKE_SECONDS)
     try:
         prove(connected, secret, b"caller", b"listener")
+        return Channel(connected)
     except BaseException:
         connected.close()
         raise
-    return Channel(connected)
 
 
 def prove(connected: socket.socket, secret: bytes, own: bytes, other: bytes) -> None:

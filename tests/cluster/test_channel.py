@@ -173,6 +173,24 @@ def test_a_listener_that_lacks_a_descriptor_goes_on(
         wait_until(lambda: accepting.accepted)
 
 
+def test_a_peer_that_leaves_after_its_proof_leaves_nothing_behind(
+    accepting: Accepting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On macOS, a socket whose peer has left takes no options."""
+
+    def fail(connected: socket.socket) -> Channel:
+        raise OSError(22, "Invalid argument")
+
+    with monkeypatch.context() as patch, socket.create_connection(accepting.listener.address, SECONDS) as peer:
+        patch.setattr(channel, "Channel", fail)
+        channel.prove(peer, SECRET, b"caller", b"listener")
+        assert peer.recv(1) == b"", "the listener keeps the connection"
+        with pytest.raises(OSError, match="Invalid argument"):
+            connect(accepting.listener.address, SECRET)
+    with contextlib.closing(connect(accepting.listener.address, SECRET)):
+        wait_until(lambda: accepting.accepted)
+
+
 def test_other_machines_are_refused() -> None:
     accepting = Accepting("10.0.0.2")
     with pytest.raises((EOFError, OSError)):
