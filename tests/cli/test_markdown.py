@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
+from mlxpaged.cli.chat import markdown
 from mlxpaged.cli.chat.markdown import MarkdownStream
 from tests.cli.screen import Screen
 
@@ -46,13 +47,14 @@ The end
 
 
 class Clock:
-    """Each look at it takes a second, so that every piece is drawn."""
+    """Each look at it takes as long, so that pieces are drawn."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.01) -> None:
         self.seconds = 0.0
+        self._each = seconds
 
     def __call__(self) -> float:
-        self.seconds += 1
+        self.seconds += self._each
         return self.seconds
 
 
@@ -114,6 +116,11 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     assert "\x1b[2J" not in written
 
 
+def test_marks_of_direction_do_not_reach_the_terminal() -> None:
+    found, _ = drawn(iter(["a\u202eb\u2066c\u2069 `\u202dd\u202c` \u200f\u05d0\n\nend"]))
+    assert found == "abc d \u200f\u05d0\n\nend\n"
+
+
 def test_after_the_terminal_has_a_new_width_the_block_is_drawn_below() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=60, height=20)
@@ -123,3 +130,27 @@ def test_after_the_terminal_has_a_new_width_the_block_is_drawn_below() -> None:
     stream.add("three")
     stream.end()
     assert Screen().feed(out.getvalue()).text == "one two\none two three\n"
+
+
+@pytest.mark.parametrize("text", ["---\n" * 20_000, "[" * 80_000, "# a\n" * 20_000, "word " * 16_000], ids=len)
+def test_what_takes_long_to_draw_is_shown_as_it_is(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted are the characters that are parsed. Each look at the clock takes half of the time of a drawing."""
+    parsed: list[int] = []
+    parse = markdown.PARSER.parse
+    monkeypatch.setattr(markdown.PARSER, "parse", lambda text: parsed.append(len(text)) or parse(text))
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, color_system="standard", width=60, height=20)
+    stream = MarkdownStream(console, Clock(markdown.MOST_SECONDS / 2))
+    stream.add(text)
+    stream.end()
+    assert sum(parsed) <= 6 * markdown.PORTION
+    assert out.getvalue().endswith(text[-50_000:] + "\n"), "the rest is there, as it was written"
+    out.truncate(0)
+    stream.add("The next **answer**")
+    stream.end()
+    assert "**" not in out.getvalue()
+
+
+def test_a_long_answer_that_is_quickly_drawn_is_drawn_to_its_end() -> None:
+    found, _ = drawn(iter([f"{'word ' * 20}\n\n" * 500 + "**the end**"]))
+    assert found.rstrip().endswith("\nthe end")

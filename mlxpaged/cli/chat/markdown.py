@@ -2,6 +2,9 @@
 
 Blocks that are complete are printed once and stay, so the terminal's scrollback has the whole answer. The last block is
 drawn again as it grows: only the lines that change, and never more of them than the screen has.
+
+What a model writes may take long to draw: a megabyte of small blocks, or one block that does not end. After
+MOST_SECONDS at a time, the rest of the answer is shown as it is written.
 """
 
 from __future__ import annotations
@@ -24,6 +27,10 @@ LEAST_SECONDS = 0.05
 """Seconds between two drawings."""
 DRAWING_SHARE = 0.1
 """The largest share of the time that goes into drawing: a long block takes longer, so it is drawn less often."""
+MOST_SECONDS = 2.0
+"""Seconds of one drawing. A block of code of 100 kB takes one."""
+PORTION = 8192
+"""Characters that are drawn before the time is checked again. The slowest take 0.06 ms each."""
 
 
 class PlainHeading(Heading):
@@ -52,24 +59,37 @@ class MarkdownStream:
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
-        self._block = ""  # the text that is not complete
+        self._new = ""  # the text that is not drawn
+        self._block = ""  # the text before it that is not complete
         self._printed = 0  # lines of the block that are above the screen's part that is drawn again
         self._drawn: list[str] = []
         self._is_first = True
+        self._is_plain = False  # the rest of the answer is shown as it is
         self._width = console.width
         self._next = 0.0
 
     def add(self, text: str) -> None:
-        self._block += visible(text)
+        self._new += visible(text)
         if self._clock() >= self._next:
             start = self._clock()
-            self._draw()
+            self._advance(start + MOST_SECONDS)
             self._next = max(start + LEAST_SECONDS, self._clock() + (self._clock() - start) / DRAWING_SHARE)
 
     def end(self) -> None:
         """Draw what is left."""
-        self._draw()
-        self._block, self._printed, self._drawn, self._is_first = "", 0, [], True
+        self._advance(self._clock() + MOST_SECONDS)
+        if self._is_plain:
+            self._write("\n")
+        self._block, self._printed, self._drawn, self._is_first, self._is_plain = "", 0, [], True, False
+
+    def _advance(self, until: float) -> None:
+        """Draw the new text, or show it as it is from then on."""
+        while self._new and not self._is_plain:
+            self._block, self._new = self._block + self._new[:PORTION], self._new[PORTION:]
+            self._draw()
+            self._is_plain = self._clock() >= until
+        self._write(self._new)
+        self._new = ""
 
     def _draw(self) -> None:
         complete, self._block = self._split(self._block)
@@ -117,5 +137,8 @@ class MarkdownStream:
         text += "".join(f"{ERASE_LINE}{line}\n" for line in shown[same:])
         text += ERASE_BELOW if len(shown) < len(self._drawn) else ""
         self._drawn = lines[self._printed :]
+        self._write(text)
+
+    def _write(self, text: str) -> None:
         self._console.file.write(text)
         self._console.file.flush()
