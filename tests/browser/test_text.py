@@ -211,3 +211,70 @@ def test_nothing_for_formulas_and_colours_is_loaded_before_it_is_used(tab: Visit
     answer = show(tab, "```js\nlet a = 1;\n```\n")
     expect(answer.locator(".hljs-keyword")).to_have_text("let")
     assert loaded(tab.page) == {"marked", "dompurify", "temml", "highlightjs"}
+
+
+HOSTILE = {
+    "tags": "<svg onload=hacked()><script>hacked()</script><img src=x onerror=hacked()><iframe src=//example.com>" * 20,
+    "MathML": '<math><mtext><style><img src=x onerror="hacked()"></style></mtext></math>',
+    "addresses": "[a](javascript:hacked()) [b](JaVaScRiPt&colon;hacked()) [c](data:text/html,x) <javascript:hacked()>",
+    "names of addresses": "[a][x]\n\n[x]: javascript:hacked()",
+    "formulas": r"$\href{javascript:hacked()}{x}$ $\includegraphics{//example.com/x}$ $\rule{9000em}{9000em}$",
+    "a formula that nests": "$" + r"\frac{" * 3000 + "x$",
+    "control characters": "a\0b\x1b[2J\x1b]0;title\x07c\x9b1A\x7fd",
+    "marks of direction": "\u202ea\u2066b\u2069 `\u202ecode\u202c`\n\n```\n\u202ecode\n```\n\nafter",
+    "a long word": "w" * 50_000,
+    "a long line of code": "```\n" + "c" * 50_000 + "\n```",
+    "a wide table": "|" + "a|" * 2000 + "\n|" + "-|" * 2000 + "\n|" + "b|" * 2000,
+    "a long table": "|a|b|\n|-|-|\n" + "|c|d|\n" * 5000,
+    "lists": "".join(" " * (2 * i) + "- a\n" for i in range(100)),
+    "quotes": "> " * 300 + "a",
+    "emphasis": "a**b_" * 4000,
+    "brackets": "![" * 8000,
+    "short blocks": "---\n# a\n" * 2000,
+}
+ACTIVE = "svg, script, style, img, iframe, object, embed, form, input, link, video"
+INSIDE = """(answer) => {
+    const all = [...answer.querySelectorAll("*")];
+    return [
+        [...answer.querySelectorAll("a")].map((each) => each.protocol),
+        all.flatMap((each) => each.getAttributeNames()).filter((name) => name.startsWith("on")),
+        answer.scrollWidth - answer.clientWidth,
+    ];
+}"""
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_a_hostile_model_writes_is_text_within_its_place(tab: Visit, name: str) -> None:
+    """Whole, and while it is written."""
+    text = HOSTILE[name]
+    answer = show(tab, text[: len(text) // 3], text[: 2 * len(text) // 3], text)
+    protocols, handlers, beyond = answer.evaluate(INSIDE)
+    assert answer.locator(ACTIVE).count() == 0
+    assert set(protocols) <= {"http:", "https:", ":"}
+    assert handlers == []
+    if name not in ("lists", "quotes"):  # they are indented as deep as they nest
+        assert beyond <= 0
+    assert answer.text_content()
+    assert tab.page.evaluate("window.hacked") is None
+
+
+SLOW = """async ([ms, ...texts]) => {
+    const { Markdown } = await import("/web/chat/markdown.js");
+    const answer = new Markdown();
+    let now = 0;
+    performance.now = () => (now += ms);
+    const counts = texts.map((text, index) => {
+        answer.show(text, { complete: index === texts.length - 1 });
+        return [answer.element.querySelectorAll("strong").length, answer.element.querySelectorAll(".plain").length];
+    });
+    return [counts, answer.element.textContent];
+}"""
+
+
+def test_a_text_that_takes_long_to_draw_is_shown_as_it_is(tab: Visit) -> None:
+    """ms: that each look at the clock takes, so each drawing."""
+    texts = ["**a**", "**a** **b**", "**a** **b** c"]
+    assert tab.page.evaluate(SLOW, [900, *texts]) == [[[1, 0], [2, 0], [2, 0]], "a b c\n"]
+    assert tab.page.evaluate(SLOW, [1100, *texts]) == [[[1, 0], [0, 1], [0, 1]], texts[-1]]
+    counts, found = tab.page.evaluate(SLOW, [1, "**a**" + " b" * 100_000])
+    assert (counts, len(found)) == ([[0, 1]], 200_005)

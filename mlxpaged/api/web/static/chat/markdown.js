@@ -78,24 +78,41 @@ export async function copyText(text) {
   }
 }
 
+const MOST_CHARS = 200_000; // a longer text is shown as it is
+const MOST_MS = 1000; // so is the rest of one of which a drawing took longer: each further one would take longer still
+
 /** Shows a text that grows. Only the blocks that changed are made anew, so that a selection in the others stays. */
 export class Markdown {
   constructor() {
     this.element = h("div", { class: "markdown" });
+    this.isSlow = false;
+    this.clear();
+  }
+
+  clear() {
+    this.blocks = []; // the elements: to find the n-th child takes the browser n steps after each change
     this.raws = [];
     this.finished = []; // by block: nothing more comes for it
   }
 
   show(text, { complete }) {
+    if (this.isSlow || text.length > MOST_CHARS) {
+      this.showPlain(text);
+      return;
+    }
+    const started = performance.now();
     try {
       this.draw(text, complete);
     } catch (error) {
       if (!(error instanceof RangeError)) throw error;
-      // A model that repeats ">" nests quotes deeper than the parser's stack.
-      this.element.replaceChildren(h("div", { class: "block plain" }, text));
-      this.raws = [];
-      this.finished = [];
+      this.showPlain(text); // a model that repeats ">" nests quotes deeper than the parser's stack
     }
+    this.isSlow = !complete && performance.now() - started > MOST_MS;
+  }
+
+  showPlain(text) {
+    this.element.replaceChildren(h("div", { class: "block plain" }, text));
+    this.clear();
   }
 
   draw(text, complete) {
@@ -103,22 +120,24 @@ export class Markdown {
     const blocks = tokens.filter((token) => token.type !== "space");
     const linksChanged = JSON.stringify(tokens.links) !== this.links;
     this.links = JSON.stringify(tokens.links);
+    if (this.blocks.length === 0) this.element.replaceChildren();
     blocks.forEach((token, index) => {
       const isLast = index === blocks.length - 1;
       if (this.raws[index] !== token.raw || linksChanged) {
         const block = h("div", { class: "block" }, elements(token, tokens.links));
-        const old = this.element.children[index];
+        const old = this.blocks[index];
         if (old === undefined) this.element.append(block);
         else old.replaceWith(block);
+        this.blocks[index] = block;
         this.raws[index] = token.raw;
         this.finished[index] = false;
       }
       if (!this.finished[index] && (!isLast || complete)) {
-        finish(this.element.children[index], token, isLast);
+        finish(this.blocks[index], token, isLast);
         this.finished[index] = true;
       }
     });
-    while (this.element.children.length > blocks.length) this.element.lastChild.remove();
+    for (const block of this.blocks.splice(blocks.length)) block.remove();
     this.raws.length = this.finished.length = blocks.length;
   }
 }
