@@ -18,11 +18,11 @@ from mlxpaged.engine.embedding_core import EmbeddingCore
 from mlxpaged.engine.executor import executor_of
 from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.headroom import Headroom
-from mlxpaged.engine.images import FEATURE_BYTES, cannot_see
+from mlxpaged.engine.images import cannot_see
 from mlxpaged.engine.memory import least_step, limit_freed_buffers
 from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
 from mlxpaged.engine.part import Part
-from mlxpaged.engine.parts import Assembly, parts_of
+from mlxpaged.engine.parts import Assembly, bytes_of_parts, parts_of
 from mlxpaged.engine.pool_resizer import PoolResizer
 from mlxpaged.engine.ranks import Ranks
 from mlxpaged.engine.request_table import RequestTable
@@ -66,7 +66,7 @@ def build_engine(
         raise UnsupportedModelError(f"{served.name}: its recurrent layers are not batch-invariant (--batch-invariant)")
     served, turns = as_it_sees(config, served), Turns(report)
     drafts = draft_support(config, served, turns, ranks)
-    beside_step = (0 if embedder is None else embedder.step_bytes) + (0 if served.vision is None else FEATURE_BYTES)
+    beside_step = (0 if embedder is None else embedder.step_bytes) + bytes_of_parts(config, served, drafts.works)
     sizes = sizes_of(config, served, step_bytes, beside_step, ranks)
     executor = executor_of(config, served, sizes, drafts.pads, report, turns, ranks)
     served, runner, sampler = executor.served, executor.runner, executor.sampler

@@ -27,6 +27,9 @@ TOKENS_AT_ONCE, LEAST_TOKENS = 4096, 64
 """Tokens that a step adds to the indexes of all sequences together, and those that it adds to each even so. So long
 prompts do not delay it: each token takes about a microsecond."""
 
+MOST_TOKENS, BYTES_PER_TOKEN = 2**19, 256
+"""Tokens of all indexes together, and bytes that each takes at most (213 were measured). Sequences for which there is
+no room have no drafts of their text: many long ones may share the blocks of one prefix, but not an index."""
 
 NONE = -1
 """Stands between a prediction and the sequence. It is no token."""
@@ -43,6 +46,10 @@ class NgramIndex:
         self._before: list[int] = []  # place -> the one before it with the same n-gram, or 0
         self._pairs: dict[int, int] = {}
         self._followed = 0  # after the tokens that were copied last: a copy goes on if a token of it was replaced
+
+    def __len__(self) -> int:
+        """Tokens, with those of the prediction."""
+        return len(self._tokens)
 
     def extend(self, token_ids: ListOf[int], end: int, most: int = TOKENS_AT_ONCE) -> int:
         """Add the tokens up to `end`, at most so many of them. token_ids: all of the sequence. Returns how many were
@@ -118,9 +125,11 @@ class NgramIndex:
 class NgramDrafter:
     """A `Drafter` with an index of the tokens of each sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
+        """most_tokens: of all indexes together."""
         self._indexes: dict[int, NgramIndex] = {}
         self._left = TOKENS_AT_ONCE  # tokens that this step may still add
+        self._room = most_tokens  # tokens that may still be added
 
     def begin_step(self) -> None:
         self._left = TOKENS_AT_ONCE
@@ -131,7 +140,9 @@ class NgramDrafter:
         if index is None:
             index = self._indexes[sequence.sequence_id] = NgramIndex(running.request.params.predicted)
         end = sequence.num_known_tokens
-        self._left -= index.extend(sequence.token_ids, end, max(self._left, LEAST_TOKENS))
+        added = index.extend(sequence.token_ids, end, min(self._room, max(self._left, LEAST_TOKENS)))
+        self._left -= added
+        self._room -= added
         return index.continuation(end, most)
 
     @property
@@ -140,4 +151,10 @@ class NgramDrafter:
         return len(self._indexes)
 
     def forget(self, sequence_id: int) -> None:
-        self._indexes.pop(sequence_id, None)
+        index = self._indexes.pop(sequence_id, None)
+        self._room += 0 if index is None else len(index)
+
+
+def index_bytes(most_tokens: int) -> int:
+    """The most bytes of the indexes. most_tokens: that all sequences have together."""
+    return BYTES_PER_TOKEN * min(MOST_TOKENS, most_tokens)

@@ -14,16 +14,21 @@ from mlxpaged.engine.drafting import Drafting
 from mlxpaged.engine.executor import Executor
 from mlxpaged.engine.growth_wait import GrowthWait
 from mlxpaged.engine.image_encoder import ImageEncoder, NoImages
+from mlxpaged.engine.images import FEATURE_BYTES
 from mlxpaged.engine.network_drafters import AssistantDrafter, HeadDrafter, ModelDrafter, NetworkDrafter
-from mlxpaged.engine.ngram import NgramDrafter
+from mlxpaged.engine.ngram import NgramDrafter, index_bytes
 from mlxpaged.engine.part import Part
 from mlxpaged.engine.ranks import Ranks
 from mlxpaged.engine.request_table import RequestTable
 from mlxpaged.models.draft_assistant import Assistant
 from mlxpaged.models.features import Feature
+from mlxpaged.models.loader import ServedModel
 from mlxpaged.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+FROM_TEXT = "ngram", "auto"
+"""Settings of `speculative` with drafts from the text of a request."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +63,17 @@ def parts_of(assembly: Assembly) -> Iterator[Part]:
     else:
         yield ImageEncoder(images, scheduler, requests.end_held, clock, assembly.config.batch_invariant)
     if assembly.drafts:
-        drafter = NgramDrafter() if assembly.config.speculative in ("ngram", "auto") else None
+        drafter = NgramDrafter() if assembly.config.speculative in FROM_TEXT else None
         network = network_drafter_of(assembly)
         if drafter is not None or network is not None:
             yield Drafting(scheduler, requests, sampler.vocab_size, drafter, network, runner.overlaps, clock)
+
+
+def bytes_of_parts(config: EngineConfig, served: ServedModel, drafts: bool) -> int:
+    """Memory that the parts take while the engine runs, beside a step. drafts: as in Assembly."""
+    features = 0 if served.vision is None else FEATURE_BYTES
+    indexes = config.max_num_seqs * served.max_model_len if drafts and config.speculative in FROM_TEXT else 0
+    return features + index_bytes(indexes)
 
 
 def tier_of(assembly: Assembly, store: DiskStore) -> DiskTier:

@@ -10,6 +10,7 @@ from collections.abc import Sequence as ListOf
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -498,6 +499,31 @@ def test_nothing_is_kept_of_a_request_that_has_ended(either: Path) -> None:
     core.step()
     core.abort_all("enough")
     assert drafter.num_sequences == 0
+
+
+def test_indexes_have_room_for_so_many_tokens_together(either: Path) -> None:
+    """Sequences for which there is none have no drafts of their text, and the room is free again after the others."""
+    plain, core = both(either)
+    assert core.drafting is not None
+    drafter = NgramDrafter(most_tokens=100)
+    core.drafting.drafter, core.drafting.budget.lengths = drafter, as_many
+    most, extend, present = 0, NgramIndex.extend, WeakKeyDictionary[NgramIndex, int]()
+
+    def note(index: NgramIndex, *args: Any) -> int:
+        nonlocal most
+        added = extend(index, *args)
+        present[index] = len(index)
+        most = max(most, sum(present.values()))
+        return added
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NgramIndex, "extend", note)
+        assert tokens_of(answers(core, requests())) == tokens_of(answers(plain, requests()))
+    assert most == 100
+    params = SamplingParams(max_tokens=40, temperature=0.0, logit_bias={50: 50.0})
+    before = core.stats().drafts.accepted_total
+    answers(core, [Request("last", prompt(1, 20), params, 0.0)])
+    assert core.stats().drafts.accepted_total > before + 20
 
 
 def test_many_long_prompts_delay_no_step(either: Path, monkeypatch: pytest.MonkeyPatch) -> None:

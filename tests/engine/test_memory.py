@@ -21,6 +21,7 @@ from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.embedder import Embedder
 from mlxpaged.engine.memory import MOST_DRAFT_STATES, drafting_sequences, kv_blocks, swap_slots
+from mlxpaged.engine.ngram import BYTES_PER_TOKEN, MOST_TOKENS, index_bytes
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.errors import ModelNotFoundError
 from mlxpaged.models.layers import bytes_per_token, state_bytes
@@ -132,12 +133,31 @@ def test_what_is_reserved_for_embeddings_is_not_taken(tmp_path: Path) -> None:
         kv_blocks(1000, 7_000_000, 10**4, 10**5, reserved_bytes=4_000_000)
     served = load_model("demo")
     model = load_embedding_model(str(make_embedding_model(tmp_path / "m")), None, 8192)
-    cores = [build_engine(EngineConfig(), served, embedder=embedder) for embedder in (None, Embedder(model, 256))]
+    config = EngineConfig(speculative="off")
+    cores = [build_engine(config, served, embedder=embedder) for embedder in (None, Embedder(model, 256))]
     assert model.kv_bytes == 512 * 512  # tokens, and bytes of each: 2 layers, keys and values, 2 heads of 16 float32
     limits = [core.scheduler.config.num_blocks for core in cores]
     lost = model.kv_bytes / (cores[0].runner.kv_cache_bytes / cores[0].scheduler.pool.num_blocks)
     assert limits[0] - limits[1] == pytest.approx(lost, abs=1)
     assert lost > 1
+
+
+def test_what_indexes_of_drafts_may_take_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the tokens that all sequences may have, but no more than the indexes have."""
+    served = load_model("demo")
+    block = 32 * bytes_per_token(served.layers)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    free = 100 * block + index_bytes(2 * served.max_model_len)
+    for name in ("free_device_memory", "default_device_memory"):
+        monkeypatch.setattr(memory, name, lambda: free)
+
+    def build(speculative: str) -> int:
+        config = EngineConfig(max_num_seqs=2, speculative=speculative)
+        return build_engine(config, served).scheduler.config.num_blocks
+
+    assert build("ngram") == 100
+    assert build("off") == free // block > 100
+    assert index_bytes(10**9) == MOST_TOKENS * BYTES_PER_TOKEN
 
 
 def test_recurrent_states_are_reserved_before_the_kv_pool_is_sized(
@@ -153,7 +173,7 @@ def test_recurrent_states_are_reserved_before_the_kv_pool_is_sized(
     def build(free_bytes: int, **options: Any) -> int:
         monkeypatch.setattr(memory, "free_device_memory", lambda: free_bytes)
         monkeypatch.setattr(memory, "default_device_memory", lambda: free_bytes)
-        config = EngineConfig(max_num_seqs=32, state_cache_bytes=8 * state, **options)
+        config = EngineConfig(max_num_seqs=32, state_cache_bytes=8 * state, speculative="off", **options)
         return build_engine(config, served).scheduler.config.num_blocks
 
     assert build(free) == 10
