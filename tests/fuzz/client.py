@@ -202,7 +202,8 @@ def check_error(body: Any, path: str, status: int) -> None:
     if f"{short}/".startswith("/api/"):
         fits = list(body) == ["error"] and isinstance(body["error"], str)
     elif f"{short}/".startswith("/messages/"):
-        fits = list(body) == ["type", "error", "request_id"] and list(body["error"]) == ["type", "message"]
+        fits = list(body) == ["type", "error", "request_id"]
+        fits = fits and list(body["error"]) in (["type", "message"], ["type", "message", "details"])
     else:
         fits = list(body) == ["error"] and list(body["error"]) == ["message", "type", "param", "code"]
     if not fits:
@@ -262,7 +263,7 @@ async def send_body(target: Target, case: bodies.Case) -> str:
     finally:
         writer.close()
     if answer is None:
-        raise FaultError("the connection was closed without an answer")
+        raise FaultError(f"no answer within {LONGEST:.0f} s, or the connection was closed without one")
     if endless:
         return "endless"
     if rest:
