@@ -158,16 +158,18 @@ test-page: $(STAMP)
 	$(BIN)/python -m pytest -m browser -W default tests/browser $(ARGS)
 
 # CASES: raw HTTP requests, and as many mutated bodies and images; a fifth of the images by HTTP. They depend on SEED.
-# FIRST: the number of the first one. SCHEMAS: random schemas, each with values and answers.
+# FIRST: the number of the first one. SCHEMAS: random schemas, each with values and answers. DEEP: random schemas around
+# the limits of depth and size, 1,000 in a process.
 CASES ?= 100000
 SCHEMAS ?= 50000
+DEEP ?= 10000
 SEED ?= 1
 FIRST ?= 0
 
 test-fuzz: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_batch_invariant.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_overlap.py tests/registry tests/test_demo_model.py
 	MLXPAGED_FUZZ_SCHEMAS=$(SCHEMAS) MLXPAGED_FUZZ_SEED=$(SEED) MLXPAGED_FUZZ_FIRST=$(FIRST) $(BIN)/python -m pytest -n auto -m slow tests/engine/test_json_grammar.py
-	MLXPAGED_FUZZ_CASES=$(CASES) MLXPAGED_FUZZ_SEED=$(SEED) MLXPAGED_FUZZ_FIRST=$(FIRST) $(BIN)/python -m pytest -s -m slow tests/fuzz tests/vision $(ARGS)
+	MLXPAGED_FUZZ_DEEP=$(DEEP) MLXPAGED_FUZZ_CASES=$(CASES) MLXPAGED_FUZZ_SEED=$(SEED) MLXPAGED_FUZZ_FIRST=$(FIRST) $(BIN)/python -m pytest -s -m slow tests/fuzz tests/vision $(ARGS)
 
 # Faults in a real server under 16 streams, and a table of what became of them. ARGS selects: ARGS='-k deadline'.
 test-faults: $(STAMP)

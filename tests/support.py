@@ -188,6 +188,16 @@ def make_embedding_model(
     return directory
 
 
+def make_reranker(directory: Path, **overrides: Any) -> Path:
+    """A tiny Qwen3 whose vocabulary has the words of a reranker. Its name must be that of one."""
+    size = demo_vocab_size()
+    path = make_tiny_model(directory, "qwen3", vocab_size=size + 1, **overrides)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][-1] | {"id": size, "content": "yes", "special": False})
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return path
+
+
 def write_modules(directory: Path, pooling: str, modules: tuple[str, ...]) -> None:
     """The files in which sentence-transformers keeps how states become an embedding."""
     listed = [

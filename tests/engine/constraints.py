@@ -27,6 +27,22 @@ WRAPPED: dict[str, tuple[Callable[[Schema], Schema], int]] = {
 }
 """What is around the next reference, and of how many schemas that is."""
 
+LOOSE: dict[str, Callable[[Schema], Schema]] = {
+    "additionalItems": lambda inner: {"type": "array", "items": [{"type": "null"}], "additionalItems": inner},
+    "contains": lambda inner: {"type": "array", "contains": inner},
+    "dependentSchemas": lambda inner: {"type": "object", "dependentSchemas": {"a": inner}},
+    "dependencies": lambda inner: {"type": "object", "dependencies": {"a": inner}},
+    "else": lambda inner: {"if": {"type": "object"}, "else": inner},
+    "if": lambda inner: {"if": inner, "then": {"type": "object"}},
+    "not": lambda inner: {"type": "object", "not": inner},
+    "propertyNames": lambda inner: {"type": "object", "propertyNames": inner},
+    "then": lambda inner: {"if": {"type": "object"}, "then": inner},
+    "unevaluatedItems": lambda inner: {"type": "array", "unevaluatedItems": inner},
+    "unevaluatedProperties": lambda inner: {"type": "object", "unevaluatedProperties": inner},
+    "an unknown keyword": lambda inner: {"type": "object", "unknown": inner},
+}
+"""The other keywords in which schemas are. Most are left out where a request does not insist on them."""
+
 
 def chain(name: str, depth: int) -> Schema:
     """A schema in which `depth` schemas are in one another, each reference being another one."""
