@@ -26,6 +26,7 @@ from mlxpaged.api.image_threads import IMAGES
 from mlxpaged.api.turns import Turns
 from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.request import Request
+from mlxpaged.models.features import Feature
 from mlxpaged.models.tokenizer import Tokenizer
 from mlxpaged.registry.model import Model
 from mlxpaged.registry.registry import Registry
@@ -713,7 +714,7 @@ def test_a_model_that_takes_no_images_names_those_that_do(server: RunningServer)
 
 def test_a_model_that_lost_its_tower_says_why(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.engine.info, "images", None)
-    monkeypatch.setattr(server.engine.info, "no_images_because", "its checkpoint has no vision tower")
+    monkeypatch.setitem(server.engine.info.missing, Feature.IMAGES, "its checkpoint has no vision tower")
     error = post(server, CHAT, {"messages": [user(url_part(RED))]}).json()["error"]
     said = "messages.0.content.0: images are not supported by this model: its checkpoint has no vision tower"
     assert error["message"] == said

@@ -504,9 +504,9 @@ def test_nothing_is_kept_of_a_request_that_has_ended(either: Path) -> None:
 def test_indexes_have_room_for_so_many_tokens_together(either: Path) -> None:
     """Sequences for which there is none have no drafts of their text, and the room is free again after the others."""
     plain, core = both(either)
-    assert core.drafting is not None
+    drafting = part_of(core, Drafting)
     drafter = NgramDrafter(most_tokens=100)
-    core.drafting.drafter, core.drafting.budget.lengths = drafter, as_many
+    drafting.drafter, drafting.budget.lengths = drafter, as_many
     most, extend, present = 0, NgramIndex.extend, WeakKeyDictionary[NgramIndex, int]()
 
     def note(index: NgramIndex, *args: Any) -> int:
@@ -521,9 +521,9 @@ def test_indexes_have_room_for_so_many_tokens_together(either: Path) -> None:
         assert tokens_of(answers(core, requests())) == tokens_of(answers(plain, requests()))
     assert most == 100
     params = SamplingParams(max_tokens=40, temperature=0.0, logit_bias={50: 50.0})
-    before = core.stats().drafts.accepted_total
+    before = core.stats().of(NO_DRAFTS).accepted_total
     answers(core, [Request("last", prompt(1, 20), params, 0.0)])
-    assert core.stats().drafts.accepted_total > before + 20
+    assert core.stats().of(NO_DRAFTS).accepted_total > before + 20
 
 
 def test_many_long_prompts_delay_no_step(either: Path, monkeypatch: pytest.MonkeyPatch) -> None:
