@@ -12,9 +12,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.model_runner import MAX_DIFFERENCE, ModelRunner
+from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.ranks import Ranks, least
 from mlxpaged.engine.step_memory import small_layout
+from mlxpaged.engine.warm_up import MAX_DIFFERENCE
 from mlxpaged.models.layers import is_per_sequence, keeps_states
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.models.turns import Turns

@@ -20,6 +20,7 @@ from mlxpaged.engine.sampler import Sampler
 from mlxpaged.engine.shared_runner import SharedRunner
 from mlxpaged.engine.sizes import Sizes
 from mlxpaged.engine.tiled_runner import TiledRunner
+from mlxpaged.engine.warm_up import warm_up
 from mlxpaged.models.layers import unfused
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.models.turns import Turns
@@ -72,7 +73,7 @@ def executor_of(
     sampler = Sampler(served.vocab_size, compiled=on_gpu, one_by_one=config.batch_invariant, absent=absent)
     if on_gpu:
         turns.begin(Stage.WARMING_UP)
-        runner.warm_up()
+        warm_up(runner)
         sampler.warm_up()
     if isinstance(runner, SharedRunner):
         runner.lead()

@@ -19,8 +19,8 @@ from mlxpaged.attention.metadata import HostStep, IntArray
 from mlxpaged.attention.tuning import Tuning
 from mlxpaged.cpu.streams import synchronize
 from mlxpaged.engine.draft_passes import DraftPasses, LastPass
-from mlxpaged.engine.step_graphs import TRACE_AT, StepGraphs
-from mlxpaged.engine.step_input import NO_TOKENS, SampledTokens, StepInput, decoding_step, token_vectors
+from mlxpaged.engine.step_graphs import StepGraphs
+from mlxpaged.engine.step_input import NO_TOKENS, SampledTokens, StepInput, token_vectors
 from mlxpaged.engine.swap_space import PIECE_BYTES, Bytes, SwapSpace, read_bytes, split_columns, write_bytes
 from mlxpaged.engine.wired_memory import wire_memory
 from mlxpaged.models.cache_groups import CacheLayout
@@ -31,15 +31,8 @@ from mlxpaged.step import PENDING, BlockMoves, Step
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_BATCHES = (1, 2)
-"""MLX has a kernel of its own for arrays of one row, and another one for all other shapes."""
-
 REBUILD_PAUSES = (0.05, 0.2, 1.0)
 """Seconds before the pools are rebuilt again, if that failed."""
-
-MAX_DIFFERENCE = 0.05
-"""Largest difference between the logits of a replayed step and another, as a share of the largest: far above rounding
-in bfloat16, far below a wrong position or block."""
 
 
 class DeviceError(RuntimeError):
@@ -51,10 +44,10 @@ class ModelRunner:
     thread. Calls of `forward` from other threads are refused.
 
     tunings: by the shape of a layer; shapes that are missing have the default tuning. layout: the cache groups of the
-    model's layers; by default one. inputs: what some steps have beside tokens. is_shared: whether runners of other
-    processes compute the model together with this one (shared_runner.py), so that all must be in the same state at each
-    call. least_top: of how many of the most likely tokens prompt log-probabilities are computed, also if fewer are
-    asked for.
+    model's layers; by default one. inputs: what some steps have beside tokens. graphs: of decode steps, which are
+    replayed. is_shared: whether runners of other processes compute the model together with this one (shared_runner.py),
+    so that all must be in the same state at each call. least_top: of how many of the most likely tokens prompt
+    log-probabilities are computed, also if fewer are asked for.
     """
 
     is_shared = False
@@ -89,7 +82,7 @@ class ModelRunner:
         self.thread_id = threading.get_ident()
         self.model_calls = 0
         self.drafts = DraftPasses(served, self._caches, self._rows, block_size)
-        self._graphs = StepGraphs(self._outputs, self._caches)
+        self.graphs = StepGraphs(self._outputs, self._caches)
         self._last_step: HostStep | None = None
         mx.eval(self._caches.arrays)
 
@@ -100,7 +93,7 @@ class ModelRunner:
     @property
     def num_traced(self) -> int:
         """Steps that were traced and compiled so far, to be replayed later. They take longer than others."""
-        return self._graphs.num_traced
+        return self.graphs.num_traced
 
     @property
     def is_recurrent(self) -> bool:
@@ -183,7 +176,7 @@ class ModelRunner:
             if not self.overlaps or inputs:
                 logits, *hidden = self._outputs(host, vector, in_flight)
             else:
-                logits, *hidden = self._graphs.run(host, vector, in_flight, self._adapters.active)
+                logits, *hidden = self.graphs.run(host, vector, in_flight, self._adapters.active)
             self.drafts.note(LastPass(host, vector, *hidden) if hidden else None)
             caches.commit(running)
         finally:
@@ -213,34 +206,11 @@ class ModelRunner:
         with contextlib.nullcontext() if self._rows is None else self._rows.selecting(wanted_rows):
             logits = self._caches.forward(self._model, ids, metas)
         if len(metas[0].plans) > len(step.plans):  # the arrays of the late plan would be constants of a graph
-            self._graphs.stop()
+            self.graphs.stop()
         if self._rows is None:
             return [logits[wanted_rows, -1]]
         hidden = self._rows.take_hidden()
         return [logits[:, -1]] if hidden is None else [logits[:, -1], hidden]
-
-    def warm_up(self) -> None:
-        """Run decode steps of one sequence and of two in the first blocks, before any block is in use, until they are
-        replayed. Their tokens are pending, as in nearly all decode steps. If replayed steps fail here, or give other
-        logits, no step is replayed from then on.
-
-        MLX joins operations of a replayed step into kernels of its own, and compiles these when they first run. They
-        are the same for all larger batches.
-        """
-        if not self._graphs.enabled or not self.overlaps:
-            return
-        blocks = min((pool.num_blocks for pool in self.pools), default=0)
-        try:
-            with self.uncounted():
-                for count in WARM_UP_BATCHES:
-                    if count <= blocks:
-                        self._try_replays(count)
-        except DeviceError:
-            logger.exception("decode steps cannot be replayed here")
-            self._graphs.stop()
-            self.rebuild_pools()
-        if not self.agree([self._graphs.enabled])[0]:
-            self._graphs.stop()
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -251,26 +221,6 @@ class ModelRunner:
         finally:
             self.model_calls = calls[0]
             self._caches.step.count(calls[1] - self._caches.step.attention_calls)
-
-    def _try_replays(self, count: int) -> None:
-        """Replay no steps any more if one of so many sequences gives other logits than one that is not replayed."""
-        positions = range(TRACE_AT + 1 + self.is_recurrent)  # no state comes before the first token
-        logits = self._decode(count, positions)
-        with self._graphs.disabled():
-            expected = self._decode(count, positions if self.is_recurrent else positions[-1:])
-        equal = bool((mx.abs(logits - expected).max() <= MAX_DIFFERENCE * mx.abs(expected).max()).item())
-        if not equal:
-            logger.warning("replayed decode steps give other logits: none is replayed")
-            self._graphs.stop()
-
-    def _decode(self, count: int, positions: range) -> mx.array:
-        """The logits of the last of these positions, of so many sequences, each with a block of its own."""
-        for position in positions:
-            step = decoding_step(range(count), position, PENDING, count, self.num_groups)
-            sampled = SampledTokens(mx.arange(position, position + count, dtype=mx.int32), range(count))
-            logits = self.forward(step, sampled, range(count))
-            self.finish_step(logits)
-        return logits
 
     def move_blocks(self, moves: BlockMoves) -> None:
         """Swap and copy blocks after the steps in flight and before the step that needs them. Raises errors of the disk

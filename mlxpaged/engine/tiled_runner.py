@@ -27,7 +27,7 @@ class TiledRunner(ModelRunner):
     def __init__(self, served: ServedModel, *args: Any, **options: Any) -> None:
         """args, options: those of ModelRunner."""
         super().__init__(replace(served, rows=None), *args, **options)
-        self._graphs.stop()
+        self.graphs.stop()
         with self.uncounted():
             self.tile_size = largest_tile(self.run, self.num_groups)
 

@@ -23,6 +23,7 @@ from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.engine.request import Request
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.step import InFlightStep
+from mlxpaged.engine.warm_up import warm_up
 from mlxpaged.models.adapter_path import AdapterPath
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.layers import PerSequence, bytes_per_token
@@ -177,7 +178,7 @@ def test_caches_of_single_sequences_are_never_in_a_graph(
     assert any(isinstance(layer, PerSequence) for layer in served.layers)
     expected = run_requests(make_core(served, "gather"), PROMPTS, max_tokens=12)
     core, replays = make_core(served, "metal"), count_replays(monkeypatch)
-    core.runner.warm_up()
+    warm_up(core.runner)
     assert run_requests(core, PROMPTS, max_tokens=12) == expected
     assert not replays
 
@@ -189,7 +190,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
 
 def test_a_hybrid_model_is_warmed_up(hybrid: Hybrid, lazy: LazyKernels) -> None:
     core = hybrid.engine(64, attention_backend="metal")
-    core.runner.warm_up()
+    warm_up(core.runner)
     calls = lazy.calls
     result = run(core, [request("0", PROMPTS[1], 12)])
     assert hybrid.answer(PROMPTS[1], 12).equals(result.tokens("0"))
@@ -252,7 +253,7 @@ def test_a_context_that_grows_within_its_bucket_builds_no_new_graph(served: Serv
 def test_warming_up_changes_no_answer_and_no_count(served: ServedModel, lazy: LazyKernels) -> None:
     expected = run_requests(make_core(served, "gather"), PROMPTS[:1], max_tokens=3)
     core = make_core(served, "metal")
-    core.runner.warm_up()
+    warm_up(core.runner)
     assert core.stats().model_calls_total == core.stats().attention_calls_total == 0
     assert run_requests(core, PROMPTS[:1], max_tokens=3) == expected
 
@@ -261,22 +262,22 @@ def test_a_pool_of_one_block_is_warmed_up(served: ServedModel, lazy: LazyKernels
     """With --max-model-len 32 the pool starts with one block."""
     config = EngineConfig(kv_cache_bytes=32 * bytes_per_token(served.layers), attention_backend="metal")
     core = build_engine(config, served)
-    core.runner.warm_up()
+    warm_up(core.runner)
     assert len(run_requests(core, [[5, 6, 7]], max_tokens=8)[0]) == 8
 
 
 def test_what_was_warmed_up_is_replayed(served: ServedModel, lazy: LazyKernels) -> None:
     core = make_core(served, "metal")
-    core.runner.warm_up()
+    warm_up(core.runner)
     calls = lazy.calls
-    core.runner.warm_up()
+    warm_up(core.runner)
     assert lazy.calls == calls + 2 * LAYERS * KERNELS, "one step of each batch is computed without a graph, to compare"
 
 
 def test_the_first_request_is_decoded_with_graphs_of_the_warm_up(served: ServedModel, lazy: LazyKernels) -> None:
     """Its tokens are in flight. MLX joins the operations that insert them into a kernel of its own too."""
     core = make_core(served, "metal")
-    core.runner.warm_up()
+    warm_up(core.runner)
     add(core, 20, PROMPTS[1])
     core.step()
     calls = lazy.calls
@@ -311,7 +312,7 @@ def test_a_graph_that_is_not_kept_is_freed_at_once(
     core = make_core(served, "metal")
     gc.disable()
     try:
-        core.runner.warm_up()
+        warm_up(core.runner)
         assert [replay() is None for replay in replays] == [True, False]
     finally:
         gc.enable()
@@ -332,7 +333,7 @@ def test_where_replayed_steps_are_wrong_none_is_replayed(
         return wrong
 
     monkeypatch.setattr(mx, "compile", spoiling)
-    core.runner.warm_up()
+    warm_up(core.runner)
     assert run_requests(core, PROMPTS[:1], max_tokens=20) == expected
     assert "replayed decode steps give other logits" in caplog.text
 
