@@ -15,7 +15,7 @@ CORE = {
     "scheduler": "admission block_manager config pool_size preemption prefill_budget queue row_table schedule_builder "
     "scheduler sequence sequence_kv stats wait",
     "attention": "gather kv_cache layer layout metadata pool",
-    "engine": "async_engine commands core engine_thread errors model_runner part recovery request "
+    "engine": "async_engine commands core engine_thread errors model_runner part recovery request request_rows "
     "request_stream request_table row_times running_request sampler sampling_params step step_input step_loop",
 }
 """By room, the modules that every request of every model runs: scheduling, blocks, keys and values, the engine. Until

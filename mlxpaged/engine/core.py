@@ -16,6 +16,7 @@ from mlxpaged.engine.model_runner import ModelRunner
 from mlxpaged.engine.part import Part
 from mlxpaged.engine.pool_resizer import REST_SECONDS, PoolResizer
 from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
+from mlxpaged.engine.request_rows import RequestRows
 from mlxpaged.engine.request_table import RequestTable
 from mlxpaged.engine.sampler import Sampler
 from mlxpaged.engine.stall import StepSize
@@ -76,7 +77,8 @@ class EngineCore(Worker):
         self.states = StateMemory(state_bytes(served.layers), config.max_num_seqs, config.num_checkpoints)
         self.parts = parts
         self.requests = requests
-        own = scheduler, runner, resizer, sampler, grammars, headroom, requests, clock
+        rows = RequestRows(requests, grammars)
+        own = scheduler, runner, resizer, sampler, rows, headroom, requests, clock
         self.loop = StepLoop(*own, parts)
 
     def part(self, kind: type[P]) -> P | None:

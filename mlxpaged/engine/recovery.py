@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from collections.abc import Sequence as ListOf
 
 from mlxpaged.engine.headroom import Headroom
@@ -15,7 +15,7 @@ from mlxpaged.engine.step import HostError
 from mlxpaged.library_errors import public_reason
 from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.scheduler.scheduler import Scheduler
-from mlxpaged.scheduler.sequence import FinishReason, Sequence, label
+from mlxpaged.scheduler.sequence import FinishReason, Sequence, SequenceStatus, label
 from mlxpaged.step import PENDING, Row, Step
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,21 @@ class Recovery:
             self._recompute(rows, error)
         else:
             self._isolate(rows, error)
+
+    def fail_invalid(self, rows: ListOf[Row], invalid: Set[int]) -> set[int]:
+        """End the requests whose logits are not finite. rows: of their step. Returns the sequences that are computed
+        again, because they shared blocks with them: what this step computed of them is not valid."""
+        discarded: set[int] = set()
+        for sequence_id in invalid & self._requests.by_sequence.keys():
+            failed = self._requests.by_sequence[sequence_id].sequence
+            for sequence in self._requests.fail(failed, "the model's logits are not finite"):
+                discarded.add(sequence.sequence_id)
+                self._sampler.forget(sequence.sequence_id)
+        for row in rows:
+            swapped = self._scheduler.sequences.get(row.sequence_id)
+            if swapped is not None and swapped.status is SequenceStatus.SWAPPED:
+                self._scheduler.recompute(swapped)  # it may have shared blocks with one that failed
+        return discarded
 
     def run_short(self, step: Step) -> None:
         """An allocation failed in this step: give back memory, run smaller steps, and admit no further request until

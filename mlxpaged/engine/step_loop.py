@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
 
-import mlx.core as mx
-
-from mlxpaged.engine.grammar import GrammarMatcher, Grammars, Mask
 from mlxpaged.engine.headroom import Headroom
 from mlxpaged.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.engine.part import Need, Part
@@ -17,9 +14,9 @@ from mlxpaged.engine.prompt_progress import PromptChunk, prompt_chunks
 from mlxpaged.engine.ranks import RankLostError
 from mlxpaged.engine.recovery import Recovery
 from mlxpaged.engine.request import RequestOutput
+from mlxpaged.engine.request_rows import RequestRows
 from mlxpaged.engine.request_table import RequestTable
-from mlxpaged.engine.running_request import RunningRequest
-from mlxpaged.engine.sampler import SampledToken, Sampler, SamplingRow
+from mlxpaged.engine.sampler import SampledToken, Sampler
 from mlxpaged.engine.stall import StepSize
 from mlxpaged.engine.step import HostError, InFlightStep, PromptResult
 from mlxpaged.engine.step_input import NO_TOKENS
@@ -27,7 +24,7 @@ from mlxpaged.engine.step_log import StepLog
 from mlxpaged.engine.worker import DeviceClock
 from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.scheduler.scheduler import Scheduler
-from mlxpaged.scheduler.sequence import FinishReason, SequenceStatus
+from mlxpaged.scheduler.sequence import FinishReason
 from mlxpaged.step import Row, Step
 
 logger = logging.getLogger(__name__)
@@ -45,7 +42,7 @@ class StepLoop:
         runner: ModelRunner,
         resizer: PoolResizer,
         sampler: Sampler,
-        grammars: Grammars,
+        rows: RequestRows,
         headroom: Headroom,
         requests: RequestTable,
         clock: Callable[[], float],
@@ -56,9 +53,9 @@ class StepLoop:
         self._runner = runner
         self._resizer = resizer
         self._sampler = sampler
-        self._grammars = grammars
         self._headroom = headroom
         self._requests = requests
+        self._rows = rows
         self._clock = clock
         self._recovery = Recovery(scheduler, runner, sampler, headroom, resizer, requests, self._run)
         self._in_flight: InFlightStep | None = None
@@ -197,16 +194,16 @@ class StepLoop:
     def _launch(self, scheduled: Step, previous: InFlightStep | None = None) -> InFlightStep:
         """Launch the forward pass, and the sampler if it needs no token that is on the device. The sampled tokens of
         the previous step replace the pending ones there."""
-        started, traced, requests = self._clock(), self._runner.num_traced, self._requests.by_sequence
+        started, traced = self._clock(), self._runner.num_traced
         try:
             self._headroom.require(scheduled.num_tokens, lambda: max(scheduled.context_lens))
             running = {each.sequence_id for each in self._scheduler.running} if self._runner.is_recurrent else set()
             logits = self._runner.forward(scheduled, NO_TOKENS if previous is None else previous.tokens, running)
-            prompts, top = self._prompt_tokens(scheduled, logits)
+            prompts, top = self._rows.of_prompts(scheduled, logits.shape[0], self._runner.least_top)
             step = InFlightStep(scheduled, started, logits, prompts, top, self._sampler.absent)
             step.is_usual = not scheduled.moves and self._runner.num_traced == traced
             sampling = [row for row in scheduled.rows if row.num_sampled]
-            if not any(requests[row.sequence_id].needs_tokens for row in sampling):
+            if not self._rows.need_tokens(sampling):
                 self._launch_sampler(step, sampling)
         except (DeviceError, RankLostError):
             raise
@@ -217,15 +214,6 @@ class StepLoop:
         for part in self._parts:
             part.launched(scheduled, waited)
         return step
-
-    def _prompt_tokens(self, scheduled: Step, logits: mx.array) -> tuple[list[int], int]:
-        """The prompt tokens that the last rows of logits are for, and how many of the most likely ones to report."""
-        if logits.shape[0] == max(1, scheduled.num_sampled):
-            return [], 0
-        requests = self._requests.by_sequence
-        asked = [(row.prompt_logprobs, requests[row.sequence_id]) for row in scheduled.rows if row.prompt_logprobs]
-        top = max(self._runner.least_top, *(each.num_top for _, each in asked))
-        return [each.sequence.token_ids[position] for positions, each in asked for position in positions], top
 
     def _sample(self, step: InFlightStep) -> None:
         """Leave out the sequences that the previous step has ended, and launch the sampler if it has waited for the
@@ -241,32 +229,11 @@ class StepLoop:
 
     def _launch_sampler(self, step: InFlightStep, rows: ListOf[Row]) -> None:
         ids = [row.sequence_id for row in rows for _ in range(row.num_sampled)]
-        sampling = self._sampling_rows(rows)
+        sampling = self._rows.sampled(rows)
         samples = self._sampler.sample(step.logits_of(ids), sampling) if rows else None
         step.set_samples(ids, samples)
         for part in self._parts:
             part.sampled(step, sampling, None if samples is None else samples.tokens)
-
-    def _sampling_rows(self, rows: ListOf[Row]) -> list[SamplingRow]:
-        running = [(self._requests.by_sequence[row.sequence_id], row) for row in rows]
-        masks = self._masks([(each.matcher, each, row) for each, row in running if each.matcher is not None])
-        return [
-            each.sampling_row(at, None if each.matcher is None else next(masks), row.drafts[:number])
-            for each, row in running
-            for number, at in enumerate(row.sampled)
-        ]
-
-    def _masks(self, constrained: ListOf[tuple[GrammarMatcher, RunningRequest, Row]]) -> Iterator[Mask]:
-        """Yields what the grammars allow at each position. The masks of rows without drafts are made together."""
-        single = [
-            (matcher, each.forbidden(row.sampled.start)) for matcher, each, row in constrained if row.num_sampled == 1
-        ]
-        together = iter(self._grammars.masks(single) if single else ())
-        for matcher, each, row in constrained:
-            if row.num_sampled == 1:
-                yield next(together)
-            else:
-                yield from self._grammars.masks_along(matcher, row.drafts, list(map(each.forbidden, row.sampled)))
 
     def _process(self, step: InFlightStep, delivers: bool = True) -> None:
         """Commit the tokens of a step, and turn them into outputs. delivers: whether all at once; otherwise those that
@@ -285,18 +252,9 @@ class StepLoop:
         self.device.note_read(now)
         self._headroom.note_success()
         self._scheduler.resume_admission()
-        discarded: set[int] = set()
-        requests = self._requests.by_sequence
-        for sequence_id in invalid & requests.keys():
-            preempted = self._requests.fail(requests[sequence_id].sequence, "the model's logits are not finite")
-            for sequence in preempted:
-                tokens.pop(sequence.sequence_id, None)
-                discarded.add(sequence.sequence_id)
-                self._sampler.forget(sequence.sequence_id)
-        for row in step.rows if invalid else ():
-            swapped = self._scheduler.sequences.get(row.sequence_id)
-            if swapped is not None and swapped.status is SequenceStatus.SWAPPED:
-                self._scheduler.recompute(swapped)  # it may have shared blocks with one that failed
+        discarded = self._recovery.fail_invalid(step.rows, invalid) if invalid else set[int]()
+        for sequence_id in discarded:
+            tokens.pop(sequence_id, None)
         token_ids = {sequence_id: [token.token_id for token in sampled] for sequence_id, sampled in tokens.items()}
         self._scheduler.update(Step(step.rows), token_ids)
         # A step that only decodes samples every row, and pays nothing for prompts.
