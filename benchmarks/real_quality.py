@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mlxpaged.cpu import blas
 
-PARTS = ("perplexity", "drafts", "schemas", "tokens", "torch")
+PARTS = ("perplexity", "drafts", "schemas", "dictated", "tokens", "torch")
 INSTALLED = Path(sys.prefix) / "real"
 
 
@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=50_000, help="of the text for the perplexity")
     parser.add_argument("--bfloat16", type=int, default=2, metavar="PIECES", help="0: none; a CPU takes a minute each")
     parser.add_argument("--schemas", type=int, default=200, metavar="COUNT")
+    parser.add_argument("--dictated", type=int, default=504, metavar="COUNT", help="of values, over all APIs")
     parser.add_argument("--token-bytes", type=int, default=1_000_000, help="of this repository, for token ids")
     parser.add_argument("--llama-cpp", type=Path, metavar="PYTHON", help="with xllamacpp: token ids beside its own")
     parser.add_argument("--torch", type=Path, metavar="FOLDER", help="with torch: logits beside those of transformers")
@@ -59,6 +60,9 @@ def main() -> None:
         elif part == "schemas":
             columns = ("JSON schemas", "answered validly", "characters")
             rows = parts.schemas(args.gguf, args.schemas)
+        elif part == "dictated":
+            columns = ("dictated in", "schemas", "valid", "as dictated", "without the schema", "only without it")
+            rows = parts.dictated(args.gguf, args.dictated)
         elif part == "tokens":
             columns = ("token ids of", "texts", "bytes", "tokens", "texts that differ from tokenizers")
             rows = parts.token_ids(args.gguf, args.directory, args.token_bytes, args.llama_cpp)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -24,6 +25,7 @@ from mlxpaged.engine.row_times import time_rows
 from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.models.loader import LoadOptions, load_model
 
+from .dictation import APIS, dictate_all
 from .schemas import ask_all
 from .scoring import (
     Scores,
@@ -194,19 +196,41 @@ def answer_all(core: EngineCore, batch: int) -> tuple[int, int, int, float]:
     return tokens, steps, core.stats().of(NO_DRAFTS).accepted_total, seconds
 
 
-def schemas(model: Path, count: int, concurrent: int = 8) -> Table:
-    """Answers of `mlxpaged serve`, for schemas of the seeds from 0 on."""
+@contextlib.contextmanager
+def serving(model: Path) -> Iterator[str]:
+    """The URL of `mlxpaged serve`, whose model is `local`."""
     program = Path(sys.executable).with_name("mlxpaged")
     command = [str(program), "serve", str(model), "--served-model-name", "local", "--port", "0"]
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log) as server:
         try:
             assert server.stdout is not None
             line = next(text for text in map(bytes.decode, server.stdout) if "http://" in text)
-            url = "http://" + line.split("http://")[1].split()[0].rstrip("/")
-            verdicts = ask_all(url, "local", range(count), concurrent)
+            yield "http://" + line.split("http://")[1].split()[0].rstrip("/")
         finally:
             server.terminate()
             server.communicate()
+
+
+def dictated(model: Path, count: int, concurrent: int = 8) -> Table:
+    """Answers with values that the prompt dictates, by API. Prints those that only the schema makes wrong."""
+    with serving(model) as url:
+        found = dictate_all(url, "local", range(count), concurrent)
+    for each in found:
+        if each.problem or each.is_lost:
+            print(f"dictated {each.case.seed}: {each.problem or each.case.text}: {each.answer[:300]}", file=sys.stderr)
+    rows = []
+    for api in APIS:
+        own = [each for each in found if each.case.api == api]
+        valid = sum(not each.problem for each in own)
+        copied, free, lost = (sum(getattr(each, name) for each in own) for name in ("copied", "copied_free", "is_lost"))
+        rows.append([api, *(f"{number}" for number in (len(own), valid, copied, free, lost))])
+    return rows
+
+
+def schemas(model: Path, count: int, concurrent: int = 8) -> Table:
+    """Answers of `mlxpaged serve`, for schemas of the seeds from 0 on."""
+    with serving(model) as url:
+        verdicts = ask_all(url, "local", range(count), concurrent)
     wrong = [verdict for verdict in verdicts if verdict.problem]
     for verdict in wrong:
         print(f"schema {verdict.seed}: {verdict.problem}: {verdict.answer[:300]}", file=sys.stderr)

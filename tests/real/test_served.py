@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from benchmarks.quality.dictation import APIS, dictate_all
 from benchmarks.quality.schemas import ask_all
 from tests.real.conftest import MODEL, RealServer, path_of
 from tests.real.numpy_llama import Llama, log_softmax
@@ -143,6 +144,13 @@ def test_answers_are_valid_json_of_their_schemas(server: RealServer) -> None:
     verdicts = ask_all(server.url, MODEL, SEEDS)
     assert len(verdicts) == len(SEEDS)
     assert [verdict for verdict in verdicts if verdict.problem] == []
+
+
+def test_dictated_values_are_enforced_as_the_model_copies_them(server: RealServer) -> None:
+    """One of each API. `make bench-real-quality` has 504."""
+    found = dictate_all(server.url, MODEL, range(len(APIS)))
+    assert {each.case.api for each in found} == set(APIS)
+    assert [each for each in found if each.problem or each.is_lost] == []
 
 
 @pytest.mark.parametrize("stop", [" of France", "Paris"])
