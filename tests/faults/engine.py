@@ -6,7 +6,9 @@ import asyncio
 import time
 
 from tests.faults.fault import VICTIMS, Context, fault, must, refused
+from tests.faults.streams import completion
 from tests.faults.table import LostError, Outcome, judge
+from tests.faults.wire import Answer, answer_of
 
 FAILED = (500, 503)
 """Of a step that fails again and again. The streams may be in it too."""
@@ -148,6 +150,23 @@ async def clock(context: Context, i: int) -> Outcome:
     await asyncio.sleep(0.002 * (i % 20))
     await context.server.order(jump=(3600.0, -3600.0, 86400.0)[i % 3])
     return judge(path, await asked, context.expected[i % 4])
+
+
+def add_quantized(dtype: str) -> None:
+    known: dict[int, Answer] = {}
+
+    @fault(f"a flood over a KV cache of {dtype}", 60, seconds=60, flags=("--kv-cache-dtype", dtype))
+    async def flood(context: Context, i: int) -> Outcome:
+        """Long prompts, of which some are swapped out and preempted. The same prompt has the same answer."""
+        prompt = [20 + (7 * (i % 4) + 11 * n) % 400 for n in range(350)]
+        path, body = completion(prompt, 40, n=2, stream=False, model="wide")
+        reply = await context.post(path, body)
+        must(f"the KV cache is {dtype};" in context.server.log.read_text(), "the KV cache is not quantized")
+        return judge(path, reply, known.setdefault(i % 4, answer_of(path, reply)))
+
+
+for kv_dtype in ("int8", "int4"):
+    add_quantized(kv_dtype)
 
 
 STALLS = ("--step-timeout", "1")

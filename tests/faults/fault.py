@@ -34,6 +34,9 @@ VICTIMS = [
 HELD = re.compile(r'mlxpaged_(requests_(running|waiting)\{|(kv|swap)_blocks\{.*state="used")')
 """What is 0 after the end of all requests."""
 
+INTERNALS = re.compile(rb"Traceback|site-packages|\.py\b|\.rs\b|\b0x[0-9a-f]{6}")
+"""What a refusal must not have: names of source files, and addresses in memory."""
+
 Inject = Callable[["Context", int], Awaitable[Outcome]]
 
 
@@ -103,14 +106,16 @@ class Context:
         raise AssertionError(f"not given back: {held}")
 
     async def request(self, method: str, path: str, body: Any = None, key: str = "victim", **headers: str) -> Reply:
-        return await wire.request(
-            self.server.address, method, path, body, Authorization=f"Bearer {self.server.keys[key]}", **headers
-        )
+        """Raises LostError if a refusal tells what is inside the server."""
+        fields = {"Authorization": f"Bearer {self.server.keys[key]}", **headers}
+        reply = await wire.request(self.server.address, method, path, body, **fields)
+        must(reply.status < 400 or INTERNALS.search(reply.body) is None, f"of the inside: {reply}")
+        return reply
 
     async def post(self, path: str, body: Any, key: str = "victim", **headers: str) -> Reply:
         return await self.request("POST", path, body, key, **headers)
 
-    async def upload(self, lines: str) -> Reply:
+    async def upload(self, lines: str, key: str = "victim") -> Reply:
         """Upload the lines of a batch."""
         edge = "edge"
         form = (
@@ -118,7 +123,7 @@ class Context:
             f'--{edge}\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n{lines}\r\n'
             f"--{edge}--\r\n"
         )
-        return await self.post("/v1/files", form.encode(), Content_Type=f"multipart/form-data; boundary={edge}")
+        return await self.post("/v1/files", form.encode(), key, Content_Type=f"multipart/form-data; boundary={edge}")
 
     def bytes_of(self, number: int, **fields: Any) -> bytes:
         """A victim's request as it is sent. fields: of its body."""

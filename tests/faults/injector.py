@@ -42,8 +42,8 @@ class Armed:
 armed: dict[str, dict[str, Armed]] = {}
 """By place and prefix."""
 struck: dict[str, int] = {}
-shift = 0.0
-"""Seconds by which the clock was moved."""
+shift = wall_shift = 0.0
+"""Seconds by which the clock of the server, and that of the wall, were moved."""
 
 
 def strike(place: str, request_ids: Iterable[str] = ("",)) -> None:
@@ -112,15 +112,18 @@ def patch() -> None:
     before(Store, "save_batch", "batch record")
     before(Tokenizer, "encode", "tokenizer", lambda _, text, *__, **___: [text])
     before(mx, "eval", "eval")
+    wall = time.time
+    time.time = lambda: wall() + wall_shift
     awake_clock.seconds_without_sleep = lambda: seconds_without_sleep() + shift
     AwakeClock.__init__.__defaults__ = (awake_clock.seconds_without_sleep,)  # type: ignore[misc]
 
 
 def obey(order: dict[str, Any]) -> dict[str, Any]:
-    """place, prefix, and the fields of Armed: arm it; without times, disarm it. jump: move the clock by these seconds.
-    Returns how often each place was struck so far."""
-    global shift
+    """place, prefix, and the fields of Armed: arm it; without times, disarm it. jump, wall: move the clock of the
+    server, and that of the wall, by these seconds. Returns how often each place was struck so far."""
+    global shift, wall_shift
     shift += order.pop("jump", 0.0)
+    wall_shift += order.pop("wall", 0.0)
     if (place := order.pop("place", None)) is not None:
         prefix = order.pop("prefix", "")
         if order:

@@ -26,6 +26,41 @@ async def stopped(context: Context, i: int) -> Outcome:
     return judge(path, await asked, context.expected[i % 4])
 
 
+@fault("a process that is stopped for 40 s", 1, parallel=1, seconds=120)
+async def stopped_for_long(context: Context, i: int) -> Outcome:
+    """As by a lid that is closed. Requests that run and wait have deadlines meanwhile, a body has come in part, and a
+    batch runs."""
+    batch_id = await batch_of(context, 30)
+    data = context.bytes_of(0, stream=False)
+    connection = await Connection.open(context.server.address)
+    await connection.send(data[:-5])
+    asked = [asyncio.ensure_future(context.post(path, body | {"timeout": 5.0})) for path, body in VICTIMS[:4]]
+    await asyncio.sleep(0.05)
+    context.server.signal(signal.SIGSTOP)
+    await asyncio.sleep(40.0)
+    context.server.signal(signal.SIGCONT)
+    await connection.send(data[-5:])
+    for (path, _), expected, reply in zip(VICTIMS, context.expected, await asyncio.gather(*asked), strict=False):
+        judge(path, reply, expected)
+    judge(VICTIMS[0][0], read_reply(await connection.read()), context.expected[0])
+    connection.close()
+    return await batch_result(context, batch_id, 30)
+
+
+@fault("a wall clock that jumps", 60, parallel=1, seconds=60)
+async def wall_clock(context: Context, i: int) -> Outcome:
+    """By hours, forward and back. It is for dates only, and for the day in which a batch has to end."""
+    path, body = VICTIMS[i % 4]
+    asked = asyncio.ensure_future(context.post(path, body | {"timeout": 30}))
+    batch_id = await batch_of(context, 3)
+    await asyncio.sleep(0.002 * (i % 20))
+    await context.server.order(wall=(5 * 3600.0, -9 * 3600.0, 4 * 3600.0)[i % 3])
+    judge(path, await asked, context.expected[i % 4])
+    for name in ("/v1/models", "/v1/status", "/metrics", "/api/ps"):
+        must((await context.request("GET", name, key="admin")).status == 200, name)
+    return await batch_result(context, batch_id, 3)
+
+
 async def batch_of(context: Context, count: int) -> str:
     """Start a batch with some victims' requests. Returns its id."""
     lines = []

@@ -28,7 +28,8 @@ FLAGS = (
 
 
 class FaultyServer:
-    """`mlxpaged serve` with two models that generate, one for embeddings, API keys and a directory for batches.
+    """`mlxpaged serve` with two models that generate, one for embeddings, API keys and a directory for batches. Others
+    are loaded when they are named: `wide`, whose heads have room for a quantized KV cache.
 
     keys: by name. `streams` is that of the streams, `victim` and `other` are those of the clients that have faults.
     """
@@ -38,6 +39,7 @@ class FaultyServer:
         self.models = directory / "models"
         make_tiny_model(self.models / "tiny", "qwen3")
         make_tiny_model(self.models / "second", "llama", seed=3)
+        make_tiny_model(self.models / "wide", "qwen3", head_dim=64)
         make_embedding_model(directory / "vectors")
         self.keys: dict[str, str] = {}
         self.write_keys()

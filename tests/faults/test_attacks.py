@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -28,11 +29,11 @@ from mlxpaged.engine.grammar_limits import MAX_OPENINGS
 from mlxpaged.engine.schema_limits import MAX_DEPTH, MAX_NESTING
 from mlxpaged.models.sources.resolve import resolve
 from mlxpaged.models.tokenizer_limits import MAX_REPLACED
-from tests.engine.constraints import WRAPPED, chain, doubling, nested
+from tests.engine.constraints import LOOSE, WRAPPED, chain, doubling, nested
 from tests.faults import costs, floods, wire
 from tests.faults.fault import Context, must
 from tests.faults.server import FaultyServer
-from tests.faults.streams import CHAT, COMPLETIONS, RESPONSES, chat, user
+from tests.faults.streams import CHAT, COMPLETIONS, MESSAGES, OLLAMA, RESPONSES, chat, completion, user
 from tests.faults.table import LostError
 from tests.faults.wire import Reply
 from tests.models import test_hostile as hostile
@@ -164,6 +165,38 @@ async def headers(context: Context) -> None:
         must(reply.status in (200, 431), reply)
 
 
+HOSTS = (
+    *(
+        "example.com",
+        "localhost.example.com",
+        "localhost#.example.com",
+        "localhost/example.com",
+        "localhost\\example.com",
+    ),
+    *("127.0.0.1.example.com", "me@localhost", "localhost:80:80", "local host", "[::1].example.com", "", "."),
+)
+HEADS = (
+    b"GET /v1/models HTTP/1.1\nHost: localhost\n\n",
+    b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n X: y\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nHost: example.com\r\n\r\n",
+    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2, 2\r\n\r\n{}",
+    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\n{}",
+    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: +2\r\n\r\n{}",
+    b"POST /tokenize HTTP/1.0\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+)
+
+
+@attack("hosts of others, and heads that are no HTTP")
+async def strange_heads(context: Context) -> None:
+    for _ in range(10):
+        for host in HOSTS:
+            reply = await context.request("GET", "/v1/models", Host=host)
+            must(reply.status in (400, 403), f"{host}: {reply}")
+        for head in HEADS:
+            reply = await wire.exchange(context.server.address, head)
+            must(reply.status in (400, 403), f"{head!r}: {reply}")
+
+
 @attack("8 texts of 1 MB to tokenize", mebibytes=1500)
 async def texts(context: Context) -> None:
     bodies = [{"model": "tiny", "prompt": f"{i} " + "ab " * 333_000} for i in range(8)]
@@ -197,24 +230,71 @@ async def logprobs(context: Context) -> None:
     must(reply.status == 200, reply)
 
 
+@attack("4 clients whose texts repeat themselves")
+async def repetition(context: Context) -> None:
+    """What came after the same tokens is a draft in each step. The pool has room for all."""
+
+    prompts = ([20 + number, *(30 + i % 7 for i in range(99))] for number in range(4))
+    await asyncio.gather(*(answered(context, *completion(prompt, 60, stream=False)) for prompt in prompts))
+
+
+async def answered(context: Context, path: str, body: Any) -> None:
+    reply = await context.post(path, body)
+    must(reply.status == 200, reply)
+
+
+@attack("4 clients of an adapter of another model")
+async def adapted(context: Context) -> None:
+    prompts = ([20 + (7 * number + 11 * i) % 400 for i in range(100)] for number in range(4))
+    bodies = (completion(prompt, 60, stream=False, model="second:mine") for prompt in prompts)
+    await asyncio.gather(*(answered(context, *each) for each in bodies))
+
+
 # Constraints
+
+
+def asked_with(schema: Any) -> dict[str, dict[str, Any]]:
+    """A request of each API for an answer that fits a schema."""
+    model, form = {"model": "tiny"}, {"type": "json_schema", "name": "it", "schema": schema, "strict": True}
+    messages = model | {"messages": user("x"), "max_tokens": 1}
+    return {
+        CHAT: messages | {"response_format": {"type": "json_schema", "json_schema": form}},
+        COMPLETIONS: model | {"prompt": "x", "max_tokens": 1, "structured_outputs": {"json": schema}},
+        RESPONSES: model | {"input": "x", "max_output_tokens": 16, "text": {"format": form}},
+        MESSAGES: messages | {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+        OLLAMA: model | {"messages": user("x"), "format": schema, "stream": False, "options": {"num_predict": 1}},
+    }
 
 
 @attack("schemas and grammars beyond their limits")
 async def deep_constraints(context: Context) -> None:
-    """Each is harmless, and a little more than what is compiled."""
+    """Each is harmless, and a little more than what is compiled, in each API that takes a schema."""
     schemas = [chain(name, MAX_DEPTH + 5) for name in WRAPPED] + [doubling(60), nested(MAX_NESTING + 1)]
-    fields = [{"structured_outputs": {"json": schema}} for schema in schemas]
-    fields += [{"structured_outputs": {"grammar": "start: " + "(" * (MAX_OPENINGS + 1)}}]
-    for each in fields:
-        path, body = chat("x", 1, stream=False, **each)
-        reply = await context.post(path, body)
-        must(reply.status == 400 and reply.json["error"]["code"] == "unsupported_constraint", reply)
+    for schema in schemas:
+        for path, body in asked_with(schema).items():
+            reply = await context.post(path, body)
+            must(reply.status == 400 and (b"schemas" in reply.body or b"nested" in reply.body), f"{path}: {reply}")
+    path, body = chat("x", 1, stream=False, structured_outputs={"grammar": "start: " + "(" * (MAX_OPENINGS + 1)})
+    reply = await context.post(path, body)
+    must(reply.status == 400 and reply.json["error"]["code"] == "unsupported_constraint", reply)
 
 
-@attack("6 clients of a key with ever new schemas", mebibytes=700)
-async def new_schemas(context: Context) -> None:
-    await asyncio.gather(*(floods.ask_new_schemas(context, 3) for _ in range(6)))
+@attack("schemas that are left out as far as they are not enforced")
+async def loose_constraints(context: Context) -> None:
+    """Keywords with schemas that no grammar expresses, as deep as a schema may be and a little deeper."""
+    for wrap in LOOSE.values():
+        for depth in (10, MAX_NESTING // 2 - 10, MAX_NESTING):
+            schema: dict[str, Any] = {}
+            for _ in range(depth):
+                schema = wrap(schema)
+            for path, body in asked_with(schema).items():
+                reply = await context.post(path, body)
+                must(reply.status in (200, 400), f"{path}: {reply}")
+
+
+# Floods
+
+ATTACKS += [Attack(f"a flood: {each.name}", each.play, each.mebibytes) for each in floods.FLOODS]
 
 
 # Images
@@ -245,15 +325,29 @@ async def hostile_images(context: Context) -> None:
                 must(reply.status == 400 and reason in reply.json["error"]["message"], reply)
 
 
-@attack("8 images of 40 MP at once")
-async def large_images(context: Context) -> None:
-    async with seeing(context, lambda _: None) as (name, reply):
-        must(reply.status == 200, reply)
-        files = [black_png(8000 - i, 5000) for i in range(4)]
-        files += [encoded(Image.new("RGBA", (8000 - i, 5000)), "WEBP", lossless=True) for i in range(4)]
-        bodies = [with_images(name, file) for file in files]
-        replies = await asyncio.gather(*(context.post(CHAT, body) for body in bodies))
-        must(all(reply.status in (200, 429, 503) for reply in replies), replies[0])
+LARGE_IMAGES: dict[str, Callable[[int], bytes]] = {
+    "PNG of one bit a pixel": lambda i: black_png(8000 - i, 5000),
+    "PNG of 16 bits and 4 channels": lambda i: black_png(8000 - i, 5000, 16, 4),
+    "JPEG": lambda i: encoded(Image.new("L", (8000 - i, 5000)), "JPEG"),
+    "JPEG of four channels": lambda i: encoded(Image.new("CMYK", (8000 - i, 5000)), "JPEG"),
+    "GIF": lambda i: encoded(Image.new("P", (8000 - i, 5000)), "GIF"),
+    "WEBP with transparency": lambda i: encoded(Image.new("RGBA", (8000 - i, 5000)), "WEBP", lossless=True),
+    "WEBP with losses": lambda i: encoded(Image.new("RGB", (8000 - i, 5000)), "WEBP", quality=1, method=0),
+}
+
+
+def add_large_images(kind: str, made: Callable[[int], bytes]) -> None:
+    @attack(f"4 images of 40 MP at once: {kind}")
+    async def large_images(context: Context) -> None:
+        async with seeing(context, lambda _: None) as (name, reply):
+            must(reply.status == 200, reply)
+            bodies = [with_images(name, made(i)) for i in range(4)]
+            replies = await asyncio.gather(*(context.post(CHAT, body) for body in bodies))
+            must(all(reply.status in (200, 400, 429, 503) for reply in replies), replies[0])
+
+
+for image_kind, image_made in LARGE_IMAGES.items():
+    add_large_images(image_kind, functools.lru_cache(image_made))
 
 
 @attack("200 images in a request, and 90 different ones")
@@ -606,6 +700,7 @@ def output(kind: str) -> Iterator[int | None]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> FaultyServer:
     server = FaultyServer(tmp_path_factory.mktemp("attacks"))
+    floods.make_models(server)
     make_adapter(server.models / "second", server.adapter, 1)
     return server
 
