@@ -140,7 +140,7 @@ ONLY_CHAT: list[tuple[str, Any]] = [
     ("messages", [{"role": "king", "content": "x"}]),
     ("messages", [{"role": "user", "content": "x", "tool_call_id": "1"}]),
     ("messages", [{"role": 3, "content": "x"}]),
-    ("messages", [{"role": "user", "content": "x"}, {"role": "assistant", "audio": {"id": "a"}}]),
+    ("messages", [{"role": "user", "content": "x"}, {"role": "assistant", "audio": "a"}]),
     ("max_completion_tokens", -2),
     ("max_completion_tokens", "x"),
     ("logprobs", 3),
