@@ -192,6 +192,11 @@ FOREIGN: list[tuple[list[dict[str, Any]], list[str], list[str]]] = [
     ),
     ([REASONING | {"content": [{"type": "reasoning_text", "text": "Hm."}]}], [], ["<think>\nHm.\n</think>"]),
     (
+        [{"type": "reasoning", "id": "r", "summary": [{"type": "dream", "text": "Hm."}, {"type": "dream_picture"}]}],
+        ["input.reasoning.dream", "input.reasoning.dream_picture"],
+        ["<think>\nHm.\n</think>"],
+    ),
+    (
         [{"type": "web_search_call", "id": "ws_1", "status": "completed", "action": SEARCH}],
         ["input.web_search_call"],
         ["assistant\n[web_search_call]\n", '"query": "the weather"', "https://a.example"],
@@ -414,6 +419,7 @@ ASSISTANT: list[tuple[dict[str, Any], bool, str]] = [
     ({"type": "fallback", "to": {"model": "m"}, "from": {"model": "n"}}, True, ""),
     ({"type": "mcp_tool_listing", "mcp_server_name": "d", "tools": [{"name": "x"}]}, True, ""),
     ({"type": "dream", "text": "Sheep."}, True, "[dream]\nSheep."),
+    ({"type": "output_audio", "data": "gAAA", "transcript": "Nineteen."}, True, "[output_audio]\nNineteen."),
     ({"type": "dream", "vision": "gAAA"}, True, ""),
 ]
 
@@ -510,6 +516,16 @@ def test_calls_of_other_tools_in_chat(server: RunningServer, shown: list[str]) -
     assert named(post(server, CHAT, {"messages": messages})) == ["messages.tool_calls.browser"]
     assert '"name": "patch", "arguments": {"input": "*** Begin"}' in shown[0]
     assert '"name": "open", "arguments": {"url": "https://a.example"}' in shown[0]
+
+
+@pytest.mark.parametrize("fields", [{"id": ""}, {"id": None}, {}], ids=json.dumps)
+def test_calls_without_ids_in_chat(server: RunningServer, shown: list[str], fields: dict[str, Any]) -> None:
+    call = fields | {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    result = {"role": "tool", "content": "21"} | ({"tool_call_id": fields["id"]} if fields else {})
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, result, USER]
+    assert named(post(server, CHAT, {"messages": messages})) == []
+    assert '"name": "f"' in shown[0]
+    assert "tool\n21" in shown[0]
 
 
 @pytest.mark.parametrize(

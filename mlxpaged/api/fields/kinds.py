@@ -40,7 +40,7 @@ def shown(*fields: str) -> Kind:
     return Kind(Handling.SHOWN, fields)
 
 
-UNKNOWN = shown("name", "input", "arguments", "action", "text", "content", "summary", "output")
+UNKNOWN = shown("name", "input", "arguments", "action", "text", "transcript", "content", "summary", "output")
 """A type that a table does not have. If it has none of these fields, it is left out."""
 
 ITEMS: Mapping[str, Kind] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 from mlxpaged.api.foreign import OtherTool, leave_out, type_name
 from mlxpaged.api.generation import request
@@ -67,10 +67,14 @@ class CalledFunction(Body):
     arguments: str | dict[str, Any] | None = None
 
 
+CallId = Annotated[str, BeforeValidator(lambda given: "" if given is None else given)]
+"""Some services give calls no id. A result without one belongs to the first open call."""
+
+
 class FunctionCall(Body):
     """index: the list's order says the same. Clients that collected the call from a stream send it."""
 
-    id: str
+    id: CallId = ""
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
@@ -87,7 +91,7 @@ class CustomInput(Body):
 class CustomCall(Body):
     """A call of a tool that takes one text. The model sees a call with this text as its only argument."""
 
-    id: str
+    id: CallId = ""
     type: Literal["custom"]
     custom: CustomInput
     index: int | None = None
@@ -101,7 +105,7 @@ class OtherCall(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    id: str
+    id: CallId = ""
     type: str
 
     @model_validator(mode="after")

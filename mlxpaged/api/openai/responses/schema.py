@@ -119,22 +119,27 @@ class CustomToolCallOutput(StoredItem):
     name: str | None = None
 
 
-class ReasoningText(Body):
-    type: Literal["reasoning_text"]
-    text: str
+class ReasoningPart(BaseModel):
+    """A part of the thinking, or of its summary. One of another type is shown as text too, and named."""
 
+    model_config = ConfigDict(strict=True, extra="allow")
 
-class SummaryText(Body):
-    type: Literal["summary_text"]
-    text: str
+    type: str
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _other_types_are_named(self, info: ValidationInfo) -> ReasoningPart:
+        if self.type not in ("reasoning_text", "summary_text"):
+            leave_out(info, f"input.reasoning.{type_name(self.type)}", SHOWN if self.text else UNREADABLE)
+        return self
 
 
 class ReasoningItem(StoredItem):
     """encrypted_content: the thinking in a form that only another server can read. It is left out."""
 
     type: Literal["reasoning"]
-    summary: Annotated[list[SummaryText], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
-    content: Annotated[list[ReasoningText], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
+    summary: Annotated[list[ReasoningPart], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
+    content: Annotated[list[ReasoningPart], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
     encrypted_content: str | None = None
 
     @model_validator(mode="after")
@@ -146,7 +151,7 @@ class ReasoningItem(StoredItem):
     @property
     def text(self) -> str:
         """Returns the thinking itself, or its summary if there is nothing else."""
-        return "\n".join(part.text for part in self.content or self.summary or ())
+        return "\n".join(part.text for part in self.content or self.summary or () if part.text)
 
 
 class ToolsItem(StoredItem):
