@@ -117,7 +117,8 @@ test-contract: $(STAMP)
 	else $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,contract]'; fi
 	$(BIN)/python -m pytest -m contract tests/contract
 
-# Each program in a folder of its own under .venv/clients. ARGS selects tests: ARGS='-k langchain'.
+# Each program in a folder of its own under .venv/clients. ARGS selects tests: ARGS='-k langchain'. Needs Node, and tmux
+# for coding agents in a terminal.
 test-clients: $(STAMP)
 	@if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python -e '.[dev,clients]'; \
 	else $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,clients]'; fi

@@ -19,8 +19,8 @@ PYTHON = {
     "dspy": "dspy==3.4.1",
     "guidellm": "guidellm==0.8.1",  # 1.1 GB; on Linux, torch from PyPI brings CUDA, 3 GB more
     "instructor": "instructor==1.17.0",
-    "langchain": "langchain-openai==1.7.3 langchain-anthropic==1.7.7",
-    "litellm": "litellm==1.106.2 mcp==2.3.0",
+    "langchain": "langchain-openai==1.7.4 langchain-anthropic==1.7.10 langchain-ollama==1.1.0",
+    "litellm": "litellm==1.110.2 mcp==2.3.0",
     "llama_index": "llama-index-llms-openai-like==0.8.1",
     "llm": "llm==0.36",
     "ollama": "ollama==0.6.3",
@@ -32,12 +32,16 @@ PYTHON = {
 }
 NODE = {
     "anthropic_node": "@anthropic-ai/sdk@1.14.0",
-    "claude_code": "@anthropic-ai/claude-code@2.1.330",
-    "codex": "@openai/codex@0.169.0",
+    "claude_code": "@anthropic-ai/claude-code@2.1.332",
+    "codex": "@openai/codex@0.171.0",
     "continue": "@continuedev/cli@1.5.47",
-    "openai_node": "openai@7.57.0",
+    "ollama_node": "ollama@0.6.4",
+    "openai_node": "openai@7.59.0",
     "opencode": "opencode-ai@1.18.33",
-    "vercel_ai": "ai@7.0.173 @ai-sdk/openai-compatible@3.0.92 zod@4.6.7",
+    "vercel_ai": "ai@7.0.173 zod@4.6.7 "
+    "@ai-sdk/openai@4.0.118 @ai-sdk/openai-compatible@3.0.92 @ai-sdk/anthropic@4.0.105",
+    "vercel_ai_6": "ai@6.0.325 zod@4.6.7 "
+    "@ai-sdk/openai@3.0.141 @ai-sdk/openai-compatible@2.0.92 @ai-sdk/anthropic@3.0.140",
 }
 
 

@@ -1,4 +1,5 @@
-"""Each library, in an environment of its own, holds a conversation with the server: programs/NAME.py or NAME.mjs.
+"""Each library, in an environment of its own, holds a conversation with the server: programs/NAME.py or NAME.mjs, which
+older versions, NAME_VERSION, run too.
 
 A program prints lines `LABEL: ANSWER`. The last word of the label says which answer is expected."""
 
@@ -28,9 +29,13 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in PROGRAMS.glob("*.*")))
-def test_a_library_holds_its_conversations(any_server: RunningServer, tmp_path: Path, script: str) -> None:
-    folder = installed(Path(script).stem)
+SCRIPTS = {path.stem: path.name for path in sorted(PROGRAMS.glob("*.*"))}
+SCRIPTS |= {"vercel_ai_6": SCRIPTS["vercel_ai"]}
+
+
+@pytest.mark.parametrize("library", SCRIPTS)
+def test_a_library_holds_its_conversations(any_server: RunningServer, tmp_path: Path, library: str) -> None:
+    folder, script = installed(library), SCRIPTS[library]
     if script.endswith(".mjs"):  # Node looks for packages beside the script
         command = ["node", shutil.copy(PROGRAMS / script, folder)]
     else:  # isolated, because a script may have the name of its package

@@ -44,9 +44,10 @@ class Terminal:
         return self._tmux("capture-pane", "-p", "-J", "-S", "-").rstrip("\n ")
 
     def type(self, text: str, end: str = "Enter") -> None:
-        """Type a line. end: the key after it."""
+        """Type a line. end: the key after it; "" for none."""
         self._tmux("send-keys", "-l", text)
-        self.key(end)
+        if end:
+            self.key(end)
 
     def key(self, *names: str) -> None:
         """Press keys by tmux's names: C-c, C-d, Enter."""

@@ -42,5 +42,14 @@ del fields["tools"]
 runner = client.beta.messages.tool_runner(messages=user("Weather in Rome?"), tools=[weather], **fields)
 print("runner tool:", runner.until_done().content[0].text)
 
+behavior = {"unsupported_request_behavior": "continue_unthreaded"}  # the package sends all messages
+thread = client.beta.messages.thread(tools=[weather], **behavior, **fields)
+for number in range(3):
+    thread.append(*user("Weather in Rome?"))
+    for turn in thread.tool_runner(stream=number > 0):
+        last = turn.get_final_message() if number > 0 else turn
+    print("thread tool:", last.content[0].text)
+assert len(thread.messages) == 12  # a question, a call, its result and an answer in each turn
+
 answer = messages.parse(messages=user("Describe Rome"), output_format=Weather, **fields)
 print("object:", answer.parsed_output.model_dump_json())

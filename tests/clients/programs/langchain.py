@@ -3,6 +3,7 @@ import sys
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.tools import tool
+from langchain_ollama import ChatOllama
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel
 
@@ -38,14 +39,16 @@ models = {
     "": ChatOpenAI(base_url=url, **fields),
     "responses ": ChatOpenAI(base_url=url, use_responses_api=True, **fields),
     "anthropic ": ChatAnthropic(base_url=sys.argv[1], **fields),
+    "ollama ": ChatOllama(base_url=sys.argv[1], model="scripted", reasoning=True),
 }
 for prefix, model in models.items():
     print(f"{prefix}chat:", model.invoke([SystemMessage("Be brief."), HumanMessage("Hello")]).text)
     print(f"{prefix}stream:", "".join(chunk.text for chunk in model.stream("Hello")))
     print(f"{prefix}tool:", converse(model.bind_tools([weather]), stream=False))
-    print(f"{prefix}strict tool:", converse(model.bind_tools([weather], strict=True), stream=False))
+    if prefix != "ollama ":  # it knows neither strict tools nor a choice
+        print(f"{prefix}strict tool:", converse(model.bind_tools([weather], strict=True), stream=False))
     print(f"{prefix}streamed tool:", converse(model.bind_tools([weather]), stream=True))
-    for choice in ("weather", "any"):
+    for choice in () if prefix == "ollama " else ("weather", "any"):
         (call,) = model.bind_tools([weather], tool_choice=choice).invoke("Weather in Rome?").tool_calls
         print(f"{prefix}{choice} call:", call["name"], call["args"]["city"])
     for method, question in methods[:2] if prefix == "anthropic " else methods:

@@ -44,7 +44,8 @@ for provider in ("openai", "hosted_vllm", "anthropic", "ollama_chat"):
     print(f"{provider} asynchronous chat:", answer.choices[0].message.content)
     options = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = litellm.completion(messages=asked("Hello"), **options, **fields)
-    print(f"{provider} stream:", "".join(chunk.choices[0].delta.content or "" for chunk in chunks))
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]  # the usage has a chunk without choices
+    print(f"{provider} stream:", "".join(delta.content or "" for delta in deltas))
     print(f"{provider} tool:", converse(stream=False, **fields))
     print(f"{provider} streamed tool:", converse(stream=True, **fields))
     if provider != "anthropic":  # there, LiteLLM asks for an object by a tool of its own
