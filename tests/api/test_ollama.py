@@ -226,7 +226,7 @@ def test_think_is_the_switch_of_the_template_or_a_limit(
 
 
 def test_results_without_ids_belong_to_the_calls_that_have_none_yet(server: RunningServer) -> None:
-    """Chat templates expect OpenAI's form, in which a result names its call."""
+    """Chat templates expect OpenAI's form, in which a result names its call, and most show results in their order."""
     functions = [{"function": {"name": name, "arguments": {}}} for name in ("a", "b", "a")]
     given: list[dict[str, Any]] = [
         {"role": "assistant", "content": None, "thinking": "hm", "tool_calls": functions},
@@ -239,8 +239,9 @@ def test_results_without_ids_belong_to_the_calls_that_have_none_yet(server: Runn
     ids = [call["id"] for call in said["tool_calls"]]
     assert (said["content"], said["reasoning_content"]) == ("", "hm")
     assert len(set(ids)) == 3
-    assert [result["tool_call_id"] for result in results] == [ids[1], ids[0], ids[2]]
-    assert [result["name"] for result in results] == ["b", "a", "a"]
+    assert [result["tool_call_id"] for result in results] == ids
+    assert [result["content"] for result in results] == ["of the first a", "of b", "of the second a"]
+    assert [result["name"] for result in results] == ["a", "b", "a"]
 
 
 @pytest.mark.parametrize("options", [{"typical_p": 0.5}, {"tfs_z": 2.0}, {"mirostat": 2}])
