@@ -4,6 +4,7 @@ asks for beside each: something that has to pass through the same queue."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import shutil
@@ -146,14 +147,18 @@ flood("new schemas", schema(200), schema(40), clients=6)
 
 
 def image(kind: str, width: int, height: int, **options: Any) -> Ask:
-    """Each has other pixels, so that none is one that was decoded before."""
+    """Each has other pixels, so that none is one that was decoded before. Large ones are made on threads: the answers
+    to the others are read meanwhile, and a small one waits for none."""
+    is_large = width * height > 10_000
 
-    def ask(context: Context, key: str, number: int) -> Awaitable[Reply]:
+    async def ask(context: Context, key: str, number: int) -> Reply:
         picture = Image.new("RGB", (width, height), (number % 256, number // 256 % 256, len(key)))
-        url = {"type": "image_url", "image_url": {"url": url_of(encoded(picture, kind, **options))}}
+        made = functools.partial(encoded, picture, kind, **options)
+        file = await asyncio.to_thread(made) if is_large else made()
+        url = {"type": "image_url", "image_url": {"url": url_of(file)}}
         content = [{"type": "text", "text": "What number is in the picture?"}, url]
         messages = [{"role": "user", "content": content}]
-        return context.post(CHAT, {"model": SEEING, "messages": messages, "max_tokens": 1}, key)
+        return await context.post(CHAT, {"model": SEEING, "messages": messages, "max_tokens": 1}, key)
 
     return ask
 
