@@ -172,8 +172,7 @@ class ModelRunner:
                 each.begin(step)
             host = self._host_step(step, more)
             vector = host.upload()
-            # A replayed step has other kernels than one that is not, so the bits of a row would depend on which it is.
-            if not self.overlaps or inputs:
+            if not self.overlaps or inputs:  # inputs would be constants of a graph
                 logits, *hidden = self._outputs(host, vector, in_flight)
             else:
                 logits, *hidden = self.graphs.run(host, vector, in_flight, self._adapters.active)

@@ -17,7 +17,8 @@ from mlxpaged.step import Step
 
 
 class TiledRunner(ModelRunner):
-    """Every forward pass has the same shapes: no rows are selected for the output head, and no step is replayed.
+    """Every forward pass has the same shapes: no rows are selected for the output head. No step is replayed: a replayed
+    one has other kernels, so the bits of a row would depend on which it is.
 
     tile_size: rows of each forward pass.
     """
