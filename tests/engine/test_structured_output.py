@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mlxpaged.engine import grammar
 from mlxpaged.engine.constraint import Constraint, GrammarError, StructuredOutput, ToolCallForm
 from mlxpaged.engine.core import EngineCore
 from mlxpaged.engine.grammar import Grammars
@@ -104,7 +106,8 @@ def test_answers_do_not_depend_on_overlap_preemption_forks_or_failures(
     assert (core.stats().scheduler.preemptions_total > 0) or blocks == 100
 
 
-def test_the_part_that_cannot_be_enforced_is_named(served: ServedModel) -> None:
+def test_the_part_that_cannot_be_enforced_is_named(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "PARTS_SECONDS", math.inf)
     grammars = Grammars(served.tokenizer, served.vocab_size)
     wrong = ToolCallForm((Json('{"not": {}}'),), "tools.1")
     for form, param in (

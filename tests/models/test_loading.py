@@ -223,7 +223,7 @@ def test_weights_are_read_in_groups_and_the_progress_ends_at_their_bytes(
     monkeypatch.setattr(loader, "READ_BYTES", 50_000)
     path = make_tiny_model(tmp_path / "m", "llama", num_hidden_layers=3)
     reports: list[Progress] = []
-    served = load_model(str(path), None, None, Turns(reports.append))
+    served = load_model(str(path), turns=Turns(reports.append))
     loading = [each for each in reports if each.stage is Stage.LOADING and each.total]
     weights = dict.fromkeys((each.done, each.total) for each in loading)  # other models take turns in repetitions
     done = [each for each, _ in weights]
