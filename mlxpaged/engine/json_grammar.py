@@ -405,6 +405,7 @@ class _Grammar:
     def _counted(self, items: Sequence[tuple[bool, str]], other: str, least: int, most: int | None) -> str:
         """Members in this order, and as many as are allowed of those that need not be there. other: members that are
         not listed; "" if there are none."""
+        least = max(least, 0)  # below 0 if more are required than `least` asks for
         limit = least if most is None else most
         if limit < least:
             raise Unsatisfiable("the properties are too many, or too few")
