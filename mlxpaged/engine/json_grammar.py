@@ -357,7 +357,10 @@ class _Grammar:
         has_optional = not all(required for required, _ in items)
         if not more and most is not None and most >= sum(not required for required, _ in items):
             most = None
-        if has_optional and (most is not None or least > 1):
+        most_uncounted = (
+            0 if any(required for required, _ in items) else 1
+        )  # `_members` asks for one if none must be there
+        if has_optional and (most is not None or least > most_uncounted):
             return self._rule(f'"{{" {self._counted(items, " | ".join(more), least, most)} "}}"')
         if most is not None and (most < 0 or (not more and least > 0) or least > most):
             raise Unsatisfiable("the properties are too many, or too few")
