@@ -4,7 +4,6 @@ has to pass through the same queue. In the order in which they come, all that wa
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,8 +63,9 @@ def test_few_requests_of_a_flood_come_before_that_of_another_client(
             counts.append(num_answered - before)
         for each in running:
             each.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*running)
+        for end in await asyncio.gather(*running, return_exceptions=True):
+            if isinstance(end, Exception):  # other than that it was cancelled
+                raise end
         return counts
 
     counts = asyncio.run(run())

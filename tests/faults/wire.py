@@ -130,6 +130,9 @@ async def exchange(address: Address, data: bytes) -> Reply:
         with contextlib.suppress(ConnectionError):  # the answer may have come before the end of the request
             await connection.send(data)
         return read_reply(await connection.read())
+    except asyncio.CancelledError:
+        connection.reset()  # `close` would wait until all of a large body is sent
+        raise
     finally:
         connection.close()
 
