@@ -350,17 +350,15 @@ class _Grammar:
                     raise Unsatisfiable(f"required property {name!r} is unsatisfiable") from None
                 continue
             items.append((name in must, self._rule(f'{self._texts([name])} ":" {value}')))
-        least = _size(schema, "minProperties", 0) - sum(required for required, _ in items)
-        most = _size(schema, "maxProperties", None)
-        most = None if most is None else most - sum(required for required, _ in items)
+        num_required = sum(required for required, _ in items)
+        least, most = _size(schema, "minProperties", 0) - num_required, _size(schema, "maxProperties", None)
+        most = None if most is None else most - num_required
         more = list(self._other_pairs(names, by_pattern, others))
-        has_optional = not all(required for required, _ in items)
-        if not more and most is not None and most >= sum(not required for required, _ in items):
+        has_optional = num_required < len(items)
+        if not more and most is not None and most >= len(items) - num_required:
             most = None
-        most_uncounted = (
-            0 if any(required for required, _ in items) else 1
-        )  # `_members` asks for one if none must be there
-        if has_optional and (most is not None or least > most_uncounted):
+        # If none is required, `_members` can ask for one.
+        if has_optional and (most is not None or least > (not num_required)):
             return self._rule(f'"{{" {self._counted(items, " | ".join(more), least, most)} "}}"')
         if most is not None and (most < 0 or (not more and least > 0) or least > most):
             raise Unsatisfiable("the properties are too many, or too few")

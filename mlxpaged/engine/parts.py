@@ -49,9 +49,9 @@ class Assembly:
 def parts_of(assembly: Assembly) -> Iterator[Part]:
     """In the order in which they are asked.
 
-    Requests that wait in vain end first: nothing is prepared for them. Images that a prefix covers are not encoded, so
-    the encoder comes after the tier. Drafts follow known tokens, so they come last: the encoder may have ended the step
-    in flight.
+    Requests that have waited too long for memory end first: nothing is prepared for them. Images that a prefix covers
+    are not encoded, so the encoder comes after the tier. Drafts follow known tokens, so they come last: the encoder may
+    have ended the step in flight.
     """
     scheduler, requests, clock = assembly.scheduler, assembly.requests, assembly.clock
     yield GrowthWait(scheduler, requests, clock)

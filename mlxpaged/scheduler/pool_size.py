@@ -43,7 +43,7 @@ class PoolSize:
         self.may_grow = allowed
 
     def forget_asked(self) -> None:
-        """Nobody waits for blocks."""
+        """No sequence waits for blocks."""
         self.missing = 0
 
     def ask(self, missing: int) -> None:
