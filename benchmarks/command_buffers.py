@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlxpaged.attention.metadata import AttentionMetadata
+from mlxpaged.core.step import Row
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.step import Row
 
 MIB = 2**20
 

@@ -16,9 +16,9 @@ import uvloop
 from mlxpaged.api.app import create_app
 from mlxpaged.cli.http_server import HttpServer
 from mlxpaged.cli.serve import listen
+from mlxpaged.core.engine.status import EngineStats
 from mlxpaged.engine.async_engine import AsyncEngine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.status import EngineStats
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.registry.registry import Registry
 
 CLIENTS = Path(__file__).with_name("delivery_clients.py")

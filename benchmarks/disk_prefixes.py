@@ -18,14 +18,14 @@ from pathlib import Path
 
 import numpy as np
 
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.disk_tier import NO_TIER, PREFIX
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import load_model
+from mlxpaged.parts.disk.disk_tier import NO_TIER, PREFIX
 
 # isort: split
 import mlx.core as mx

@@ -26,7 +26,7 @@ import numpy as np
 from comparison.servers import free_port
 
 from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
-from mlxpaged.models.encoder_model import EncoderModel
+from mlxpaged.models.encoders.encoder_model import EncoderModel
 from mlxpaged.models.loader import load_embedding_model
 
 # isort: split

@@ -35,13 +35,13 @@ from unittest.mock import patch
 
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.metadata import AttentionMetadata, HostStep
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.in_flight import InFlightStep
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.step import InFlightStep
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.layers import KV, LayerSpec, bytes_per_token
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.sources.resolve import resolve

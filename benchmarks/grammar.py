@@ -21,13 +21,13 @@ import time
 from collections import defaultdict
 from dataclasses import astuple, dataclass
 
+from mlxpaged.core.engine.constraint import Constraint, StructuredOutput, ToolCallForm
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.constraint import Constraint, StructuredOutput, ToolCallForm
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.formats import FORMATS, Format
 from mlxpaged.models.loader import load_model
 from mlxpaged.models.sources.short_names import DEMO_MODEL

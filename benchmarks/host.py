@@ -31,16 +31,16 @@ from unittest.mock import patch
 from mlxpaged.attention import kernels
 from mlxpaged.attention.layer import route_attention
 from mlxpaged.attention.metadata import HostStep
+from mlxpaged.core.engine.in_flight import InFlightStep, StepResult
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampler import SampledToken
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.engine.step_input import SampledTokens
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampler import SampledToken
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.step import InFlightStep, StepResult
-from mlxpaged.engine.step_input import SampledTokens
-from mlxpaged.models.fused_attention import FusedAttention, fuse_attention
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.head import select_rows_before_head
-from mlxpaged.models.joins import join
+from mlxpaged.models.joins.fused_attention import FusedAttention, fuse_attention
+from mlxpaged.models.joins.joins import join
 from mlxpaged.models.layer_finder import Way, find_layers
 from mlxpaged.models.layers import KV, Recurrent, bytes_per_token
 from mlxpaged.models.loader import load_model

@@ -18,9 +18,9 @@ from typing import Any
 from wiring import Wiring
 
 CLASSES = {
-    "engine/core.py": "EngineCore",
-    "engine/step_loop.py": "StepLoop",
-    "engine/model_runner.py": "ModelRunner",
+    "core/engine/core.py": "EngineCore",
+    "core/engine/step_loop.py": "StepLoop",
+    "core/engine/model_runner.py": "ModelRunner",
 }
 
 STEPS = 3
@@ -40,10 +40,10 @@ def lines_of_class(path: Path, name: str) -> int:
 
 def decode_files(package: Path) -> list[str]:
     """The files of the package of which a function runs in a decode step, on this machine's backend."""
+    from mlxpaged.core.engine.request import Request
+    from mlxpaged.core.engine.sampling_params import SamplingParams
     from mlxpaged.engine.builder import build_engine
-    from mlxpaged.engine.config import EngineConfig
-    from mlxpaged.engine.request import Request
-    from mlxpaged.engine.sampling_params import SamplingParams
+    from mlxpaged.engine_config import EngineConfig
     from mlxpaged.models.loader import load_model
 
     config = EngineConfig(model="demo", kv_cache_bytes=64_000_000)

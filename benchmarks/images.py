@@ -17,18 +17,18 @@ from pathlib import Path
 import numpy as np
 from comparison.model import benchmark_model
 
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.image_encoder import IMAGES
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import load_model
+from mlxpaged.parts.images.image_encoder import IMAGES
+from mlxpaged.vision.families.pixtral.format import PixtralFormat
+from mlxpaged.vision.families.pixtral.tower import PixtralSizes, PixtralTower
 from mlxpaged.vision.image import PromptImage
 from mlxpaged.vision.install import install
-from mlxpaged.vision.pixtral import PixtralSizes, PixtralTower
-from mlxpaged.vision.pixtral_format import PixtralFormat
 from mlxpaged.vision.tower import Vision
 
 # isort: split

@@ -13,11 +13,11 @@ import statistics
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 
-from mlxpaged.scheduler.config import SchedulerConfig
-from mlxpaged.scheduler.row_tiles import ANY_ROWS, RowTiles
-from mlxpaged.scheduler.scheduler import Scheduler
-from mlxpaged.scheduler.sequence import Sequence
-from mlxpaged.scheduler.step_cost import chunk_keys
+from mlxpaged.core.scheduling.config import SchedulerConfig
+from mlxpaged.core.scheduling.row_tiles import ANY_ROWS, RowTiles
+from mlxpaged.core.scheduling.scheduler import Scheduler
+from mlxpaged.core.scheduling.sequence import Sequence
+from mlxpaged.core.scheduling.step_cost import chunk_keys
 
 TIMED_ROWS = (1, 2, 4, 8, 16, 32, 33, 64, 128)
 """Rows of the steps that are timed before the first request."""

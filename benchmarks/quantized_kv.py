@@ -6,7 +6,7 @@ The demo model is asked its own tasks, with keys that training never saw, in con
 the right answers count. The random model has heads of 128 and continues its own text, sampled at temperature 1 with an
 unquantized cache. Every text is computed with each type of cache, from the same tokens. Agreement: the share of
 positions at which the most likely token is the one of the unquantized cache. Difference and divergence: of the logits
-and predictions of the probe, by which a type is refused at load (mlxpaged/models/quantized_kv.py).
+and predictions of the probe, by which a type is refused at load (mlxpaged/models/checks/quantized_kv.py).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import numpy as np
 from comparison.model import write_model
 from engine_models import SHARED, make_weights
 
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import Request, RequestOutput
+from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import KV_CACHE_DTYPES, EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine_config import KV_CACHE_DTYPES, EngineConfig
+from mlxpaged.models.checks.quantized_kv import effect_on_logits
+from mlxpaged.models.checks.reference import make_reference
 from mlxpaged.models.layers import bytes_per_token, quantized
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.models.quantized_kv import effect_on_logits
-from mlxpaged.models.reference import make_reference
 
 CONTEXT = 1500
 """Most tokens of a conversation."""

@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
-from mlxpaged.scheduler.config import SchedulerConfig
-from mlxpaged.scheduler.scheduler import Scheduler
-from mlxpaged.scheduler.sequence import FinishReason, Priority, Sequence
-from mlxpaged.step import Step
+from mlxpaged.core.blocks.block_pool import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
+from mlxpaged.core.scheduling.config import SchedulerConfig
+from mlxpaged.core.scheduling.scheduler import Scheduler
+from mlxpaged.core.scheduling.sequence import FinishReason, Priority, Sequence
+from mlxpaged.core.step import Step
 
 
 class Clock:

@@ -25,19 +25,19 @@ import subprocess
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 
+from mlxpaged.core.engine.constraint import Constraint
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.row_times import time_rows
+from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.cpu import blas  # before mlx: it loads the fast BLAS
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.constraint import Constraint
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.grammar import GrammarMatcher, Grammars
-from mlxpaged.engine.ngram import NgramIndex
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.row_times import time_rows
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.scheduler.acceptance import MOST_DRAFTS, PRIORS, Acceptance, StepCounts
-from mlxpaged.scheduler.draft_budget import draft_lengths
+from mlxpaged.parts.drafting.acceptance import MOST_DRAFTS, PRIORS, Acceptance, StepCounts
+from mlxpaged.parts.drafting.draft_budget import draft_lengths
+from mlxpaged.parts.drafting.ngram import NgramIndex
+from mlxpaged.parts.grammar.grammar import GrammarMatcher, Grammars
 
 COST = 0.17
 """Of a row more, in plain steps."""

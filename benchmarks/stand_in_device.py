@@ -11,9 +11,9 @@ from unittest import mock
 
 import mlx.core as mx
 
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.engine.step import InFlightStep, StepResult
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.in_flight import InFlightStep, StepResult
+from mlxpaged.core.engine.model_runner import ModelRunner
 
 
 @contextlib.contextmanager

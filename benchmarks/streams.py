@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
 
 
 def gaps(core: EngineCore, streams: int, is_done: Callable[[], bool]) -> list[list[float]]:

@@ -21,10 +21,10 @@ import time
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.server import Server
 from mlxpaged.api.status_stream import PERIOD_SECONDS, StatusStream, block_map
-from mlxpaged.cache.block_pool import BlockPool
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.core.blocks.block_pool import BlockPool
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.registry.registry import Registry
 
 PROMPT_TOKENS, SHARED_TOKENS = 160, 96

@@ -6,60 +6,21 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
-CORE = {
-    "cache": "block_pool block_table groups prefix_cache table_rows",
-    "scheduler": "admission block_manager config pool_size preemption prefill_budget queue row_table schedule_builder "
-    "scheduler sequence sequence_kv stats wait",
-    "attention": "gather kv_cache layer layout metadata pool",
-    "engine": "async_engine commands core engine_thread errors model_runner part recovery request request_rows "
-    "request_stream request_table row_times running_request sampler sampling_params step step_input step_loop",
-}
-"""By room, the modules that every request of every model runs: scheduling, blocks, keys and values, the engine. Until
-they have a folder of their own, this is the list. What makes an engine of its parts (engine/builder.py, sizes.py,
-executor.py, parts.py) names them all, and is none of it."""
+CORE = ("core", *(f"attention.{name}" for name in ["gather", "kv_cache", "layer", "layout", "metadata", "pool"]))
+"""Modules and folders that every request of every model runs: blocks, scheduling, the step, keys and values. What makes
+an engine of its parts (engine/builder.py, sizes.py, executor.py, parts.py) names them all, and is none of it."""
 
-PARTS = {
-    "drafting": (
-        "engine.draft_check engine.draft_loading engine.draft_passes engine.drafting engine.network_drafters "
-        "engine.ngram scheduler.acceptance scheduler.draft_budget scheduler.step_cost models.draft_assistant "
-        "models.draft_head models.draft_model"
-    ),
-    "disk": (
-        "cache.disk_index cache.disk_journal cache.disk_records cache.disk_store engine.disk_share engine.disk_tier "
-        "engine.disk_writer engine.stored_prefixes"
-    ),
-    "states": (
-        "cache.checkpoints models.gated_delta models.rollback models.states scheduler.junctions scheduler.recurrent"
-    ),
-    "memory": (
-        "engine.growth_wait engine.headroom engine.memory_pressure engine.memory_watch engine.pool_resizer "
-        "engine.step_memory engine.swap_space engine.wired_memory"
-    ),
-    "grammar": (
-        "engine.characters engine.constraint engine.grammar engine.grammar_check engine.grammar_limits engine.integers "
-        "engine.json_grammar engine.json_in_lark engine.json_schema engine.loosening engine.patterns "
-        "engine.schema_limits engine.schema_merge engine.structured_output"
-    ),
-    "images": "engine.image_encoder engine.images models.vision models.vision_family models.vision_probe vision",
-    "pace": (
-        "engine.deadlines engine.prompt_progress engine.stall engine.step_log engine.thinking_budget engine.timeline "
-        "engine.watchdog"
-    ),
-    "log-probabilities": "engine.logprobs engine.prompt_logits",
-    "step graphs": "engine.step_graphs",
-    "batch-invariant": "engine.device_tiles engine.row_tiles scheduler.row_tiles",
-    "ranks": "cluster engine.follower engine.rank_messages engine.ranks engine.shared_runner",
-    "adapters": "models.adapted_layers models.adapters",
-    "embeddings": (
-        "engine.embedder engine.embedder_loading engine.embedding_core engine.embedding_passes models.embedding "
-        "models.encoder models.encoder_files models.encoder_model models.reranker"
-    ),
-}
-"""By optional part, its modules and folders. A server without one of them still answers."""
+PARTS = (
+    "parts",
+    "cluster",
+    *(f"models.{name}" for name in ["adapters", "drafts", "encoders", "states", "vision"]),
+    "vision",
+)
+"""Folders of what is optional. A server without one of them still answers."""
 
 PART_WORDS = ("adapter", "disk", "draft", "image", "mtp", "rank", "swap", "tier", "tile", "vision")
 """Parts of names by which the core asks whether an optional part is there."""
@@ -69,6 +30,11 @@ def module_of(path: Path, package: Path) -> str:
     """For example `engine.step_loop`."""
     parts = path.relative_to(package).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
+
+
+def is_of(module: str, owners: Iterable[str]) -> bool:
+    """Whether it is one of these modules and folders, or in one of them."""
+    return any(module == each or module.startswith(f"{each}.") for each in owners)
 
 
 def dotted(expression: ast.expr) -> str:
@@ -93,17 +59,15 @@ class Wiring:
 
     def __init__(self, package: Path) -> None:
         self.trees = {module_of(path, package): ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
-        self.rooms = {path.name for path in package.iterdir() if path.is_dir()}
         self.name = package.name
-        self.core = [f"{room}.{name}" for room, names in CORE.items() for name in names.split()]
-        self.parts = [name for names in PARTS.values() for name in names.split()]
+        self.core = [name for name in self.trees if is_of(name, CORE)]
         self.lines = {
             module_of(path, package): len(path.read_text().splitlines()) for path in sorted(package.rglob("*.py"))
         }
 
     def missing(self) -> list[str]:
         """Modules that CORE and PARTS name and that are not there."""
-        return [name for name in (*self.core, *self.parts) if name not in self.trees and name not in self.rooms]
+        return [each for each in (*CORE, *PARTS) if each not in self.trees]
 
     @cached_property
     def imports(self) -> dict[str, set[str]]:
@@ -118,12 +82,9 @@ class Wiring:
                     found[name] |= submodules or {module}
         return found
 
-    def is_part(self, module: str) -> bool:
-        return any(module == part or module.startswith(f"{part}.") for part in self.parts)
-
     def imports_of_parts(self) -> list[str]:
         return [
-            f"{name} imports {each}" for name in self.core for each in sorted(self.imports[name]) if self.is_part(each)
+            f"{name} imports {each}" for name in self.core for each in sorted(self.imports[name]) if is_of(each, PARTS)
         ]
 
     def tests_for_parts(self) -> list[str]:
@@ -145,7 +106,7 @@ class Wiring:
         thread runs."""
         found = []
         for name, tree in self.trees.items():
-            if name.split(".")[0] not in ("attention", "cache", "engine", "models", "scheduler"):
+            if name.split(".")[0] not in ("attention", "core", "engine", "models", "parts"):
                 continue
             for node in ast.walk(tree):
                 targets = node.targets if isinstance(node, ast.Assign) else []

@@ -22,9 +22,10 @@ import mlxpaged  # noqa: F401  (first: it loads the fast BLAS before mlx is impo
 from mlxpaged.attention import self_check, tuner
 from mlxpaged.cli.doctor.sizes import Sizes
 from mlxpaged.cpu import streams
-from mlxpaged.engine import builder, memory_pressure
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.scheduler import draft_budget
+from mlxpaged.engine import builder
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.parts.drafting import draft_budget
+from mlxpaged.parts.memory import memory_pressure
 from tests.support import RunningServer, running_server
 
 collect_ignore = [] if find_spec("playwright") else ["browser"]

@@ -48,8 +48,8 @@ HOW_TOS = (
 from types import SimpleNamespace
 from mlxpaged.api.generation.request import given_fields
 from mlxpaged.api.openai.schema import CompletionRequest
-from mlxpaged.engine.random_sampling import row_parameters
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.core.engine.random_sampling import row_parameters
+from mlxpaged.core.engine.sampling_params import SamplingParams
 
 body = CompletionRequest(model="m", prompt="p", temperature=0.5, heat=4)
 row = SimpleNamespace(params=SamplingParams(**given_fields(body, SamplingParams)), seed=1, position=0)
@@ -62,10 +62,10 @@ assert row_parameters([row], 100)[0, 2:3].view("float32")[0] == 2.0
                     "    heat: Annotated[float, Field(gt=0, le=10)] | None = None\n",
                 ),
             ),
-            "engine/sampling_params.py": (
+            "core/engine/sampling_params.py": (
                 after("    top_p: float = 1.0\n", "    heat: float = 1.0  # multiplies the temperature\n"),
             ),
-            "engine/random_sampling.py": (("(p.temperature, p.min_p,", "(p.temperature * p.heat, p.min_p,"),),
+            "core/engine/random_sampling.py": (("(p.temperature, p.min_p,", "(p.temperature * p.heat, p.min_p,"),),
         },
     ),
     HowTo(
@@ -134,11 +134,11 @@ RUN_TAGS = Format(
     HowTo(
         "a family that sees with a tower and prompts that are known",
         """
-from mlxpaged.models.vision import FAMILIES
+from mlxpaged.models.vision.loading import FAMILIES
 
 assert FAMILIES["toy_vl"] is FAMILIES["qwen2_vl"]
 """,
-        {"models/vision.py": (before('    "qwen2_vl": QWEN_2,\n', '    "toy_vl": QWEN_2,\n'),)},
+        {"models/vision/loading.py": (before('    "qwen2_vl": QWEN_2,\n', '    "toy_vl": QWEN_2,\n'),)},
     ),
     HowTo(
         "a quantization type of GGUF files",
@@ -162,33 +162,33 @@ assert unpack(mx.zeros((1, 1, 34), mx.uint8)).q.shape == (1, 1, 32)
         "keys and values in another number of bits",
         """
 from mlxpaged.attention.quantization import quantization_of
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.models.quantized_kv import COARSER
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.checks.quantized_kv import COARSER
 
 assert quantization_of(EngineConfig(kv_cache_dtype="int6").kv_cache_dtype, 64, 64).value_bits == 6
 assert COARSER["int6"] == "int8"
 """,
         {
-            "engine/config.py": (('("auto", "int8", "int4")', '("auto", "int8", "int6", "int4")'),),
+            "engine_config.py": (('("auto", "int8", "int4")', '("auto", "int8", "int6", "int4")'),),
             "attention/quantization.py": (
                 ('{"int8": 8, "int4": 4}', '{"int8": 8, "int6": 6, "int4": 4}'),
                 ("KEY_GROUPS = {8: (64, 32),", "KEY_GROUPS = {8: (64, 32), 6: (64, 32),"),
             ),
-            "models/quantized_kv.py": (('{"int4": "int8",', '{"int4": "int6", "int6": "int8",'),),
+            "models/checks/quantized_kv.py": (('{"int4": "int8",', '{"int4": "int6", "int6": "int8",'),),
         },
     ),
     HowTo(
         "another order of waiting requests",
         """
-from mlxpaged.scheduler.queue import turn_of
-from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.core.scheduling.queue import turn_of
+from mlxpaged.core.scheduling.sequence import Sequence
 
 sequence = Sequence(0, [1], 1, arrival_time=3.0)
 sequence.adapter = "red"
 assert turn_of(sequence, 1) == 4.0
 """,
         {
-            "scheduler/queue.py": (
+            "core/scheduling/queue.py": (
                 (
                     "    return sequence.arrival_time + min(MOST_SECONDS,",
                     "    own = 1.0 if sequence.adapter else 0.0\n"
@@ -226,7 +226,7 @@ with contextlib.redirect_stdout(io.StringIO()) as shown:
 assert "patience = 7" in shown.getvalue()
 """,
         {
-            "engine/config.py": (before("    cpu_dtype: str", "    patience: int = 1  # seconds\n"),),
+            "engine_config.py": (before("    cpu_dtype: str", "    patience: int = 1  # seconds\n"),),
             "cli/engine_flags.py": (
                 before(
                     '    steps.switch("--no-batching"',
@@ -239,12 +239,12 @@ assert "patience = 7" in shown.getvalue()
         "an error of the engine with a status and a code of its own",
         """
 from mlxpaged.api.errors import ENGINE_ERRORS
-from mlxpaged.engine.errors import TooTiredError
+from mlxpaged.core.engine.errors import TooTiredError
 
 assert ENGINE_ERRORS[TooTiredError][0] == 503
 """,
         {
-            "engine/errors.py": (
+            "core/engine/errors.py": (
                 before(
                     "class EngineBusyError(",
                     'class TooTiredError(Exception):\n    """It is late."""\n\n\n',
@@ -262,9 +262,9 @@ assert ENGINE_ERRORS[TooTiredError][0] == 503
         "an optional part of the engine",
         """
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.models.loader import load_model
 
 core = build_engine(EngineConfig("demo", kv_cache_bytes=4_000_000, speculative="off"), load_model("demo"))
@@ -279,17 +279,19 @@ assert outputs[-1].finish_reason.value == "stop"
         {
             "engine/parts.py": (
                 before("    yield GrowthWait(", "    yield LoopEnd(requests)\n"),
-                before("from mlxpaged.engine.network_drafters", "from mlxpaged.engine.loop_end import LoopEnd\n"),
+                before(
+                    "from mlxpaged.parts.drafting.network_drafters", "from mlxpaged.parts.loop_end import LoopEnd\n"
+                ),
             ),
         },
         {
-            "engine/loop_end.py": '''
+            "parts/loop_end.py": '''
 """Ends answers that repeat one token: an example of a part."""
 
-from mlxpaged.engine.part import Part, Tokens
-from mlxpaged.engine.request_table import RequestTable
-from mlxpaged.engine.step import InFlightStep
-from mlxpaged.scheduler.sequence import FinishReason
+from mlxpaged.core.engine.part import Part, Tokens
+from mlxpaged.core.engine.request_table import RequestTable
+from mlxpaged.core.engine.in_flight import InFlightStep
+from mlxpaged.core.scheduling.sequence import FinishReason
 
 MOST = 20
 

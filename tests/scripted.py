@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.formats import FORMATS
 from mlxpaged.models.loader import DEMO_PATH
 from tests.formats.written import TEMPLATES

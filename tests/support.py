@@ -32,17 +32,17 @@ from mlxpaged.api.app import create_app
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli.accepted_connection import ConnectionFactory
 from mlxpaged.cli.serve import listen
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.errors import EngineState
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.engine.worker import Worker
+from mlxpaged.core.step import BlockMoves
 from mlxpaged.engine.async_engine import AsyncEngine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.errors import EngineState
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.worker import Worker
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import DEMO_PATH
 from mlxpaged.registry.model import Model
 from mlxpaged.registry.registry import Registry
-from mlxpaged.step import BlockMoves
 from tests.attention.scenes import fill_blocks
 
 Result = TypeVar("Result")

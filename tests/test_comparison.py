@@ -34,7 +34,7 @@ from benchmarks.comparison.model import WORDS, Texts, make_model, make_tokenizer
 from benchmarks.comparison.options import Options, parse
 from benchmarks.comparison.report import markdown
 from benchmarks.comparison.servers import MemoryWatch, Server, ServerError, running, stop
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.support import RunningServer, running_server
 
 TINY = Sizes(

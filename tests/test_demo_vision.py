@@ -18,7 +18,7 @@ from demo_model.vision import tasks
 from demo_model.vision.data import any_size, drawn, reduced
 from demo_model.vision.pictures import BUILT_IN, any_number, picture
 from demo_model.vision.reader import Reader
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.sources.resolve import resolve
 from tests.support import RunningServer, running_server
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mlxpaged.cli import main, make_parser
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.models.architectures import known_source
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.files.architectures import known_source
 from mlxpaged.models.sources.short_names import short_names
 from tests.api.helpers import raw
 from tests.support import RunningServer, running_server

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from mlxpaged import process_memory
+from mlxpaged.core.engine.model_runner import DeviceError
 from mlxpaged.cpu import blas
 from mlxpaged.engine.engine_thread import Failure
-from mlxpaged.engine.model_runner import DeviceError
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.process_memory import (
     MARGIN,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlxpaged.engine.sampler import SampledToken, Samples
-from mlxpaged.engine.step import InFlightStep
-from mlxpaged.engine.step_input import token_vectors
-from mlxpaged.scheduler.config import SchedulerConfig
-from mlxpaged.scheduler.prefill_budget import PrefillLimits
-from mlxpaged.step import PENDING, Row, Step
+from mlxpaged.core.engine.in_flight import InFlightStep
+from mlxpaged.core.engine.sampler import SampledToken, Samples
+from mlxpaged.core.engine.step_input import token_vectors
+from mlxpaged.core.scheduling.config import SchedulerConfig
+from mlxpaged.core.scheduling.prefill_budget import PrefillLimits
+from mlxpaged.core.step import PENDING, Row, Step
 from tests.scheduler.simulation import answer, commit, make_scheduler, sequence
 
 DRAFTED = Row(1, 5, [7, 8, 9], range(5, 8), num_sampled=3)

@@ -16,14 +16,14 @@ import mlx.core as mx
 import numpy as np
 from tokenizers import Tokenizer
 
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.row_times import time_rows
+from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.drafting import NO_DRAFTS
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.row_times import time_rows
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import LoadOptions, load_model
+from mlxpaged.parts.drafting.drafting import NO_DRAFTS
 
 from .dictation import APIS, dictate_all
 from .schemas import ask_all

@@ -13,20 +13,20 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.logprobs import PromptLogprobs
+from mlxpaged.core.engine.request import Request, RequestOutput
+from mlxpaged.core.engine.running_request import RunningRequest
+from mlxpaged.core.engine.sampler import SamplingRow
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.sequence import Sequence
 from mlxpaged.engine import sizes
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.grammar import Mask
-from mlxpaged.engine.logprobs import PromptLogprobs
-from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.engine.running_request import RunningRequest
-from mlxpaged.engine.sampler import SamplingRow
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.layers import bytes_per_token, quantized
 from mlxpaged.models.loader import ServedModel
-from mlxpaged.scheduler import draft_budget
-from mlxpaged.scheduler.sequence import Sequence
+from mlxpaged.parts.drafting import draft_budget
+from mlxpaged.parts.grammar.grammar import Mask
 
 Floats = NDArray[np.float32]
 

@@ -19,9 +19,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.mistral3 import Model, ModelArgs
 
 from demo_model.vision.tokenizer import OF_PICTURES
-from mlxpaged.models.vision_pixtral import sizes_of
-from mlxpaged.vision.pixtral import PixtralTower
-from mlxpaged.vision.pixtral_format import PixtralFormat
+from mlxpaged.vision.families.pixtral.family import sizes_of
+from mlxpaged.vision.families.pixtral.format import PixtralFormat
+from mlxpaged.vision.families.pixtral.tower import PixtralTower
 
 IMAGE_ID, ROW_END_ID, IMAGE_END_ID = 3, 4, 5
 """Of OF_PICTURES, after the special tokens of the other demo."""

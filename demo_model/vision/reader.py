@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from demo_model.vision import tasks
 from demo_model.vision.model import CONFIG
 from mlxpaged.models.sources.model_files import ModelFiles
-from mlxpaged.models.vision import load_vision
+from mlxpaged.models.vision.loading import load_vision
 
 MOST_TOKENS = 100
 

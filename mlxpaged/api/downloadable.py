@@ -11,9 +11,9 @@ from starlette.responses import JSONResponse, Response
 from mlxpaged.api.access.caller import caller_of, is_local
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.server import server_of
-from mlxpaged.models.architectures import known_source
 from mlxpaged.models.device_memory import free_device_memory, loaded_memory
-from mlxpaged.models.json_files import CONFIG
+from mlxpaged.models.files.architectures import known_source
+from mlxpaged.models.files.json_files import CONFIG
 from mlxpaged.models.sources.downloads import snapshots
 from mlxpaged.models.sources.short_names import short_names
 

@@ -17,14 +17,14 @@ from mlxpaged.api.access.caller import caller_of
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.request_context import choose_id
 from mlxpaged.api.server import Server, server_of
+from mlxpaged.core.engine.errors import RequestCancelledError
 from mlxpaged.engine.async_engine import AsyncEngine
-from mlxpaged.engine.embedder import EmbeddingRequest
-from mlxpaged.engine.embedding_passes import Vectors
-from mlxpaged.engine.errors import RequestCancelledError
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
-from mlxpaged.models.embedding import EmbeddingFacts
+from mlxpaged.models.encoders.embedding import EmbeddingFacts
 from mlxpaged.models.features import Feature
-from mlxpaged.models.kinds import Kind
+from mlxpaged.models.files.kinds import Kind
+from mlxpaged.parts.embeddings.embedder import EmbeddingRequest
+from mlxpaged.parts.embeddings.embedding_passes import Vectors
 
 logger = logging.getLogger(__name__)
 

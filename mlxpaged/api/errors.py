@@ -24,10 +24,10 @@ from mlxpaged.api.error_format import format_of
 from mlxpaged.api.refusals import Refusal
 from mlxpaged.api.request_id import HEADER
 from mlxpaged.api.turns import TurnRefusedError
-from mlxpaged.engine import errors as engine_errors
+from mlxpaged.core.engine import errors as engine_errors
 from mlxpaged.library_errors import public_reason
 from mlxpaged.models.panics import TokenizerPanicError
-from mlxpaged.models.tokenizer import ChatTemplateError, InfillError, TextTooLongError
+from mlxpaged.models.text.tokenizer import ChatTemplateError, InfillError, TextTooLongError
 from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.registry.errors import NoRoomError
 from mlxpaged.vision.decoding.decoder import DecoderError, PillowMissingError

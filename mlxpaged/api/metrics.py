@@ -11,13 +11,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mlxpaged.api.recent_latencies import RecentLatencies
-from mlxpaged.engine.disk_tier import NO_TIER
-from mlxpaged.engine.drafting import DRAFTERS, NO_DRAFTS
-from mlxpaged.engine.image_encoder import NO_IMAGES
-from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.engine.status import EngineStats
+from mlxpaged.core.engine.request import Request, RequestOutput
+from mlxpaged.core.engine.status import EngineStats
+from mlxpaged.core.scheduling.sequence import FinishReason
+from mlxpaged.parts.disk.disk_tier import NO_TIER
+from mlxpaged.parts.drafting.drafting import DRAFTERS, NO_DRAFTS
+from mlxpaged.parts.images.image_encoder import NO_IMAGES
 from mlxpaged.registry.model import Model, ModelState
-from mlxpaged.scheduler.sequence import FinishReason
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

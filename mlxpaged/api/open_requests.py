@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mlxpaged.api.access.caller import Caller
+from mlxpaged.core.engine.errors import DuplicateRequestError, RequestCancelledError
 from mlxpaged.engine.async_engine import AsyncEngine
-from mlxpaged.engine.errors import DuplicateRequestError, RequestCancelledError
 
 Result = TypeVar("Result")
 

@@ -1,7 +1,7 @@
 """Follows the phases of requests from snapshot to snapshot, for the bars of the page.
 
-The timeline that a client asks for (`engine/timeline.py`) is exact. This one is as exact as the snapshots are frequent,
-and costs the engine nothing.
+The timeline that a client asks for (`core/engine/timeline.py`) is exact. This one is as exact as the snapshots are
+frequent, and costs the engine nothing.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxpaged.engine.status import SequenceState
-from mlxpaged.scheduler.sequence import SequenceStatus
+from mlxpaged.core.engine.status import SequenceState
+from mlxpaged.core.scheduling.sequence import SequenceStatus
 
 MAX_ENDED = 20
 UNSEEN_SECONDS = 1.0

@@ -25,13 +25,13 @@ from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.schema import Body
 from mlxpaged.api.server import server_of
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.admission import PromptTooLongError
 from mlxpaged.engine.async_engine import AsyncEngine
-from mlxpaged.engine.embedder import EmbeddingRequest
 from mlxpaged.engine.info import EmbeddingInfo
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.models.embedding import EmbeddingFacts
+from mlxpaged.models.encoders.embedding import EmbeddingFacts
 from mlxpaged.models.features import Feature
-from mlxpaged.scheduler.admission import PromptTooLongError
+from mlxpaged.parts.embeddings.embedder import EmbeddingRequest
 
 MAX_DOCUMENTS = 1000
 

@@ -26,14 +26,14 @@ from mlxpaged.api.open_requests import OpenRequest, OpenRequests
 from mlxpaged.api.refusals import MAX_REFUSALS, Refusal
 from mlxpaged.api.tokenizer_lanes import TokenizerLanes
 from mlxpaged.api.turns import Rules, Turn, TurnRefusedError, Turns
+from mlxpaged.core.engine.constraint import Constraint, GrammarError, StructuredOutput
+from mlxpaged.core.engine.request import Request as EngineRequest
+from mlxpaged.core.engine.request import RequestOutput
 from mlxpaged.engine.async_engine import AsyncEngine
-from mlxpaged.engine.constraint import Constraint, GrammarError, StructuredOutput
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
-from mlxpaged.engine.request import Request as EngineRequest
-from mlxpaged.engine.request import RequestOutput
 from mlxpaged.library_errors import public_reason
-from mlxpaged.models.kinds import Kind
-from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.models.files.kinds import Kind
+from mlxpaged.models.text.tokenizer import Tokenizer
 from mlxpaged.process_memory import is_out_of_memory, require_memory
 from mlxpaged.registry.errors import LoadFailedError, ModelUnknownError, NoRoomError
 from mlxpaged.registry.model import Model

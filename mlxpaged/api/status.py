@@ -13,13 +13,13 @@ from starlette.responses import JSONResponse, Response
 from mlxpaged.api.errors import RETRY
 from mlxpaged.api.metrics import CONTENT_TYPE
 from mlxpaged.api.server import server_of
+from mlxpaged.core.engine.errors import EngineState, EngineUnavailableError
+from mlxpaged.core.engine.status import EngineStatus, SequenceState
 from mlxpaged.engine.async_engine import AsyncEngine
-from mlxpaged.engine.disk_tier import NO_TIER, TierStats
-from mlxpaged.engine.drafting import DRAFTERS, NO_DRAFTS
-from mlxpaged.engine.errors import EngineState, EngineUnavailableError
 from mlxpaged.engine.info import EngineInfo
-from mlxpaged.engine.status import EngineStatus, SequenceState
 from mlxpaged.models.features import Feature, Missing
+from mlxpaged.parts.disk.disk_tier import NO_TIER, TierStats
+from mlxpaged.parts.drafting.drafting import DRAFTERS, NO_DRAFTS
 from mlxpaged.registry.model import Model
 
 

@@ -21,7 +21,7 @@ from mlxpaged.api.recent_latencies import WINDOW_SECONDS
 from mlxpaged.api.server import Server
 from mlxpaged.api.status import describe, describe_engine, model_fields
 from mlxpaged.api.streaming import EVENTS, EventStream, event
-from mlxpaged.engine.errors import EngineBusyError, EngineState, EngineUnavailableError
+from mlxpaged.core.engine.errors import EngineBusyError, EngineState, EngineUnavailableError
 from mlxpaged.registry.model import Model
 
 logger = logging.getLogger(__name__)

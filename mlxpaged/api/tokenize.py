@@ -18,8 +18,8 @@ from mlxpaged.api.media import media_of
 from mlxpaged.api.openai.schema import MAX_TOKEN_ID, Message
 from mlxpaged.api.schema import MAX_LIST, Body
 from mlxpaged.api.server import server_of
-from mlxpaged.models.control_tokens import ControlTokenError
-from mlxpaged.models.tokenizer import ChatTemplateError
+from mlxpaged.models.text.control_tokens import ControlTokenError
+from mlxpaged.models.text.tokenizer import ChatTemplateError
 
 MAX_BYTES = 1_000_000
 """Bytes of a text in UTF-8: no tokenizer makes more tokens of it. One thread tokenizes all prompts, so no request may

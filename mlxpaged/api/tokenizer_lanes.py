@@ -10,7 +10,7 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from mlxpaged.api.turns import Rules, Turns
-from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.models.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 

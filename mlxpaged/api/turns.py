@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 AGEING = 0.1
 """Seconds of use that each second of waiting makes up for. The classes of requests age at the same rate in the engine
-(`scheduler/sequence.py`)."""
+(`core/scheduling/sequence.py`)."""
 MAX_USE = 5.0
 MAX_COST = 1.0
 """Seconds that count at most of what a client has used, and of what a turn is to take."""

@@ -1,7 +1,7 @@
 """Sizes of a step's arrays, rounded up, so that a growing context meets few shapes.
 
 A shape that was met before needs no other kernel, and the graph of an earlier step can be replayed
-(engine/step_graphs.py).
+(parts/graphs/step_graphs.py).
 """
 
 from __future__ import annotations

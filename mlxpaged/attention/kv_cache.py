@@ -17,7 +17,7 @@ from mlxpaged.attention.pool import KVPool, Locality, Memory, Options
 from mlxpaged.attention.qkv import Qkv, row_size
 from mlxpaged.attention.quantization import Quantization
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning
-from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
+from mlxpaged.core.blocks.block_pool import DEFAULT_BLOCK_SIZE
 
 POOLS: dict[str, Callable[[KVLayout, Memory], KVPool]] = {"gather": GatherPool}
 """Pools without a tuning, by backend. mlxpaged/cpu adds its own when a model's loader imports it."""

@@ -20,7 +20,7 @@ from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.qkv import Qkv
 from mlxpaged.attention.token_groups import make_groups
-from mlxpaged.step import Row
+from mlxpaged.core.step import Row
 
 ATTENTION_FUNCTION = "scaled_dot_product_attention"
 

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxpaged.attention.buckets import LEAST, table_width
-from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
-from mlxpaged.step import Row, Step
+from mlxpaged.core.blocks.block_pool import DEFAULT_BLOCK_SIZE
+from mlxpaged.core.step import Row, Step
 
 IntArray = npt.NDArray[np.int32]
 

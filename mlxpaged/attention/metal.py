@@ -39,7 +39,7 @@ from mlxpaged.attention.variants import (
     choose_tile,
     quantization_template,
 )
-from mlxpaged.step import Step
+from mlxpaged.core.step import Step
 
 MERGE_THREADS = 256
 

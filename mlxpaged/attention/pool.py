@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mlxpaged.attention import kernels
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata, IntArray, padded
-from mlxpaged.step import Step
+from mlxpaged.core.step import Step
 
 
 class Locality(NamedTuple):

@@ -12,7 +12,7 @@ from mlxpaged.attention.buckets import work_items
 from mlxpaged.attention.metadata import Upload
 from mlxpaged.attention.pool import Locality
 from mlxpaged.attention.tuning import Ranges
-from mlxpaged.step import Step
+from mlxpaged.core.step import Step
 
 ITEM, POSITION, BEGIN, END = 8, 3, 4, 5
 """Elements of an item, and the indices of some of them."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlxpaged.step import Row
+from mlxpaged.core.step import Row
 
 
 @dataclass

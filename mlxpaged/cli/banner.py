@@ -54,8 +54,8 @@ Try it:
 
 def of_text_model(info: EngineInfo, engine: AsyncEngine) -> str:
     """Lines about a model that generates text, and its memory."""
-    from mlxpaged.engine.disk_tier import NO_TIER
     from mlxpaged.models.features import Feature
+    from mlxpaged.parts.disk.disk_tier import NO_TIER
 
     config = engine.config
     weights, pool = megabytes(info.weight_bytes), megabytes(info.start_kv_cache_bytes)

@@ -29,8 +29,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status: 1 with a message if the directory has no prefixes or is in use."""
-    from mlxpaged.cache.disk_index import INDEX
-    from mlxpaged.cache.disk_store import RANK_DIRECTORY, DiskStore, StoreError
+    from mlxpaged.parts.disk.disk_index import INDEX
+    from mlxpaged.parts.disk.disk_store import RANK_DIRECTORY, DiskStore, StoreError
 
     directory = args.directory
     found = [

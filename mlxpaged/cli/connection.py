@@ -19,7 +19,7 @@ from mlxpaged.cli.flags import Flags
 from mlxpaged.cli.parser import Parser
 from mlxpaged.cli.running_servers import running_servers
 from mlxpaged.cli.status_line import StatusLine
-from mlxpaged.models.kinds import Kind
+from mlxpaged.models.files.kinds import Kind
 from mlxpaged.models.sources.short_names import taken, without_address
 
 DEFAULT_URL = "http://127.0.0.1:8080"

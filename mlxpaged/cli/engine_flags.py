@@ -6,12 +6,12 @@ import argparse
 from typing import Any
 
 from mlxpaged.attention.backends import BACKENDS
-from mlxpaged.cache.block_pool import SUPPORTED_BLOCK_SIZES
 from mlxpaged.cli import flags
 from mlxpaged.cli.flags import size
-from mlxpaged.engine.config import CPU_DTYPES, KV_CACHE_DTYPES, SPECULATIVE, WIRED_MEMORY, EngineConfig
-from mlxpaged.scheduler.config import MOST_MULTIPLE, PREFILL_MODES, step_multiple
-from mlxpaged.scheduler.sequence import Priority
+from mlxpaged.core.blocks.block_pool import SUPPORTED_BLOCK_SIZES
+from mlxpaged.core.scheduling.config import MOST_MULTIPLE, PREFILL_MODES, step_multiple
+from mlxpaged.core.scheduling.sequence import Priority
+from mlxpaged.engine_config import CPU_DTYPES, KV_CACHE_DTYPES, SPECULATIVE, WIRED_MEMORY, EngineConfig
 
 DEFAULTS = EngineConfig()
 LOG_LEVELS = ("debug", "info", "warning", "error")

@@ -25,8 +25,8 @@ from mlxpaged.api.server import Server
 from mlxpaged.cli.accepted_connection import ConnectionFactory
 from mlxpaged.cli.banner import banner
 from mlxpaged.cli.start_display import StartDisplay
+from mlxpaged.core.engine.errors import EngineUnavailableError
 from mlxpaged.cpu import blas
-from mlxpaged.engine.errors import EngineUnavailableError
 from mlxpaged.engine.garbage import freeze
 from mlxpaged.log_writer import Writer
 from mlxpaged.process_memory import return_freed_memory

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"mlxpaged: {error}", file=sys.stderr)
         return 1
     with heavy_imports():
-        from mlxpaged.models.architectures import Source
+        from mlxpaged.models.files.architectures import Source
         from mlxpaged.models.sources import hub
         from mlxpaged.models.sources.preflight import is_gguf, local_file_sizes, weight_files
     try:
@@ -112,18 +112,18 @@ def is_here(name: str) -> bool:
 
 def description(name: str, directory: Path, sizes: FileSizes) -> Iterator[str]:
     """What the model is, and what fits beside its weights."""
-    from mlxpaged.engine.config import KV_CACHE_DTYPES
-    from mlxpaged.engine.memory import least_step
-    from mlxpaged.models.architectures import GGUF_BYTES, source_of
-    from mlxpaged.models.context_length import context_length
+    from mlxpaged.engine_config import KV_CACHE_DTYPES
+    from mlxpaged.models.checks.quantized_kv import cannot_quantize
     from mlxpaged.models.device_memory import default_device_memory
+    from mlxpaged.models.files.architectures import GGUF_BYTES, source_of
+    from mlxpaged.models.files.context_length import context_length
+    from mlxpaged.models.files.json_files import model_config
+    from mlxpaged.models.files.kinds import is_encoder, kind_of
     from mlxpaged.models.fit import fit, layers_of
-    from mlxpaged.models.json_files import model_config
-    from mlxpaged.models.kinds import is_encoder, kind_of
     from mlxpaged.models.layers import quantized
-    from mlxpaged.models.quantized_kv import cannot_quantize
     from mlxpaged.models.sources.downloads import quantization
     from mlxpaged.models.sources.preflight import weight_files
+    from mlxpaged.parts.memory.fitting import least_step
 
     config = model_config(directory)
     weights = config.get(GGUF_BYTES) or sum(size or 0 for size in weight_files(sizes).values())

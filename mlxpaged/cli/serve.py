@@ -26,15 +26,15 @@ from mlxpaged.cli.logs import set_up
 from mlxpaged.cli.parser import heavy_imports
 from mlxpaged.cli.running_servers import registered
 from mlxpaged.cli.service.manager import SERVICE_DIRECTORY, SERVICE_VARIABLE
-from mlxpaged.engine.config import KV_CACHE_DTYPES
+from mlxpaged.engine_config import KV_CACHE_DTYPES
 from mlxpaged.formats import FORMATS
-from mlxpaged.models.adapter_path import AdapterPath
-from mlxpaged.models.generation_config import LIMITS
+from mlxpaged.models.adapters.adapter_path import AdapterPath
+from mlxpaged.models.files.generation_config import LIMITS
 from mlxpaged.models.sources.short_names import without_address
 
 if TYPE_CHECKING:
-    from mlxpaged.engine.config import EngineConfig
     from mlxpaged.engine.load_journal import LoadJournal
+    from mlxpaged.engine_config import EngineConfig
     from mlxpaged.registry.model import Model
     from mlxpaged.registry.registry import Registry
 

@@ -36,18 +36,18 @@ from mlxpaged.cluster.messages import (
 )
 from mlxpaged.cluster.processes import Processes
 from mlxpaged.cluster.unfinished import UnfinishedRequests
+from mlxpaged.core.engine.deadlines import end_if_late
+from mlxpaged.core.engine.request import Request, RequestOutput, failed
+from mlxpaged.core.engine.status import EngineStats
 from mlxpaged.daemon_thread import in_daemon_thread
 from mlxpaged.engine.commands import Command, Question, abort, abort_all, cancel, keep_prefixes
-from mlxpaged.engine.deadlines import end_if_late
-from mlxpaged.engine.disk_writer import END_SECONDS
 from mlxpaged.engine.engine_thread import Failure, ModelSlot
-from mlxpaged.engine.grammar import Grammars
 from mlxpaged.engine.info import Cluster, EngineInfo
-from mlxpaged.engine.request import Request, RequestOutput, failed
-from mlxpaged.engine.status import EngineStats
 from mlxpaged.engine.watchdog import StallLimits
 from mlxpaged.models.loader import read_tokenizer
-from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.models.text.tokenizer import Tokenizer
+from mlxpaged.parts.disk.disk_writer import END_SECONDS
+from mlxpaged.parts.grammar.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 

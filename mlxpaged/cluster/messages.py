@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from mlxpaged import __version__
+from mlxpaged.core.engine.request import Request, RequestOutput
+from mlxpaged.core.engine.status import EngineStats
 from mlxpaged.engine.commands import Command, Question
-from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.engine_thread import Failure
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo, Link
-from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.engine.status import EngineStats
 from mlxpaged.engine.watchdog import StallLimits
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.progress import Progress
 
 BEAT_SECONDS = 1.0

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import mlx.core as mx
 
 from mlxpaged.cluster.channel import Channel, Listener, connect
+from mlxpaged.cluster.follower import follow
 from mlxpaged.cluster.link import hidden_size, measure_link
 from mlxpaged.cluster.messages import (
     BEAT_SECONDS,
@@ -37,17 +38,16 @@ from mlxpaged.cluster.messages import (
 )
 from mlxpaged.cluster.ring import Ring, own_addresses
 from mlxpaged.cluster.silence import Silence
+from mlxpaged.core.engine.model_runner import DeviceError
+from mlxpaged.core.engine.request import RequestOutput
+from mlxpaged.core.engine.stall import Stall
+from mlxpaged.core.engine.worker import Worker
 from mlxpaged.engine.builder import load_core
 from mlxpaged.engine.engine_thread import EXPECTED, Callbacks, EngineThread, Failure, ModelSlot
-from mlxpaged.engine.follower import follow
 from mlxpaged.engine.info import Link
-from mlxpaged.engine.model_runner import DeviceError
-from mlxpaged.engine.ranks import RankLostError, Ranks
-from mlxpaged.engine.request import RequestOutput
-from mlxpaged.engine.stall import Stall
 from mlxpaged.engine.watchdog import Watchdog
-from mlxpaged.engine.worker import Worker
 from mlxpaged.log_writer import LogHandler, Writer
+from mlxpaged.parts.ranks.ranks import RankLostError, Ranks
 from mlxpaged.progress import Report
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from mlxpaged.engine.request import Request, RequestOutput
+from mlxpaged.core.engine.request import Request, RequestOutput
 
 MOST_DEATHS = 2
 """A request that the ranks had in so many deaths, without a token in between, is given to them alone."""

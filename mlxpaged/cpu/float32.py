@@ -121,7 +121,7 @@ def sizes_of(model: Module) -> Sizes:
 def widen(model: Module, storage: Storage, report: Callable[[int, int], object] = lambda done, total: None) -> None:
     """Read the weights, and convert them in place, one module at a time. report: gets the bytes that are done, and of
     all. It may raise an error that ends the load."""
-    mx.eval(mx.random.state)  # as in models/weights.py
+    mx.eval(mx.random.state)  # as in models/files/weights.py
     sizes = sizes_of(model)
     total, done = sizes.dense if storage is Storage.DENSE else sizes.scales, 0
     report(0, total)

@@ -1,1 +1,1 @@
-"""The engine thread and what runs on it: commands, steps, model runner, sampler, detokenizer, delivery of outputs."""
+"""The engine thread and its queue, the event loop's half, and how a model's engine is made of its parts."""

@@ -12,22 +12,23 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from mlxpaged.cache.block_pool import BlockUsage
-from mlxpaged.engine import commands, errors
+from mlxpaged.core.blocks.block_pool import BlockUsage
+from mlxpaged.core.engine import errors
+from mlxpaged.core.engine.errors import EngineState, EngineUnavailableError
+from mlxpaged.core.engine.prompt_progress import WaitingLine
+from mlxpaged.core.engine.request import EndedRequest, Request, RequestOutput
+from mlxpaged.core.engine.status import EngineSnapshot, EngineStats, EngineStatus
+from mlxpaged.core.engine.worker import Worker
+from mlxpaged.core.scheduling.sequence import FinishReason
+from mlxpaged.engine import commands
 from mlxpaged.engine.builder import load_core
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.embedder import EmbeddingRequest
-from mlxpaged.engine.embedding_passes import Vectors
 from mlxpaged.engine.engine_thread import Callbacks, EngineHost, EngineThread, Failure, ModelSlot
-from mlxpaged.engine.errors import EngineState, EngineUnavailableError
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
-from mlxpaged.engine.prompt_progress import WaitingLine
-from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.engine.request_stream import RequestStream, raise_unless_complete
-from mlxpaged.engine.status import EngineSnapshot, EngineStats, EngineStatus
-from mlxpaged.engine.worker import Worker
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.parts.embeddings.embedder import EmbeddingRequest
+from mlxpaged.parts.embeddings.embedding_passes import Vectors
 from mlxpaged.progress import Progress
-from mlxpaged.scheduler.sequence import FinishReason
 
 logger = logging.getLogger(__name__)
 

@@ -7,38 +7,38 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.part import Part
+from mlxpaged.core.engine.request_table import RequestTable
+from mlxpaged.core.engine.row_times import time_rows
+from mlxpaged.core.scheduling.scheduler import Scheduler
 from mlxpaged.cpu.malloc import returning_freed_memory
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.draft_check import draft_support
-from mlxpaged.engine.draft_loading import with_draft_model
-from mlxpaged.engine.embedder import Embedder
-from mlxpaged.engine.embedder_loading import build_embedder, load_embedding_core
-from mlxpaged.engine.embedding_core import EmbeddingCore
 from mlxpaged.engine.executor import executor_of
-from mlxpaged.engine.grammar import Grammars
-from mlxpaged.engine.headroom import Headroom
-from mlxpaged.engine.images import cannot_see
-from mlxpaged.engine.memory import least_step, limit_freed_buffers
-from mlxpaged.engine.memory_pressure import MemoryPressure, memory_pressure
-from mlxpaged.engine.part import Part
 from mlxpaged.engine.parts import Assembly, bytes_of_parts, parts_of
-from mlxpaged.engine.pool_resizer import PoolResizer
-from mlxpaged.engine.ranks import Ranks
-from mlxpaged.engine.request_table import RequestTable
-from mlxpaged.engine.row_times import time_rows
 from mlxpaged.engine.sizes import sizes_of
-from mlxpaged.engine.step_memory import bytes_per_key, measure_encoding, measure_step
-from mlxpaged.engine.stored_prefixes import open_stored_prefixes
-from mlxpaged.engine.wired_memory import choose_wiring
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.errors import EncoderError, UnsupportedModelError
 from mlxpaged.models.features import Feature
 from mlxpaged.models.layers import is_per_sequence, keeps_states
 from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
 from mlxpaged.models.sources.preflight import Reserved
 from mlxpaged.models.turns import Turns
+from mlxpaged.parts.disk.stored_prefixes import open_stored_prefixes
+from mlxpaged.parts.drafting.draft_check import draft_support
+from mlxpaged.parts.drafting.draft_loading import with_draft_model
+from mlxpaged.parts.embeddings.embedder import Embedder
+from mlxpaged.parts.embeddings.embedder_loading import build_embedder, load_embedding_core
+from mlxpaged.parts.embeddings.embedding_core import EmbeddingCore
+from mlxpaged.parts.grammar.grammar import Grammars
+from mlxpaged.parts.images.images import cannot_see
+from mlxpaged.parts.memory.fitting import least_step, limit_freed_buffers
+from mlxpaged.parts.memory.headroom import Headroom
+from mlxpaged.parts.memory.memory_pressure import MemoryPressure, memory_pressure
+from mlxpaged.parts.memory.pool_resizer import PoolResizer
+from mlxpaged.parts.memory.step_memory import bytes_per_key, measure_encoding, measure_step
+from mlxpaged.parts.memory.wired_memory import choose_wiring
+from mlxpaged.parts.ranks.ranks import Ranks
 from mlxpaged.progress import Report, Stage
-from mlxpaged.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

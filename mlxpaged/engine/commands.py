@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
-from mlxpaged.engine.status import EngineSnapshot, EngineStatus
-from mlxpaged.engine.worker import Worker
+from mlxpaged.core.engine.request import EndedRequest, Request, RequestOutput
+from mlxpaged.core.engine.status import EngineSnapshot, EngineStatus
+from mlxpaged.core.engine.worker import Worker
 
 Outputs = list[RequestOutput]
 

@@ -14,24 +14,24 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import Request, RequestOutput
+from mlxpaged.core.engine.stall import Stall, StepSize, Work
+from mlxpaged.core.engine.status import EngineStats
+from mlxpaged.core.engine.worker import DeviceClock, Worker
 from mlxpaged.engine import commands
 from mlxpaged.engine.commands import Command, Question
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.embedding_core import EmbeddingCore
 from mlxpaged.engine.garbage import free_garbage, freezes
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.engine.load_journal import LoadJournal
-from mlxpaged.engine.memory import CACHE_LIMIT, limit_freed_buffers
-from mlxpaged.engine.pool_resizer import REST_SECONDS
-from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.engine.stall import Stall, StepSize, Work
-from mlxpaged.engine.status import EngineStats
-from mlxpaged.engine.swap_space import SwapSpaceError
-from mlxpaged.engine.wired_memory import wire_memory, wires_memory
-from mlxpaged.engine.worker import DeviceClock, Worker
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.library_errors import public_reason
 from mlxpaged.models.errors import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
+from mlxpaged.parts.embeddings.embedding_core import EmbeddingCore
+from mlxpaged.parts.memory.fitting import CACHE_LIMIT, limit_freed_buffers
+from mlxpaged.parts.memory.pool_resizer import REST_SECONDS
+from mlxpaged.parts.memory.swap_space import SwapSpaceError
+from mlxpaged.parts.memory.wired_memory import wire_memory, wires_memory
 from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.progress import Progress, Report
 

@@ -12,18 +12,18 @@ from mlxpaged.attention.backends import BACKENDS
 from mlxpaged.attention.kv_cache import resolve_backend
 from mlxpaged.attention.self_check import choose_backend
 from mlxpaged.attention.tuner import Limits, choose_tunings
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.images import Images
-from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.engine.ranks import Ranks, least
-from mlxpaged.engine.sampler import Sampler
-from mlxpaged.engine.shared_runner import SharedRunner
+from mlxpaged.core.engine.model_runner import ModelRunner
+from mlxpaged.core.engine.sampler import Sampler
 from mlxpaged.engine.sizes import Sizes
-from mlxpaged.engine.tiled_runner import TiledRunner
-from mlxpaged.engine.warm_up import warm_up
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.layers import unfused
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.models.turns import Turns
+from mlxpaged.parts.graphs.warm_up import warm_up
+from mlxpaged.parts.images.images import Images
+from mlxpaged.parts.invariant.tiled_runner import TiledRunner
+from mlxpaged.parts.ranks.ranks import Ranks, least
+from mlxpaged.parts.ranks.shared_runner import SharedRunner
 from mlxpaged.progress import Report, Stage, reporter
 
 

@@ -6,19 +6,19 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.drafting import Drafting
-from mlxpaged.engine.tiled_runner import TiledRunner
-from mlxpaged.models.architectures import Source
-from mlxpaged.models.encoder_model import EncoderModel
+from mlxpaged.core.scheduling.admission import PromptTooLongError, check_fits
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.encoders.encoder_model import EncoderModel
 from mlxpaged.models.features import Feature, Missing
-from mlxpaged.models.kinds import Kind
+from mlxpaged.models.files.architectures import Source
+from mlxpaged.models.files.kinds import Kind
 from mlxpaged.models.layers import is_per_sequence
-from mlxpaged.scheduler.admission import PromptTooLongError, check_fits
+from mlxpaged.parts.drafting.drafting import Drafting
+from mlxpaged.parts.invariant.tiled_runner import TiledRunner
 
 if TYPE_CHECKING:
-    from mlxpaged.engine.core import EngineCore
-    from mlxpaged.engine.embedding_core import EmbeddingCore
+    from mlxpaged.core.engine.core import EngineCore
+    from mlxpaged.parts.embeddings.embedding_core import EmbeddingCore
 
 
 @dataclass(frozen=True)

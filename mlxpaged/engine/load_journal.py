@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from mlxpaged import __version__
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.journal import Journal
 from mlxpaged.models.errors import UnsupportedModelError
 

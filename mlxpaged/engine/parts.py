@@ -6,24 +6,24 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from mlxpaged.cache.disk_store import DiskStore
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.disk_share import DiskShare
-from mlxpaged.engine.disk_tier import DiskTier
-from mlxpaged.engine.drafting import Drafting
+from mlxpaged.core.engine.part import Part
+from mlxpaged.core.engine.request_table import RequestTable
+from mlxpaged.core.scheduling.scheduler import Scheduler
 from mlxpaged.engine.executor import Executor
-from mlxpaged.engine.growth_wait import GrowthWait
-from mlxpaged.engine.image_encoder import ImageEncoder, NoImages
-from mlxpaged.engine.images import FEATURE_BYTES
-from mlxpaged.engine.network_drafters import AssistantDrafter, HeadDrafter, ModelDrafter, NetworkDrafter
-from mlxpaged.engine.ngram import NgramDrafter, index_bytes
-from mlxpaged.engine.part import Part
-from mlxpaged.engine.ranks import Ranks
-from mlxpaged.engine.request_table import RequestTable
-from mlxpaged.models.draft_assistant import Assistant
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.drafts.draft_assistant import Assistant
 from mlxpaged.models.features import Feature
 from mlxpaged.models.loader import ServedModel
-from mlxpaged.scheduler.scheduler import Scheduler
+from mlxpaged.parts.disk.disk_share import DiskShare
+from mlxpaged.parts.disk.disk_store import DiskStore
+from mlxpaged.parts.disk.disk_tier import DiskTier
+from mlxpaged.parts.drafting.drafting import Drafting
+from mlxpaged.parts.drafting.network_drafters import AssistantDrafter, HeadDrafter, ModelDrafter, NetworkDrafter
+from mlxpaged.parts.drafting.ngram import NgramDrafter, index_bytes
+from mlxpaged.parts.images.image_encoder import ImageEncoder, NoImages
+from mlxpaged.parts.images.images import FEATURE_BYTES
+from mlxpaged.parts.memory.growth_wait import GrowthWait
+from mlxpaged.parts.ranks.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 

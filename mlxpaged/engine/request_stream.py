@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from mlxpaged.engine import errors
-from mlxpaged.engine.errors import EngineState
-from mlxpaged.engine.prompt_progress import Place, PromptChunk, PromptProgress, WaitingLine
-from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.scheduler.sequence import FinishReason
+from mlxpaged.core.engine import errors
+from mlxpaged.core.engine.errors import EngineState
+from mlxpaged.core.engine.prompt_progress import Place, PromptChunk, PromptProgress, WaitingLine
+from mlxpaged.core.engine.request import Request, RequestOutput
+from mlxpaged.core.scheduling.sequence import FinishReason
 
 
 class RequestStream:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mlxpaged.cache.groups import CacheGroups
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.device_tiles import device_tiles
-from mlxpaged.engine.memory import (
+from mlxpaged.core.blocks.groups import CacheGroups
+from mlxpaged.core.engine.prompt_logits import max_prompt_logits
+from mlxpaged.core.scheduling.config import SchedulerConfig
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.cache_groups import CacheLayout, cache_layout, one_group
+from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
+from mlxpaged.models.loader import ServedModel
+from mlxpaged.parts.invariant.device_tiles import device_tiles
+from mlxpaged.parts.memory.fitting import (
     START_TOKENS,
     StateMemory,
     cached_blocks,
@@ -17,12 +22,7 @@ from mlxpaged.engine.memory import (
     state_checkpoints,
     swap_slots,
 )
-from mlxpaged.engine.prompt_logits import max_prompt_logits
-from mlxpaged.engine.ranks import Ranks, least
-from mlxpaged.models.cache_groups import CacheLayout, cache_layout, one_group
-from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
-from mlxpaged.models.loader import ServedModel
-from mlxpaged.scheduler.config import SchedulerConfig
+from mlxpaged.parts.ranks.ranks import Ranks, least
 
 
 @dataclass(frozen=True)

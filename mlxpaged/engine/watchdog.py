@@ -11,8 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from mlxpaged.core.engine.stall import Stall, StepSize, Work
 from mlxpaged.engine.engine_thread import Activity, EngineThread
-from mlxpaged.engine.stall import Stall, StepSize, Work
 
 logger = logging.getLogger(__name__)
 

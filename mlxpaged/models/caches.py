@@ -14,12 +14,12 @@ from mlxpaged.attention.layer import PagedLayer, StepContext
 from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.metadata import AttentionMetadata, HostStep, Planner, TableView
 from mlxpaged.attention.tuning import DEFAULT_TUNING, Tuning
-from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
+from mlxpaged.core.blocks.block_pool import DEFAULT_BLOCK_SIZE
+from mlxpaged.core.step import Row
 from mlxpaged.models.cache_groups import CacheLayout, one_group
 from mlxpaged.models.layers import LayerSpec, PerSequence, Recurrent, kv_layers
-from mlxpaged.models.rollback import Adapters, Rollback
-from mlxpaged.models.states import RecurrentLayer, SequenceCaches
-from mlxpaged.step import Row
+from mlxpaged.models.states.rollback import Adapters, Rollback
+from mlxpaged.models.states.states import RecurrentLayer, SequenceCaches
 
 
 class ModelCaches:

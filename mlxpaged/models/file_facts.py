@@ -16,9 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlxpaged.models.architectures import Source, known_source
-from mlxpaged.models.context_length import DEFAULT_CONTEXT_LENGTH, stated_length
-from mlxpaged.models.embedding import (
+from mlxpaged.models.encoders.embedding import (
     MODULES,
     EmbeddingSpec,
     Pooling,
@@ -27,19 +25,21 @@ from mlxpaged.models.embedding import (
     embedding_spec,
     stated_dense,
 )
-from mlxpaged.models.encoder_files import read_config
-from mlxpaged.models.encoder_model import pair_spec
-from mlxpaged.models.files import MAX_FILES, TEMPLATES
-from mlxpaged.models.generation_config import read_generation_config, sampling_of
-from mlxpaged.models.json_files import CONFIG, model_config, read_object
-from mlxpaged.models.kinds import Kind, is_encoder, judges_pairs, kind_of
+from mlxpaged.models.encoders.encoder_files import read_config
+from mlxpaged.models.encoders.encoder_model import pair_spec
+from mlxpaged.models.files.architectures import Source, known_source
+from mlxpaged.models.files.context_length import DEFAULT_CONTEXT_LENGTH, stated_length
+from mlxpaged.models.files.files import MAX_FILES, TEMPLATES
+from mlxpaged.models.files.generation_config import read_generation_config, sampling_of
+from mlxpaged.models.files.json_files import CONFIG, model_config, read_object
+from mlxpaged.models.files.kinds import Kind, is_encoder, judges_pairs, kind_of
 from mlxpaged.models.sources.downloads import UNKNOWN, quantization
 from mlxpaged.models.sources.gguf import tokenizer as gguf_tokenizer
 from mlxpaged.models.sources.gguf.config import config_of
 from mlxpaged.models.sources.gguf.file import read_gguf, split_paths
 from mlxpaged.models.sources.preflight import weight_paths
 from mlxpaged.models.sources.weight_headers import StoredTensor, read_tensors
-from mlxpaged.models.template_facts import (
+from mlxpaged.models.text.template_facts import (
     DEFAULT,
     FOR_TOOLS,
     NO_CHAT,
@@ -49,8 +49,8 @@ from mlxpaged.models.template_facts import (
     chat_facts,
     templates_in,
 )
-from mlxpaged.models.tokenizer_files import SETTINGS, mlx_lm_defaults, read_template
-from mlxpaged.models.vision import family_of
+from mlxpaged.models.text.tokenizer_files import SETTINGS, mlx_lm_defaults, read_template
+from mlxpaged.models.vision.loading import family_of
 
 logger = logging.getLogger(__name__)
 

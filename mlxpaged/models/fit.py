@@ -11,9 +11,9 @@ from mlx.utils import tree_map
 from mlx_lm.utils import load_model as load_weights
 
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.files.weight_names import classes_of
 from mlxpaged.models.layer_finder import Way, find_layers
 from mlxpaged.models.layers import KV, LayerSpec, PerSequence, kv_layers, leaves, state_bytes
-from mlxpaged.models.weight_names import classes_of
 
 LONGEST = 2**24
 """Tokens; no model has a longer context."""

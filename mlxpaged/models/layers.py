@@ -13,7 +13,7 @@ from mlx_lm.models.cache import CacheList
 from mlxpaged.attention.layout import AttentionShape, KVLayout
 from mlxpaged.attention.qkv import QkvKind, QkvShape
 from mlxpaged.attention.quantization import Quantization, quantization_of
-from mlxpaged.cache.block_pool import DEFAULT_BLOCK_SIZE
+from mlxpaged.core.blocks.block_pool import DEFAULT_BLOCK_SIZE
 
 
 @dataclass(frozen=True)

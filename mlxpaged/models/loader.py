@@ -15,14 +15,13 @@ from mlx_lm.utils import get_total_parameters
 
 from mlxpaged.cpu.float32 import UNCHANGED, Choice, Storage
 from mlxpaged.cpu.optimize import optimize_for_cpu, prepare_first_load
-from mlxpaged.models.adapter_path import AdapterPath
-from mlxpaged.models.adapters import Adapters, check_files
-from mlxpaged.models.architectures import Source, source_of
-from mlxpaged.models.context_length import context_length
-from mlxpaged.models.draft_assistant import Assistant
-from mlxpaged.models.draft_head import Mtp, load_mtp
-from mlxpaged.models.draft_model import DraftModel
-from mlxpaged.models.embedding import (
+from mlxpaged.models.adapters.adapter_path import AdapterPath
+from mlxpaged.models.adapters.adapters import Adapters, check_files
+from mlxpaged.models.checks.quantized_kv import choose_quantization
+from mlxpaged.models.drafts.draft_assistant import Assistant
+from mlxpaged.models.drafts.draft_head import Mtp, load_mtp
+from mlxpaged.models.drafts.draft_model import DraftModel
+from mlxpaged.models.encoders.embedding import (
     EmbeddingModel,
     check_causal,
     embedding_model,
@@ -30,9 +29,10 @@ from mlxpaged.models.embedding import (
     load_decoder,
     weight_bytes,
 )
-from mlxpaged.models.encoder import Encoder
-from mlxpaged.models.encoder_files import load_encoder
-from mlxpaged.models.encoder_model import EncoderModel, encoder_model, pair_spec
+from mlxpaged.models.encoders.encoder import Encoder
+from mlxpaged.models.encoders.encoder_files import load_encoder
+from mlxpaged.models.encoders.encoder_model import EncoderModel, encoder_model, pair_spec
+from mlxpaged.models.encoders.reranker import Reranker, make_reranker
 from mlxpaged.models.errors import (
     AdapterError,
     EncoderError,
@@ -41,15 +41,16 @@ from mlxpaged.models.errors import (
     in_one_line,
 )
 from mlxpaged.models.features import Feature, Missing
-from mlxpaged.models.files import check_entries
-from mlxpaged.models.generation_config import read_generation_config
+from mlxpaged.models.files.architectures import Source, source_of
+from mlxpaged.models.files.context_length import context_length
+from mlxpaged.models.files.files import check_entries
+from mlxpaged.models.files.generation_config import read_generation_config
+from mlxpaged.models.files.json_files import model_config
+from mlxpaged.models.files.kinds import Kind, is_encoder, judges_pairs, kind_of
+from mlxpaged.models.files.weights import READ_BYTES, WeightReader, computed_dtype
 from mlxpaged.models.head import RowSelection
-from mlxpaged.models.json_files import model_config
-from mlxpaged.models.kinds import Kind, is_encoder, judges_pairs, kind_of
 from mlxpaged.models.layers import KV, LayerSpec, kv_layers, mutual
-from mlxpaged.models.quantized_kv import choose_quantization
 from mlxpaged.models.replacements import Replaced, replace_parts
-from mlxpaged.models.reranker import Reranker, make_reranker
 from mlxpaged.models.sharding import least, shard
 from mlxpaged.models.sources.completeness import lack_of
 from mlxpaged.models.sources.hub import download_draft_head
@@ -57,11 +58,10 @@ from mlxpaged.models.sources.model_files import ModelFiles
 from mlxpaged.models.sources.preflight import NOTHING, Reserved
 from mlxpaged.models.sources.resolve import MODELS, resolve
 from mlxpaged.models.sources.short_names import BUNDLED, DEMO_MODEL
-from mlxpaged.models.tokenizer import Tokenizer
-from mlxpaged.models.tokenizer_files import tokenizer_in
+from mlxpaged.models.text.tokenizer import Tokenizer
+from mlxpaged.models.text.tokenizer_files import tokenizer_in
 from mlxpaged.models.turns import Turns
-from mlxpaged.models.vision import let_see, load_vision
-from mlxpaged.models.weights import READ_BYTES, WeightReader, computed_dtype
+from mlxpaged.models.vision.loading import let_see, load_vision
 from mlxpaged.progress import Stage
 from mlxpaged.vision import MOST_PIXELS
 from mlxpaged.vision.tower import Vision
@@ -134,9 +134,9 @@ class LoadOptions:
     served_name: None for its own. tool_parser: one of FORMATS; None for the one that the chat template or the
     vocabulary shows. max_model_len: None for the context length. reserved: memory that is needed beside the weights.
     is_reranker: true if the user says so, false if the name decides. adapters: to be loaded beside it. joins: whether
-    operations of its modules are joined (models/joins.py, models/fused_attention.py). most_pixels: of an image; a
-    larger one is reduced. drafts: whether its draft head is loaded, if it has one. mtp_path: where it is if not in its
-    own files. chat_template: a file that replaces the model's own. cpu_dtype: as `WeightReader` has it.
+    operations of its modules are joined (models/joins/). most_pixels: of an image; a larger one is reduced. drafts:
+    whether its draft head is loaded, if it has one. mtp_path: where it is if not in its own files. chat_template: a
+    file that replaces the model's own. cpu_dtype: as `WeightReader` has it.
     """
 
     served_name: str | None = None

@@ -26,21 +26,21 @@ from mlx_lm.models.cache import ArraysCache
 from mlxpaged.attention.layer import WindowMismatchError
 from mlxpaged.cpu.float32 import Storage
 from mlxpaged.cpu.optimize import optimize_for_cpu, parts_of_projection
-from mlxpaged.models.adapter_path import AdapterPath
-from mlxpaged.models.adapters import Adapters, check_adapters, install_adapters, load_adapters
+from mlxpaged.models.adapters.adapter_path import AdapterPath
+from mlxpaged.models.adapters.adapters import Adapters, check_adapters, install_adapters, load_adapters
+from mlxpaged.models.checks.probe import probe, selects_rows
+from mlxpaged.models.checks.reference import Reference, make_reference
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.fused_attention import fuse_attention
-from mlxpaged.models.gated_delta import route_gated_delta
 from mlxpaged.models.head import RowSelection, select_rows_before_head
-from mlxpaged.models.head_projections import project_rows_together
-from mlxpaged.models.joins import join
+from mlxpaged.models.joins.fused_attention import fuse_attention
+from mlxpaged.models.joins.head_projections import project_rows_together
+from mlxpaged.models.joins.joins import join
 from mlxpaged.models.layer_finder import Owner, Way, find_layers, is_latent
 from mlxpaged.models.layers import LayerSpec
-from mlxpaged.models.probe import probe, selects_rows
-from mlxpaged.models.reference import Reference, make_reference
 from mlxpaged.models.sharding import least
 from mlxpaged.models.softcap import attend_with_softcap
-from mlxpaged.models.states import call_in_groups
+from mlxpaged.models.states.gated_delta import route_gated_delta
+from mlxpaged.models.states.states import call_in_groups
 from mlxpaged.models.turns import Turns
 from mlxpaged.progress import Stage
 

@@ -15,9 +15,9 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
-from mlxpaged.models.architectures import package_of
 from mlxpaged.models.errors import UnsupportedModelError, in_one_line
-from mlxpaged.models.states import StateArrays
+from mlxpaged.models.files.architectures import package_of
+from mlxpaged.models.states.states import StateArrays
 
 PARTS = ("text", "vision", "audio", "perceiver", "projector")
 """Parts of a config.json for which mlx-vlm may have a class."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.file_facts import FileFacts, file_facts
-from mlxpaged.models.json_files import CONFIG
-from mlxpaged.models.kinds import Kind, kind_of
+from mlxpaged.models.files.json_files import CONFIG
+from mlxpaged.models.files.kinds import Kind, kind_of
 from mlxpaged.models.sources.completeness import has_safetensors, missing_files
 from mlxpaged.models.sources.downloads import repositories, whole_snapshot
 from mlxpaged.models.sources.gguf.choice import begins_model, choose, gguf_sizes, split_name

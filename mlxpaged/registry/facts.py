@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
-from mlxpaged.models.architectures import Source
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.file_facts import FileFacts
-from mlxpaged.models.kinds import QWEN_RERANKER, Kind
+from mlxpaged.models.files.architectures import Source
+from mlxpaged.models.files.kinds import QWEN_RERANKER, Kind
 
 
 @dataclass(frozen=True)

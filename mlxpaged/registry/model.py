@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from mlxpaged.core.engine.errors import EngineState
 from mlxpaged.engine.async_engine import AsyncEngine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.errors import EngineState
-from mlxpaged.models.architectures import Source
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.file_facts import FileFacts
-from mlxpaged.models.kinds import Kind
+from mlxpaged.models.files.architectures import Source
+from mlxpaged.models.files.kinds import Kind
 from mlxpaged.models.sources.gguf.choice import split_name
 from mlxpaged.registry.catalog import Found
 from mlxpaged.registry.facts import Facts, engine_facts, expected_facts

@@ -14,16 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mlxpaged.core.engine.errors import EngineState, EngineUnavailableError
+from mlxpaged.core.engine.request import EndedRequest, Request, RequestOutput
+from mlxpaged.core.engine.stall import Stall
 from mlxpaged.engine.async_engine import AsyncEngine
-from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.engine_thread import EngineHost, EngineThread
-from mlxpaged.engine.errors import EngineState, EngineUnavailableError
 from mlxpaged.engine.load_journal import LoadJournal
-from mlxpaged.engine.request import EndedRequest, Request, RequestOutput
-from mlxpaged.engine.stall import Stall
 from mlxpaged.engine.watchdog import StallLimits, Watchdog
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.errors import ModelNotFoundError
-from mlxpaged.models.kinds import Kind
+from mlxpaged.models.files.kinds import Kind
 from mlxpaged.models.sources.other_apps import app_path
 from mlxpaged.models.sources.short_names import LATEST, full_name, without_address
 from mlxpaged.progress import Progress

@@ -23,8 +23,8 @@ from prometheus_client.samples import Sample
 
 from mlxpaged.api.access.key_file import KeyEntry, KeyFile, make_key, write
 from mlxpaged.api.batches.lines import FileCheck
+from mlxpaged.core.scheduling.sequence import SequenceStatus
 from mlxpaged.engine.engine_thread import EngineThread
-from mlxpaged.scheduler.sequence import SequenceStatus
 from tests.support import RunningServer, demo_vocab_size, wait_until
 
 One = TypeVar("One")

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from mlxpaged.cli.banner import banner
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.models.adapter_path import AdapterPath
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.models.loader import DEMO_PATH
 from mlxpaged.registry.model import Model
 from mlxpaged.registry.registry import registry_of

@@ -12,7 +12,7 @@ import anthropic
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import DEADLINE, Background, StepGate, raw, side_by_side, within_one_step
 from tests.api.test_tools import CALL, ROME
 from tests.support import RunningServer, running_server

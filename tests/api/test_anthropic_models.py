@@ -9,8 +9,8 @@ import anthropic
 import pytest
 from anthropic import Anthropic
 
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.models.adapter_path import AdapterPath
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.models.loader import DEMO_PATH, MODELS
 from mlxpaged.registry.catalog import Catalog
 from mlxpaged.registry.model import Model

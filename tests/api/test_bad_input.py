@@ -16,7 +16,7 @@ from mlxpaged.api.body import validate
 from mlxpaged.api.endpoints import ENDPOINTS
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.reading import Reading
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import Background, StepGate, answer_text, ask, block_bytes, random_tokens, raw, raw_post, run_on
 from tests.support import RunningServer, demo_vocab_size, running_server, wait_until
 

@@ -32,7 +32,7 @@ from mlxpaged.api.batches.runner import BatchRunner
 from mlxpaged.api.batches.store import DataDirInUseError, Store, text_of
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.generation import prompt
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import (
     DEADLINE,
     Background,

@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.errors import EngineState
+from mlxpaged.core.engine.errors import EngineState
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import (
     DEADLINE,
     Background,

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import DEMO_PATH, LoadOptions, load_model, read_tokenizer
 from tests.support import RunningServer, running_server

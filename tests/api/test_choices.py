@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.running_request import RunningRequest
+from mlxpaged.core.engine.running_request import RunningRequest
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import (
     Background,
     StepGate,

@@ -18,8 +18,8 @@ from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.endpoints import ENDPOINTS
 from mlxpaged.api.fields.table import Outcome, Table
 from mlxpaged.api.reading import Reading, names_of, places
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.models.reranker import Reranker
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.encoders.reranker import Reranker
 from tests.api.helpers import ask, raw, run_on
 from tests.compatibility.claims import ALIAS, HONOURED, IGNORED, MODEL, REFUSED, Claim
 from tests.compatibility.page import CLAIMS, MARK, markdown, tables

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import answer_text, ask, legacy_logprobs, post, random_tokens, run_on, stream_events, tokens_of
 from tests.support import RunningServer, make_tiny_model, running_server
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import (
     Background,
     FakeClock,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine.grammar_check import checker
-from mlxpaged.engine.grammar_limits import MAX_OPENINGS
-from mlxpaged.engine.schema_limits import MAX_DEPTH
+from mlxpaged.parts.grammar.check import checker
+from mlxpaged.parts.grammar.grammar_limits import MAX_OPENINGS
+from mlxpaged.parts.grammar.schema_limits import MAX_DEPTH
 from tests.api.helpers import raw
 from tests.engine.constraints import chain, doubling
 from tests.support import RunningServer

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import (
     DEADLINE,
     Background,

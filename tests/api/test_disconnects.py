@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.status import EngineStats
+from mlxpaged.core.engine.status import EngineStats
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import (
     Background,
     StepGate,

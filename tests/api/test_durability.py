@@ -27,8 +27,8 @@ from mlxpaged.api.batches.requests import LineRequests, response_line
 from mlxpaged.api.batches.runner import BatchRunner
 from mlxpaged.api.batches.store import Store
 from mlxpaged.api.ignored_fields import IgnoredFields
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.errors import EngineState, EngineUnavailableError
+from mlxpaged.core.engine.errors import EngineState, EngineUnavailableError
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.journal import Journal
 from tests.api.helpers import DEADLINE, raw, run_on
 from tests.support import RunningServer, running_server, wait_until

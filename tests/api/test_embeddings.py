@@ -26,11 +26,11 @@ from openai import AsyncOpenAI, OpenAI
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.embeddings import check_dimensions
 from mlxpaged.api.errors import ApiError
+from mlxpaged.core.engine.errors import EngineState
+from mlxpaged.core.engine.model_runner import ModelRunner
 from mlxpaged.engine.async_engine import AsyncEngine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.errors import EngineState
-from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.models.embedding import EmbeddingSpec, Pooling
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.encoders.embedding import EmbeddingSpec, Pooling
 from mlxpaged.models.loader import DEMO_PATH
 from mlxpaged.registry.registry import Registry
 from tests.api.helpers import (

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from mlxpaged.cli.banner import banner
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.registry.model import Model
 from mlxpaged.registry.registry import Registry
 from tests.api.helpers import Background, post, random_tokens, raw, run_on

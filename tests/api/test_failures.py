@@ -10,9 +10,9 @@ from typing import Any
 import openai
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.errors import EngineState
-from mlxpaged.engine.running_request import RunningRequest
+from mlxpaged.core.engine.errors import EngineState
+from mlxpaged.core.engine.running_request import RunningRequest
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import (
     Background,
     StepGate,

@@ -24,14 +24,14 @@ from mlxpaged.api.generation.images import MAX_IMAGES, Images, ShownImage
 from mlxpaged.api.image_hosts import Fetch, ImageHosts
 from mlxpaged.api.image_threads import IMAGES
 from mlxpaged.api.turns import Turns
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.request import Request
+from mlxpaged.core.engine.request import Request
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.features import Feature
-from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.models.text.tokenizer import Tokenizer
 from mlxpaged.registry.model import Model
 from mlxpaged.registry.registry import Registry
 from mlxpaged.vision import reading
-from mlxpaged.vision.gemma_format import Gemma3Format
+from mlxpaged.vision.families.gemma.format import Gemma3Format
 from mlxpaged.vision.image import Pixels
 from mlxpaged.vision.reading import CheckedImage, ClientImage, Detail, check, decode
 from tests.api.helpers import DEADLINE, Background, raw, stream_events

@@ -18,7 +18,7 @@ from openai import OpenAI
 
 from mlxpaged.api.openai.chat import ChatRenderer
 from mlxpaged.api.openai.schema import ChatRequest
-from mlxpaged.engine.prompt_progress import PromptProgress
+from mlxpaged.core.engine.prompt_progress import PromptProgress
 from tests.api.helpers import DEADLINE, StepGate, answer_text, ask, random_tokens, raw, run_on, text_of, within_one_step
 from tests.support import RunningServer
 

@@ -20,7 +20,7 @@ from openai import AsyncOpenAI, OpenAI
 from mlxpaged.api.access.key_file import KeyEntry, KeyFileError, digest, make_key
 from mlxpaged.api.app import create_app
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import (
     DEADLINE,
     Background,

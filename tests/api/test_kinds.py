@@ -35,7 +35,7 @@ from mlxpaged.api.media import NAMES
 from mlxpaged.api.openai.responses import schema as responses
 from mlxpaged.api.openai.schema import Part
 from mlxpaged.api.openai.tools import Call
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import raw
 from tests.compatibility.kinds import with_table
 from tests.scripted import follow, scripted_server

@@ -13,7 +13,7 @@ import pytest
 from mlxpaged.api import answer_thread
 from mlxpaged.api.answer_thread import AnswerThread, give_way
 from mlxpaged.api.generation.logprob_table import LogprobTable
-from mlxpaged.engine.logprobs import TokenLogprobs
+from mlxpaged.core.engine.logprobs import TokenLogprobs
 
 
 def tokens(count: int, top: int) -> list[TokenLogprobs]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import metrics, raw
 from tests.support import RunningServer, running_server
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import answer_text, ask, stream_together
 from tests.metal_on_cpu.fixtures import metal
 from tests.support import poison_new_blocks, running_server

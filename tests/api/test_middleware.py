@@ -28,7 +28,7 @@ from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.openai import models
 from mlxpaged.api.server import Server
 from mlxpaged.cli import accepted_connection, http_protocol
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import DEADLINE, FakeClock, StepGate, ask, bearer, raw, run_on, start, write_keys
 from tests.support import RunningServer, running_server, wait_until
 

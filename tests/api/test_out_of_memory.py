@@ -13,11 +13,12 @@ import pytest
 
 from mlxpaged import process_memory
 from mlxpaged.api import body as bodies
-from mlxpaged.engine import grammar, headroom
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.errors import EngineState
-from mlxpaged.engine.running_request import RunningRequest
-from mlxpaged.engine.step_memory import bytes_per_key
+from mlxpaged.core.engine.errors import EngineState
+from mlxpaged.core.engine.running_request import RunningRequest
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.parts.grammar import grammar
+from mlxpaged.parts.memory import headroom
+from mlxpaged.parts.memory.step_memory import bytes_per_key
 from mlxpaged.process_memory import MARGIN
 from tests.api.helpers import (
     answer_text,

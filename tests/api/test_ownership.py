@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import StepGate, bearer, raw, run_on, start, within_one_step, write_keys
 from tests.support import RunningServer, running_server, wait_until
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from mlxpaged.api.batches.runner import BatchRunner
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import DEMO_PATH
 from mlxpaged.models.panics import TokenizerPanicError, guarded
 from tests.api.helpers import DEADLINE, ask, raw
@@ -86,7 +86,7 @@ def test_clients_see_no_backtrace_and_the_log_has_it(
 
     tokenizer = type(server.core.served.tokenizer)
     monkeypatch.setattr(tokenizer, "encode", guarded(fail(PanicException)))
-    monkeypatch.setattr("mlxpaged.engine.grammar.grammar_text", fail(ValueError))
+    monkeypatch.setattr("mlxpaged.parts.grammar.grammar.grammar_text", fail(ValueError))
     with raw(server) as client:
         panicked = client.post("/tokenize", json={"model": "demo", "prompt": "x"})
         refused = client.post("/v1/completions", json={"model": "demo", "prompt": [20], "guided_regex": "b+"})

@@ -12,7 +12,7 @@ from mlx_lm.utils import load_tokenizer
 from openai import OpenAI
 
 from mlxpaged.models.loader import DEMO_PATH
-from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.models.text.tokenizer import Tokenizer
 from tests.api.helpers import DEADLINE, ask, chat_tokens, post, raw, tokens_of
 from tests.api.test_tools import streamed
 from tests.scripted import follow

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import FakeClock, block_bytes, metrics, random_tokens, run_on
 from tests.api.test_concurrency import stream_in_order
 from tests.support import RunningServer, poison_new_blocks, running_server

@@ -11,8 +11,8 @@ from openai import OpenAI
 from pydantic_core import to_json
 
 from mlxpaged.api.openai.renderer import TextOffsets, completion_logprobs, prompt_logprobs
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
+from mlxpaged.core.engine.logprobs import PromptLogprobs, TokenLogprobs
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import (
     ask,
     legacy_logprobs,

@@ -18,7 +18,7 @@ from mlxpaged.api.app import create_app
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.downloads import MAX_DOWNLOADS
 from mlxpaged.api.ollama import pull
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models import device_memory, disk
 from mlxpaged.models.loader import DEMO_PATH
 from mlxpaged.models.sources.downloads import downloads

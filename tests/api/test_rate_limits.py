@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mlxpaged.api.access.rate_limit import Bucket
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import DEADLINE, FakeClock, ask, bearer, raw, run_on, write_keys
 from tests.support import RunningServer, running_server
 

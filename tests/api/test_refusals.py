@@ -11,7 +11,7 @@ import pytest
 
 from mlxpaged.api.errors import ApiError, without_keys
 from mlxpaged.cli.logs import LineFormatter
-from mlxpaged.models.tokenizer import ChatTemplateError
+from mlxpaged.models.text.tokenizer import ChatTemplateError
 from tests.api.helpers import ask, metrics, raw, run_on
 from tests.support import RunningServer
 

@@ -14,11 +14,11 @@ import pytest
 from mlx_lm.utils import load_model as load_plain_model
 from mlx_lm.utils import load_tokenizer
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.encoders.reranker import INSTRUCT, JUDGE, make_reranker
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import DEMO_PATH
-from mlxpaged.models.reranker import INSTRUCT, JUDGE, make_reranker
-from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.models.text.tokenizer import Tokenizer
 from tests.api.helpers import metrics, post, raw, run_on
 from tests.support import RunningServer, demo_vocab_size, make_tiny_model, running_server
 

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.openai.responses import store as response_store
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import (
     DEADLINE,
     Background,

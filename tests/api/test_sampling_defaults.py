@@ -12,7 +12,7 @@ from mlxpaged.api.body import validate
 from mlxpaged.api.openai.completions import translate
 from mlxpaged.api.openai.schema import CompletionRequest
 from mlxpaged.api.reading import Reading
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import post, random_tokens, raw
 from tests.support import RunningServer, make_tiny_model, running_server
 

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 from tokenizers import Tokenizer
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.features import Feature
 from tests.api.helpers import DEADLINE, raw, side_by_side, stream_events, text_of
 from tests.api.test_images import CHAT, MESSAGES, OLLAMA, RESPONSES, TEMPLATE, block, input_part, text, url_part, user

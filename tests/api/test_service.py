@@ -14,8 +14,8 @@ from openai import OpenAI
 from mlxpaged.attention.kv_cache import resolve_backend
 from mlxpaged.attention.self_check import BackendChoice
 from mlxpaged.cli.banner import banner
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.errors import EngineState
+from mlxpaged.core.engine.errors import EngineState
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.errors import ModelNotFoundError
 from tests.api.helpers import DEADLINE, StepGate, ask, metrics, post, random_tokens, raw, raw_post, run_on
 from tests.support import RunningServer, running_server, wait_until

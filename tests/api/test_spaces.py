@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import DEMO_PATH
 from tests.api.helpers import answer_text, ask, post, run_on
 from tests.support import RunningServer, running_server

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import ask, metrics, post, raw
 from tests.support import running_server
 
@@ -16,7 +16,8 @@ TEXT = "the river runs past the mill, the river runs past the inn, the river run
 def test_answers_are_those_without_drafts_and_usage_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the rule verifies all drafts, because what it decides depends on the machine."""
     monkeypatch.setattr(
-        "mlxpaged.scheduler.draft_budget.draft_lengths", lambda contexts, chances, *_: [len(each) for each in chances]
+        "mlxpaged.parts.drafting.draft_budget.draft_lengths",
+        lambda contexts, chances, *_: [len(each) for each in chances],
     )
     with running_server(EngineConfig(kv_cache_bytes=64_000_000, speculative="ngram")) as server:
         for options in ({"temperature": 0}, {"temperature": 0.8, "seed": 7}):
@@ -47,7 +48,8 @@ def test_answers_are_those_without_drafts_and_usage_counts_them(monkeypatch: pyt
 def test_another_model_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo drafts for itself, so every draft is accepted; and answers are those without."""
     monkeypatch.setattr(
-        "mlxpaged.scheduler.draft_budget.draft_lengths", lambda contexts, chances, *_: [len(each) for each in chances]
+        "mlxpaged.parts.drafting.draft_budget.draft_lengths",
+        lambda contexts, chances, *_: [len(each) for each in chances],
     )
     config = EngineConfig(kv_cache_bytes=64_000_000, speculative="draft", draft_model="demo")
     with running_server(config) as server:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from mlxpaged.api.batches import runner
+from mlxpaged.core.engine.errors import EngineState
 from mlxpaged.engine import builder
-from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.engine_thread import EngineThread
-from mlxpaged.engine.errors import EngineState
 from mlxpaged.engine.watchdog import LOAD_SECONDS, StallLimits
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.registry.model import Model
 from mlxpaged.registry.registry import registry_of
 from tests.api.helpers import (

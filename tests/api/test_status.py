@@ -12,8 +12,8 @@ import pytest
 
 from mlxpaged.attention.kv_cache import resolve_backend
 from mlxpaged.cli.banner import banner
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.scheduler.sequence import Priority
+from mlxpaged.core.scheduling.sequence import Priority
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import (
     DEADLINE,
     FakeClock,
@@ -208,7 +208,7 @@ def test_ten_shared_blocks_show_two_holders_and_are_logged(
     server: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefix = random_tokens(320, 5)
-    with caplog.at_level("DEBUG", logger="mlxpaged.scheduler"), StepGate(server) as gate:
+    with caplog.at_level("DEBUG", logger="mlxpaged.core.scheduling"), StepGate(server) as gate:
         pending = [start(server, run_on([*prefix, 20 + i], 30), f"sharer-{i}") for i in range(2)]
         gate.allow(2)
         status = within_one_step(server, gate, "GET", STATUS).json()
@@ -336,7 +336,7 @@ def test_the_type_of_the_kv_cache_and_the_reason_are_shown(
     allowed: float, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The demo model with 4-bit values. allowed: nats by which its predictions may change."""
-    monkeypatch.setattr("mlxpaged.models.quantized_kv.MOST_DIVERGENCE", allowed)
+    monkeypatch.setattr("mlxpaged.models.checks.quantized_kv.MOST_DIVERGENCE", allowed)
     with running_server(EngineConfig(kv_cache_dtype="int4", kv_cache_bytes=10_000_000)) as server:
         found = ask_idle(server, "GET", STATUS)["kv_cache"]
         text = banner(server.registry, server.url, needs_key=False)

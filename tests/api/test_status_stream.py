@@ -20,11 +20,11 @@ from mlxpaged.api.phase_tracker import MAX_ENDED, PhaseTracker
 from mlxpaged.api.recent_latencies import RecentLatencies
 from mlxpaged.api.server import Server
 from mlxpaged.api.status_stream import MAX_CELLS, ModelWatch, StatusStream, block_map
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.status import SequenceState
-from mlxpaged.engine.timeline import Phase
+from mlxpaged.core.engine.status import SequenceState
+from mlxpaged.core.engine.timeline import Phase
+from mlxpaged.core.scheduling.sequence import Priority, SequenceStatus
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.registry.registry import Registry
-from mlxpaged.scheduler.sequence import Priority, SequenceStatus
 from tests.api.helpers import DEADLINE, StepGate, metrics, queued_commands, random_tokens, raw, run_on, start
 from tests.support import RunningServer, wait_until
 

@@ -18,10 +18,10 @@ from openai import OpenAI
 from pydantic import BaseModel, Field
 
 from mlxpaged.api import server as api_server
-from mlxpaged.engine import grammar
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.constraint import GrammarError, StructuredOutput, ToolCallForm
+from mlxpaged.core.engine.constraint import GrammarError, StructuredOutput, ToolCallForm
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.formats.pieces import Json
+from mlxpaged.parts.grammar import grammar
 from tests.api.helpers import (
     DEADLINE,
     Background,

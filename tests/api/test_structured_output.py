@@ -15,7 +15,7 @@ import pytest
 from anthropic import Anthropic, AsyncAnthropic
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import DEADLINE, side_by_side, tokens_of
 from tests.api.test_tools import streamed
 from tests.scripted import SPELLED, demo_with_tools, follow, scripted_server

@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 from openai import AsyncOpenAI
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import DEADLINE, StepGate, block_bytes
 from tests.api.schemas import random_object, random_schema
 from tests.scripted import demo_with_tools, make_scripted_model

@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from mlxpaged.models.loader import DEMO_PATH
-from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.models.text.tokenizer import Tokenizer
 from tests.api.helpers import post, raw
 from tests.support import RunningServer
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import (
     FakeClock,
     StepGate,
@@ -168,10 +168,10 @@ def test_a_header_that_says_neither_is_refused(server: RunningServer, value: str
 
 
 def test_every_step_is_a_line_in_the_debug_log(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "mlxpaged.engine.step_log"):
+    with caplog.at_level(logging.DEBUG, "mlxpaged.core.engine.step_log"):
         post(server, run_on(random_tokens(100, 30), 3))
         server.wait_idle()
-    lines = [r.getMessage() for r in caplog.records if r.name == "mlxpaged.engine.step_log"]
+    lines = [r.getMessage() for r in caplog.records if r.name == "mlxpaged.core.engine.step_log"]
     steps = [dict(re.findall(r"(\w+)=([\d.]+)", line)) for line in lines if line.startswith("step ")]
     shown = [[int(step[name]) for name in ("rows", "decode_rows", "prompt_tokens", "tokens")] for step in steps]
     assert shown == [[1, 0, 64, 64], [1, 0, 36, 36], [1, 1, 0, 1], [1, 1, 0, 1]]

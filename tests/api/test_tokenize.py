@@ -14,11 +14,11 @@ from openai import OpenAI
 from mlxpaged.api.generation.images import Images
 from mlxpaged.api.generation.prompt import rendering
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import DEMO_PATH
-from mlxpaged.models.tokenizer import Tokenizer
-from mlxpaged.models.tokenizer_limits import MAX_WRITTEN
+from mlxpaged.models.text.tokenizer import Tokenizer
+from mlxpaged.models.text.tokenizer_limits import MAX_WRITTEN
 from tests.api.helpers import Background, ask, chat_tokens, post, raw, run_on, tokens_of
 from tests.support import RunningServer, running_server, short_id
 

@@ -13,7 +13,7 @@ from mlx_lm.utils import load_tokenizer
 
 from mlxpaged.api.tokenizer_lanes import LONG_TEXT, TokenizerLanes
 from mlxpaged.models.loader import DEMO_PATH
-from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.models.text.tokenizer import Tokenizer
 from tests.api.helpers import DEADLINE
 
 Scenario = Callable[[TokenizerLanes], Coroutine[Any, Any, None]]

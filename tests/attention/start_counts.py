@@ -33,7 +33,7 @@ from mlxpaged.attention import kernels
 from mlxpaged.attention.kv_cache import POOLS
 from mlxpaged.cpu import streams
 from mlxpaged.engine import builder
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models import replacements
 from tests.support import demo_vocab_size, make_tiny_model, quantize
 

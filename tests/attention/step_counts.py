@@ -23,8 +23,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.command_buffers import CommitLimits, Operation, commit_limits, count, peak_bytes
-from mlxpaged.engine.step_memory import GPU_TOKENS, extrapolated
 from mlxpaged.mlx_settings import LONG_BUFFERS
+from mlxpaged.parts.memory.step_memory import GPU_TOKENS, extrapolated
 from tests.attention import start_counts
 from tests.attention.step_graphs import MODELS, PROMPTS, kv_bytes, our_step, prompt_step, step_of_mlx_lm
 

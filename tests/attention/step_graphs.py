@@ -27,15 +27,15 @@ from benchmarks.command_buffers import Operation, operations
 from mlxpaged.attention.layer import route_attention
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.qkv import QkvKind
-from mlxpaged.models import fused_attention, joins
+from mlxpaged.core.step import Row
 from mlxpaged.models.caches import ModelCaches
-from mlxpaged.models.expert_rows import rows_of
-from mlxpaged.models.fused_attention import FusedAttention, fuse_attention
 from mlxpaged.models.head import RowSelection, select_rows_before_head
+from mlxpaged.models.joins import fused_attention, joins
+from mlxpaged.models.joins.expert_rows import rows_of
+from mlxpaged.models.joins.fused_attention import FusedAttention, fuse_attention
 from mlxpaged.models.layer_finder import Way, find_layers
 from mlxpaged.models.layers import KV, LayerSpec, Recurrent
 from mlxpaged.models.replacements import route_layers
-from mlxpaged.step import Row
 
 CONTEXT = 900
 BLOCKS = 16
@@ -221,7 +221,7 @@ def fuse_unchecked(model: nn.Module) -> QkvKind | None:
 def our_step(
     known: KnownModel, batch: int, context: int = CONTEXT, joined: bool = True, fused: bool = True
 ) -> list[Operation]:
-    """The step of `ModelRunner.forward`, and argmax. joined: by models/joins.py. fused: by fused_attention.py."""
+    """The step of `ModelRunner.forward`, and argmax. joined: by models/joins/joins.py. fused: by fused_attention.py."""
     return traced_step(known, [Row(i, context - 1, [0]) for i in range(batch)], joined=joined, fused=fused)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx import nn
 
-from mlxpaged.models.joined_norms import Addition
+from mlxpaged.models.joins.joined_norms import Addition
 from tests.attention.mutants import Mutant, mutant_tests
 from tests.metal_on_cpu import DataRace, Divergence, Interpreter, MetalCompileError, UninitialisedOutput
 from tests.support import every

@@ -25,10 +25,10 @@ from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.qkv import Qkv, Rope
 from mlxpaged.attention.quantization import quantization_of
 from mlxpaged.attention.tuning import CONTIGUOUS, MATRIX, Tuning
-from mlxpaged.engine.memory import LEAST_STEP
-from mlxpaged.engine.step_memory import GPU_TOKENS, extrapolated
 from mlxpaged.mlx_settings import LONG_BUFFERS
 from mlxpaged.models.loader import LoadOptions, load_model
+from mlxpaged.parts.memory.fitting import LEAST_STEP
+from mlxpaged.parts.memory.step_memory import GPU_TOKENS, extrapolated
 from tests.attention.step_graphs import MODELS, fused_functions, our_step, prompt_step, step_of_mlx_lm
 
 LIMITS = {"base or Pro": commit_limits("applegpu_g16g"), "Max": commit_limits("applegpu_g14s")}

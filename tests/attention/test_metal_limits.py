@@ -30,7 +30,7 @@ from mlxpaged.attention.variants import (
     choose_decode,
     choose_tile,
 )
-from mlxpaged.models.joined_norms import Addition
+from mlxpaged.models.joins.joined_norms import Addition
 from tests.attention.metal_cases import HEAD_DIMS, Case
 from tests.metal_on_cpu import Interpreter
 

@@ -25,7 +25,7 @@ from mlxpaged.attention.self_check import (
 from mlxpaged.attention.tuner import Limits, choose_tunings
 from mlxpaged.attention.tuning import BY_CONTEXT, CONTIGUOUS, DEFAULT_TUNING, MATRIX, ShapeClass, Tuning
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import load_model
 from tests.metal_on_cpu import Interpreter
 from tests.support import every, make_tiny_model, run_requests

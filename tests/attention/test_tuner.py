@@ -43,9 +43,9 @@ from mlxpaged.attention.tuning import (
 )
 from mlxpaged.attention.tuning_cache import Machine, TuningCache
 from mlxpaged.cli.doctor import report
+from mlxpaged.core.engine.core import EngineCore
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import load_model
 from tests.metal_on_cpu import Interpreter

@@ -10,7 +10,7 @@ from huggingface_hub import constants
 from playwright.sync_api import expect
 
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import DEMO_PATH
 from tests.browser.conftest import Visit
 from tests.cli.helpers import hub

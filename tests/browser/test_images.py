@@ -14,7 +14,7 @@ from PIL import Image
 from playwright.sync_api import FilePayload, Request, expect
 
 from demo_model.vision.pictures import BUILT_IN, picture
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.browser.conftest import PHONE, Visit
 from tests.browser.test_chat import button
 from tests.browser.test_files import attach, chips, drop, file

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, Route, expect
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.registry.model import Model
 from mlxpaged.registry.registry import Registry
 from tests.api.helpers import Background, random_tokens, raw, run_on, start

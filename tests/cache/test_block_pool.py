@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from mlxpaged.cache.block_pool import BlockPool, BlockPoolError, BlockUsage, DoubleFreeError, OutOfBlocksError
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.core.blocks.block_pool import BlockPool, BlockPoolError, BlockUsage, DoubleFreeError, OutOfBlocksError
+from mlxpaged.engine_config import EngineConfig
 
 
 def test_default_block_size_is_32() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.cache.block_pool import BlockPool, OutOfBlocksError
-from mlxpaged.cache.block_table import BlockTable
-from mlxpaged.cache.groups import blocks_for
-from mlxpaged.cache.prefix_cache import PrefixCache
-from mlxpaged.cache.table_rows import TableRows
+from mlxpaged.core.blocks.block_pool import BlockPool, OutOfBlocksError
+from mlxpaged.core.blocks.block_table import BlockTable
+from mlxpaged.core.blocks.groups import blocks_for
+from mlxpaged.core.blocks.prefix_cache import PrefixCache
+from mlxpaged.core.blocks.table_rows import TableRows
 
 
 def make(num_blocks: int = 16, block_size: int = 4) -> tuple[BlockPool[Any], PrefixCache]:

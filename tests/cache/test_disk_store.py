@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.cache import disk_journal, disk_store
-from mlxpaged.cache.disk_index import Name
-from mlxpaged.cache.disk_store import DiskStore, StoredBlock, StoreError
 from mlxpaged.journal import Journal
+from mlxpaged.parts.disk import disk_journal, disk_store
+from mlxpaged.parts.disk.disk_index import Name
+from mlxpaged.parts.disk.disk_store import DiskStore, StoredBlock, StoreError
 
 DAY = 86_400
 HEADER = 2 * 8 + 4 * 8 + 16
@@ -327,7 +327,7 @@ READER = """
 import os, signal, sys
 from pathlib import Path
 from tests.cache.test_disk_store import content
-from mlxpaged.cache.disk_store import DiskStore
+from mlxpaged.parts.disk.disk_store import DiskStore
 
 store = DiskStore(Path(sys.argv[1]), 10**6, 10**6)
 for number in (1, 2):

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxpaged.cache import prefix_cache
-from mlxpaged.cache.block_pool import BlockPool
-from mlxpaged.cache.block_table import BlockTable
-from mlxpaged.cache.prefix_cache import PrefixCache
-from mlxpaged.cache.table_rows import TableRows
-from mlxpaged.step import FIRST_CONTENT_ID
+from mlxpaged.core.blocks import prefix_cache
+from mlxpaged.core.blocks.block_pool import BlockPool
+from mlxpaged.core.blocks.block_table import BlockTable
+from mlxpaged.core.blocks.prefix_cache import PrefixCache
+from mlxpaged.core.blocks.table_rows import TableRows
+from mlxpaged.core.step import FIRST_CONTENT_ID
 
 Tokens = list[int]
 

@@ -8,10 +8,10 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from mlxpaged.cache.block_pool import BlockPool
-from mlxpaged.cache.block_table import BlockTable
-from mlxpaged.cache.prefix_cache import PrefixCache
-from mlxpaged.cache.table_rows import TableRows
+from mlxpaged.core.blocks.block_pool import BlockPool
+from mlxpaged.core.blocks.block_table import BlockTable
+from mlxpaged.core.blocks.prefix_cache import PrefixCache
+from mlxpaged.core.blocks.table_rows import TableRows
 
 SIZE = 2  # tokens of a block
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from mlxpaged.cli import http_server, main, serve  # noqa: F401  (imported before the fork)
 from mlxpaged.cli.bench import command  # noqa: F401
+from mlxpaged.core.engine.model_runner import ModelRunner
 from mlxpaged.engine import async_engine
 from mlxpaged.engine.async_engine import AsyncEngine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.engine_config import EngineConfig
 
 IS_SUPPORTED = sys.platform == "linux"
 """A Mac's frameworks do not work in a forked process."""

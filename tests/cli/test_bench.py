@@ -22,8 +22,8 @@ from mlxpaged.cli import main
 from mlxpaged.cli.bench import command
 from mlxpaged.cli.bench.figures import comparison_figures, sweep_figures
 from mlxpaged.cli.bench.load import Answer, Load, Pass, make_prompts
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.core.engine.model_runner import ModelRunner
+from mlxpaged.engine_config import EngineConfig
 from tests.cli.helpers import DEADLINE, Result, environment, mlxpaged
 from tests.support import make_tiny_model
 

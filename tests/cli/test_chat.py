@@ -24,7 +24,7 @@ from mlxpaged.cli.chat.conversation import EFFORTS, Conversation
 from mlxpaged.cli.chat.loop import talk, uninterrupted
 from mlxpaged.cli.chat.reader import Reader, SlashCompleter
 from mlxpaged.cli.client import Client
-from mlxpaged.models.generation_config import LIMITS
+from mlxpaged.models.files.generation_config import LIMITS
 from tests.api.helpers import StepGate
 from tests.cli.helpers import Result
 from tests.cli.screen import shown

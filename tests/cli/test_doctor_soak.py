@@ -10,7 +10,7 @@ import pytest
 
 from mlxpaged.cli.client import Client, ServerError
 from mlxpaged.cli.doctor.soak import STREAMS
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.cli.helpers import Result
 from tests.support import running_server
 

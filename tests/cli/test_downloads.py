@@ -17,9 +17,9 @@ from huggingface_hub import constants
 
 from mlxpaged.cli.flags import name_and_path
 from mlxpaged.models import device_memory, disk, loader
-from mlxpaged.models.architectures import has_module, modules_of
+from mlxpaged.models.files.architectures import has_module, modules_of
+from mlxpaged.models.files.kinds import ENCODERS, Kind
 from mlxpaged.models.fit import fit, layers_of
-from mlxpaged.models.kinds import ENCODERS, Kind
 from mlxpaged.models.layers import KV, PerSequence
 from mlxpaged.models.loader import DEMO_PATH, load_embedding_model
 from mlxpaged.models.sources.downloads import downloads
@@ -33,7 +33,7 @@ from mlxpaged.models.sources.short_names import (
     short_names,
     without_address,
 )
-from mlxpaged.models.vision import FAMILIES
+from mlxpaged.models.vision.loading import FAMILIES
 from mlxpaged.registry.catalog import Catalog
 from tests.cli.helpers import DEADLINE, Result, hub, mlxpaged
 from tests.models.architectures import ARCHITECTURES, REFUSED, make_architecture

@@ -18,12 +18,12 @@ from mlxpaged import __version__, cli
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import http_server, main, serve
 from mlxpaged.cli.flags import parse_size
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.core.scheduling.sequence import Priority
 from mlxpaged.engine.watchdog import StallLimits
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models import device_memory
-from mlxpaged.models.adapter_path import AdapterPath
+from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.registry.registry import Registry
-from mlxpaged.scheduler.sequence import Priority
 
 DEFAULTS = EngineConfig()
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
-from mlxpaged.cache.disk_index import Name
-from mlxpaged.cache.disk_records import StoredBlock
-from mlxpaged.cache.disk_store import DiskStore
+from mlxpaged.parts.disk.disk_index import Name
+from mlxpaged.parts.disk.disk_records import StoredBlock
+from mlxpaged.parts.disk.disk_store import DiskStore
 from tests.cli.helpers import DEADLINE, Result, serving
 
 TEXT = "What is 17 + 25? " * 12

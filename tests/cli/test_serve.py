@@ -30,8 +30,8 @@ from mlxpaged.cli.http_server import HttpServer, url_of
 from mlxpaged.engine import async_engine
 from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.info import EngineInfo
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.errors import ModelNotFoundError
 from mlxpaged.models.loader import DEMO_PATH, load_model
 from mlxpaged.registry.registry import Registry

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from demo_model.vision.pictures import BUILT_IN, picture
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.clients.install import NotInstalled, folder_of
 from tests.formats.written import WRITTEN
 from tests.scripted import scripted_server

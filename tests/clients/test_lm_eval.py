@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import DEMO_PATH
 from tests.support import RunningServer, make_tiny_model, running_server
 

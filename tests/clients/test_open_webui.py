@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import DEMO_PATH
 from tests.clients.conftest import NUMBER, installed
 from tests.support import RunningServer, running_server, wait_until

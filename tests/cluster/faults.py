@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.cluster.follower import Follower
 from mlxpaged.engine import sizes
-from mlxpaged.engine.follower import Follower
 
 
 def fail_in_a_step() -> None:

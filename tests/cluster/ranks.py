@@ -21,13 +21,13 @@ from unittest import mock
 
 import mlx.core as mx
 
-from mlxpaged.engine import memory_pressure
+from mlxpaged.cluster.follower import follow
+from mlxpaged.core.engine.core import EngineCore
 from mlxpaged.engine import sizes as engine_sizes
 from mlxpaged.engine.builder import load_core
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.follower import follow
-from mlxpaged.engine.ranks import Ranks
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.parts.memory import memory_pressure
+from mlxpaged.parts.ranks.ranks import Ranks
 from tests.lazy_kernels import LazyKernels, no_fusion
 
 CONTEXT: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from mlxpaged.engine.constraint import Constraint
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.drafting import NO_DRAFTS, Drafting
-from mlxpaged.engine.image_encoder import ImageEncoder
-from mlxpaged.engine.ranks import RankLostError
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.running_request import RunningRequest
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.shared_runner import SharedRunner
-from mlxpaged.step import Step
+from mlxpaged.core.engine.constraint import Constraint
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.running_request import RunningRequest
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.step import Step
+from mlxpaged.parts.drafting.drafting import NO_DRAFTS, Drafting
+from mlxpaged.parts.images.image_encoder import ImageEncoder
+from mlxpaged.parts.ranks.ranks import RankLostError
+from mlxpaged.parts.ranks.shared_runner import SharedRunner
 from mlxpaged.vision.image import PromptImage
 from tests.cluster.ranks import MESSAGES, ring_bytes
 from tests.engine.helpers import part_of

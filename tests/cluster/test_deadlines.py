@@ -14,16 +14,16 @@ from mlxpaged.cluster import cluster_engine
 from mlxpaged.cluster.cluster_engine import ClusterEngine
 from mlxpaged.cluster.hosts import LOCAL, Host, Hosts
 from mlxpaged.cluster.messages import Hello, Ready, Run, Stepped, Submit, versions
+from mlxpaged.core.engine.request import Request, RequestOutput
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.sequence import FinishReason
 from mlxpaged.engine import commands
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.engine_thread import Callbacks, ModelSlot
 from mlxpaged.engine.info import EngineInfo
-from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.engine.sampling_params import SamplingParams
 from mlxpaged.engine.watchdog import StallLimits
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import load_model
-from mlxpaged.scheduler.sequence import FinishReason
 from tests.support import wait_until
 
 

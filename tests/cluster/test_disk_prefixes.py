@@ -20,15 +20,15 @@ from unittest import mock
 import httpx
 import pytest
 
-from mlxpaged.cache.disk_store import DiskStore
-from mlxpaged.engine import disk_tier
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.disk_tier import NO_TIER
-from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.model_runner import ModelRunner
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.prefill_budget import PrefillLimits
 from mlxpaged.models.features import Feature
-from mlxpaged.scheduler.prefill_budget import PrefillLimits
+from mlxpaged.parts.disk import disk_tier
+from mlxpaged.parts.disk.disk_store import DiskStore
+from mlxpaged.parts.disk.disk_tier import NO_TIER
 from tests.cluster.ranks import Setup, no_fault, play, play_alone
 from tests.cluster.servers import cluster_of
 from tests.models.architectures import QWEN3_5, linear_attention, make_architecture, nested

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.sources.resolve import resolve
 from tests.cli.helpers import mlxpaged
 from tests.cluster.servers import LOCAL, PROMPTS, START_SECONDS, Cluster, Load, Storm, cluster_of, processes_of
@@ -216,7 +216,7 @@ DEADLY_REQUEST = """\
 import os
 
 if os.environ.get("MLX_RANK") == "0":
-    from mlxpaged.engine.core import EngineCore
+    from mlxpaged.core.engine.core import EngineCore
 
     def submit(core, requests, found=EngineCore.submit):
         if any(request.params.seed == 666 for request in requests):

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from mlxpaged.cluster.unfinished import Unfinished
+from mlxpaged.core.engine.constraint import Constraint
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import Request, RequestOutput
+from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.constraint import Constraint
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import ServedModel, load_model
 
 LENGTH = 40

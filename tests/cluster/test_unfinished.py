@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from mlxpaged.cluster.unfinished import UnfinishedRequests
-from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.scheduler.sequence import FinishReason, Priority
+from mlxpaged.core.engine.request import Request, RequestOutput
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.sequence import FinishReason, Priority
 
 
 def request(name: str, priority: Priority = Priority.NORMAL, fork_of: str | None = None) -> Request:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import raw
 from tests.support import make_embedding_model, running_server, with_embeddings
 

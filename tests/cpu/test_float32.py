@@ -20,9 +20,9 @@ from mlx_lm.utils import load_model as load_plain_model
 from mlxpaged.cli.banner import computed
 from mlxpaged.cpu import float32, streams
 from mlxpaged.cpu.float32 import UNCHANGED, Choice, Sizes, Storage, choose, sizes_of, widen
-from mlxpaged.models import weights
-from mlxpaged.models.adapter_path import AdapterPath
+from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.files import weights
 from mlxpaged.models.layers import KV, leaves
 from mlxpaged.models.loader import LoadOptions, ServedModel, load_embedding_model, load_model
 from tests.models.encoders import make_encoder

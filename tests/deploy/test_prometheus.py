@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import ask, post, raw, run_on, write_keys
 from tests.support import RunningServer, running_server, wait_until
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from mlxpaged.cache.disk_store import READ_RATE, DiskStore
-from mlxpaged.engine import disk_tier
-from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.scheduler.prefill_budget import PrefillLimits
+from mlxpaged.core.engine.model_runner import ModelRunner
+from mlxpaged.core.scheduling.prefill_budget import PrefillLimits
+from mlxpaged.parts.disk import disk_tier
+from mlxpaged.parts.disk.disk_store import READ_RATE, DiskStore
 from tests.metal_on_cpu.fixtures import metal, metal_on_cpu
 
 __all__ = ["metal", "metal_on_cpu"]

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.drafting import NO_DRAFTS, Drafting
-from mlxpaged.engine.model_runner import DeviceError, ModelRunner
-from mlxpaged.engine.step import InFlightStep
-from mlxpaged.scheduler.sequence import Priority
-from mlxpaged.step import Step
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.in_flight import InFlightStep
+from mlxpaged.core.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.core.scheduling.sequence import Priority
+from mlxpaged.core.step import Step
+from mlxpaged.parts.drafting.drafting import NO_DRAFTS, Drafting
 from tests.engine.hybrid import Run, TinyModel, assert_balanced, request
 from tests.engine.test_drafting import use_oracle
 

@@ -10,18 +10,18 @@ from typing import Any, TypeVar
 
 import pytest
 
-from mlxpaged.cache.disk_journal import FILE
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.in_flight import InFlightStep
+from mlxpaged.core.engine.model_runner import DeviceError
+from mlxpaged.core.engine.part import Part
+from mlxpaged.core.scheduling.sequence import FinishReason
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.disk_tier import DiskTier
-from mlxpaged.engine.model_runner import DeviceError
-from mlxpaged.engine.part import Part
-from mlxpaged.engine.step import InFlightStep
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.journal import suspects_in
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import ServedModel
-from mlxpaged.scheduler.sequence import FinishReason
+from mlxpaged.parts.disk.disk_journal import FILE
+from mlxpaged.parts.disk.disk_tier import DiskTier
 from tests.support import poison_new_blocks
 
 

@@ -15,19 +15,19 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_plain_model
 
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import Request, RequestOutput
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.sequence import Priority
+from mlxpaged.core.step import Step
 from mlxpaged.engine import sizes
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.memory import START_TOKENS
-from mlxpaged.engine.memory_pressure import MemoryPressure
-from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.cache_groups import cache_layout
 from mlxpaged.models.layers import state_bytes
 from mlxpaged.models.loader import load_model
-from mlxpaged.scheduler.sequence import Priority
-from mlxpaged.step import Step
+from mlxpaged.parts.memory.fitting import START_TOKENS
+from mlxpaged.parts.memory.memory_pressure import MemoryPressure
 from tests.answers import Answer, greedy_answer
 from tests.models.architectures import QWEN3_5, VOCAB_SIZE, nested, random_weights
 from tests.support import make_tiny_model, poison_new_blocks

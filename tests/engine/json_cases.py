@@ -11,8 +11,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from mlxpaged.engine.constraint import Constraint
-from mlxpaged.engine.grammar import LIMITS, grammar_text
+from mlxpaged.core.engine.constraint import Constraint
+from mlxpaged.parts.grammar.grammar import LIMITS, grammar_text
 
 MERGED = (
     *("\\u", "\\u0", "\\u00", "00e", "e9", "\\/", '\\"', "\\\\", "\\n", "\\ud83d", "\\ude42", "\\u20", "19", "u00"),

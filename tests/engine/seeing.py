@@ -16,11 +16,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model as load_plain_model
 
-from mlxpaged.models.adapter_path import AdapterPath
-from mlxpaged.models.fused_attention import unfuse_for_images
+from mlxpaged.models.adapters.adapter_path import AdapterPath
+from mlxpaged.models.joins.fused_attention import unfuse_for_images
 from mlxpaged.models.layers import mutual as mutual_layers
 from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
-from mlxpaged.models.vision import part_of_step
+from mlxpaged.models.vision.loading import part_of_step
 from mlxpaged.vision.embedding import embedding_of
 from mlxpaged.vision.image import LARGEST, PromptImage, Resampling
 from mlxpaged.vision.install import install

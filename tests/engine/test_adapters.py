@@ -21,18 +21,18 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model as load_plain_model
 
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.step import Row, Step
 from mlxpaged.cpu.split_linear import SplitFeedForward, SplitLinear
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.embedder import Embedder, EmbeddingRequest
-from mlxpaged.engine.request import Request
-from mlxpaged.models import adapted_layers
-from mlxpaged.models.adapter_path import AdapterPath
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.adapters import adapted_layers
+from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence
 from mlxpaged.models.loader import LoadOptions, ServedModel, load_model, own_embedding_model
-from mlxpaged.step import Row, Step
+from mlxpaged.parts.embeddings.embedder import Embedder, EmbeddingRequest
 from tests.answers import Answer, greedy_answer
 from tests.engine.hybrid import Run, request, run
 from tests.engine.test_drafting import use_oracle

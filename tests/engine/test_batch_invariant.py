@@ -18,16 +18,16 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlxpaged.cache.groups import CacheGroups
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.row_tiles import largest_tile
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.core.blocks.groups import CacheGroups
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.sequence import Priority
+from mlxpaged.core.step import Step
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.cache_groups import cache_layout
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.scheduler.sequence import Priority
-from mlxpaged.step import Step
+from mlxpaged.parts.invariant.tiled_steps import largest_tile
 from tests.engine.hybrid import Hybrid, TinyModel, assert_balanced
 from tests.metal_on_cpu import Interpreter
 from tests.models.architectures import VOCAB_SIZE, make_architecture

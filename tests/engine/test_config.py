@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 
 
 @pytest.mark.parametrize(

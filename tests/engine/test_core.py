@@ -12,18 +12,18 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.in_flight import InFlightStep, StepResult
+from mlxpaged.core.engine.model_runner import DeviceError
+from mlxpaged.core.engine.request import Request, RequestOutput
+from mlxpaged.core.engine.sampler import SampledToken
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.sequence import FinishReason, Priority
+from mlxpaged.core.step import Step
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.model_runner import DeviceError
-from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.engine.sampler import SampledToken
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.step import InFlightStep, StepResult
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.scheduler.sequence import FinishReason, Priority
-from mlxpaged.step import Step
 from tests.attention.scenes import fill_blocks
 from tests.support import make_tiny_model, poison_new_blocks, run_requests
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.deadlines import Deadlines, set_deadlines
+from mlxpaged.core.engine.model_runner import ModelRunner
+from mlxpaged.core.engine.request import Request, RequestOutput
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.scheduler import Scheduler
+from mlxpaged.core.scheduling.sequence import FinishReason, Sequence
+from mlxpaged.core.step import Step
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.deadlines import Deadlines, set_deadlines
-from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.scheduler.scheduler import Scheduler
-from mlxpaged.scheduler.sequence import FinishReason, Sequence
-from mlxpaged.step import Step
 from tests.scheduler.simulation import make_scheduler
 from tests.scheduler.test_deadlines import teach
 from tests.support import every, make_tiny_model, poison_new_blocks, run_requests

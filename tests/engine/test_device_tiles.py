@@ -7,10 +7,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import device_tiles as module
-from mlxpaged.engine.device_tiles import device_tiles
+from mlxpaged.core.scheduling.row_tiles import ANY_ROWS, RowTiles
 from mlxpaged.models.loader import load_model
-from mlxpaged.scheduler.row_tiles import ANY_ROWS, RowTiles
+from mlxpaged.parts.invariant import device_tiles as module
+from mlxpaged.parts.invariant.device_tiles import device_tiles
 from tests.models.architectures import make_architecture
 from tests.support import make_tiny_model, quantize
 

@@ -10,13 +10,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.cache.table_rows import UNUSED
-from mlxpaged.engine import disk_share
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.disk_tier import NO_TIER, DiskTier
-from mlxpaged.engine.model_runner import DeviceError
-from mlxpaged.engine.step import InFlightStep
+from mlxpaged.core.blocks.table_rows import UNUSED
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.in_flight import InFlightStep
+from mlxpaged.core.engine.model_runner import DeviceError
 from mlxpaged.models.features import Feature
+from mlxpaged.parts.disk import disk_share
+from mlxpaged.parts.disk.disk_tier import NO_TIER, DiskTier
 from tests.engine.helpers import being_read
 from tests.engine.hybrid import Hybrid, TinyModel, request, run
 from tests.models.architectures import make_architecture

@@ -16,25 +16,26 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.cache.disk_store import DiskStore
-from mlxpaged.engine import builder, disk_tier, disk_writer, sizes, stored_prefixes
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.in_flight import InFlightStep
+from mlxpaged.core.engine.model_runner import DeviceError
+from mlxpaged.core.engine.request import Request, RequestOutput
+from mlxpaged.core.engine.row_times import time_rows
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.prefill_budget import PrefillLimits
+from mlxpaged.engine import builder, sizes
 from mlxpaged.engine.builder import build_engine, load_core
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.disk_tier import NO_TIER, DiskTier
 from mlxpaged.engine.engine_thread import LoadCancelled
-from mlxpaged.engine.model_runner import DeviceError
-from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.engine.row_times import time_rows
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.step import InFlightStep
-from mlxpaged.models.adapter_path import AdapterPath
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.models.features import Feature
 from mlxpaged.models.fingerprint import fingerprint
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
+from mlxpaged.parts.disk import disk_tier, disk_writer, stored_prefixes
+from mlxpaged.parts.disk.disk_store import DiskStore
+from mlxpaged.parts.disk.disk_tier import NO_TIER, DiskTier
 from mlxpaged.progress import Progress
-from mlxpaged.scheduler.prefill_budget import PrefillLimits
 from mlxpaged.vision.image import PromptImage
 from tests.engine.helpers import being_read
 from tests.engine.seeing import expected_answer, image, load_seeing, shown

@@ -13,20 +13,20 @@ from typing import Any
 
 import pytest
 
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.in_flight import InFlightStep
+from mlxpaged.core.engine.model_runner import ModelRunner
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.running_request import RunningRequest
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.step import Step
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.drafting import Drafting
-from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.running_request import RunningRequest
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.step import InFlightStep
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import load_model
-from mlxpaged.scheduler import draft_budget
-from mlxpaged.scheduler.acceptance import MOST_LOSS, SEARCH_EVERY
-from mlxpaged.scheduler.draft_budget import MOST_DRAFT_ROWS, TIME_AGAIN, draft_lengths
-from mlxpaged.step import Step
+from mlxpaged.parts.drafting import draft_budget
+from mlxpaged.parts.drafting.acceptance import MOST_LOSS, SEARCH_EVERY
+from mlxpaged.parts.drafting.draft_budget import MOST_DRAFT_ROWS, TIME_AGAIN, draft_lengths
+from mlxpaged.parts.drafting.drafting import Drafting
 from tests.engine.helpers import part_of
 from tests.engine.test_drafting import Oracle, answers, prompt, tokens_of
 from tests.models.architectures import make_architecture

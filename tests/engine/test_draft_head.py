@@ -9,15 +9,15 @@ from typing import Any, TypeAlias
 import pytest
 
 from mlxpaged.attention.metadata import HostStep
-from mlxpaged.engine import drafting as engine_drafting
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.drafting import DRAFTERS, NO_DRAFTS
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.sequence import Sequence
+from mlxpaged.core.step import Step
 from mlxpaged.models.features import Feature
 from mlxpaged.models.loader import LoadOptions, load_model
-from mlxpaged.scheduler.sequence import Sequence
-from mlxpaged.step import Step
+from mlxpaged.parts.drafting import drafting as engine_drafting
+from mlxpaged.parts.drafting.drafting import DRAFTERS, NO_DRAFTS
 from mlxpaged.vision.positions import Axes
 from tests.engine.helpers import make_core, part_of
 from tests.engine.seeing import image, load_seeing, shown

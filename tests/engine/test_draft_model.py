@@ -11,17 +11,17 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_plain_model
 
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.draft_loading import with_draft_model
-from mlxpaged.engine.drafting import NO_DRAFTS, Drafting
-from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.engine.network_drafters import ModelDrafter
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.model_runner import ModelRunner
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.turns import Turns
+from mlxpaged.parts.drafting.draft_loading import with_draft_model
+from mlxpaged.parts.drafting.drafting import NO_DRAFTS, Drafting
+from mlxpaged.parts.drafting.network_drafters import ModelDrafter
 from mlxpaged.vision.positions import Axes
 from tests.engine.helpers import make_core, part_of
 from tests.engine.seeing import image, load_seeing, shown

@@ -14,19 +14,19 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from mlxpaged.engine import ngram
-from mlxpaged.engine.constraint import Constraint
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.drafting import NO_DRAFTS, Drafting
-from mlxpaged.engine.model_runner import DeviceError, ModelRunner
-from mlxpaged.engine.ngram import NgramDrafter, NgramIndex
-from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.engine.running_request import RunningRequest
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.step import InFlightStep
+from mlxpaged.core.engine.constraint import Constraint
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.in_flight import InFlightStep
+from mlxpaged.core.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.core.engine.request import Request, RequestOutput
+from mlxpaged.core.engine.running_request import RunningRequest
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.step import Step
 from mlxpaged.models.loader import load_model
-from mlxpaged.scheduler.draft_budget import Lengths
-from mlxpaged.step import Step
+from mlxpaged.parts.drafting import ngram
+from mlxpaged.parts.drafting.draft_budget import Lengths
+from mlxpaged.parts.drafting.drafting import NO_DRAFTS, Drafting
+from mlxpaged.parts.drafting.ngram import NgramDrafter, NgramIndex
 from tests.engine.helpers import make_core, part_of
 from tests.engine.seeing import image, load_seeing, shown
 from tests.models.architectures import make_architecture

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.drafting import Drafting
-from mlxpaged.engine.model_runner import DeviceError, ModelRunner
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.step import Row, Step
 from mlxpaged.models.layers import is_per_sequence
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.models.rollback import Rollback
-from mlxpaged.scheduler.draft_budget import MOST_STATES
-from mlxpaged.step import Row, Step
+from mlxpaged.models.states.rollback import Rollback
+from mlxpaged.parts.drafting.draft_budget import MOST_STATES
+from mlxpaged.parts.drafting.drafting import Drafting
 from tests.engine.helpers import make_core
 from tests.engine.test_drafting import (
     answers,

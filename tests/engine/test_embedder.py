@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model as load_plain_model
 
+from mlxpaged.core.scheduling.sequence import FinishReason
 from mlxpaged.cpu import streams
-from mlxpaged.engine.embedder import STEP_TOKENS, Embedder, EmbeddingOutput, EmbeddingRequest
-from mlxpaged.engine.embedding_core import EmbeddingCore
-from mlxpaged.engine.memory_pressure import MemoryPressure
-from mlxpaged.models.embedding import Pooling
+from mlxpaged.models.encoders.embedding import Pooling
 from mlxpaged.models.loader import load_embedding_model
-from mlxpaged.scheduler.sequence import FinishReason
+from mlxpaged.parts.embeddings.embedder import STEP_TOKENS, Embedder, EmbeddingOutput, EmbeddingRequest
+from mlxpaged.parts.embeddings.embedding_core import EmbeddingCore
+from mlxpaged.parts.memory.memory_pressure import MemoryPressure
 from tests.api.helpers import random_tokens
 from tests.support import make_embedding_model, make_tiny_model, write_modules
 

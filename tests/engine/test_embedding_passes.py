@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxpaged.engine.embedder import STEP_TOKENS, Embedder, EmbeddingRequest
+from mlxpaged.core.scheduling.sequence import FinishReason
 from mlxpaged.models.loader import load_embedding_model
-from mlxpaged.scheduler.sequence import FinishReason
+from mlxpaged.parts.embeddings.embedder import STEP_TOKENS, Embedder, EmbeddingRequest
 from tests.models.encoders import CONFIGS, LAYERS, LONGEST, VOCABULARY, WIDTH, Reference, make_encoder
 
 

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxpaged.engine.constraint import Constraint, GrammarError
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.grammar import KEPT, Grammars
-from mlxpaged.engine.json_schema import enforceable
-from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.core.engine.constraint import Constraint, GrammarError
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.model_runner import ModelRunner
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.sequence import FinishReason
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.scheduler.sequence import FinishReason
+from mlxpaged.parts.grammar.grammar import KEPT, Grammars
+from mlxpaged.parts.grammar.json_schema import enforceable
 from tests.engine.helpers import finish, let_steps_fail, make_core
 from tests.support import every, make_tiny_model
 

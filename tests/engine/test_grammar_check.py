@@ -15,14 +15,14 @@ from typing import Any
 import psutil
 import pytest
 
+from mlxpaged.core.engine.constraint import Constraint, GrammarError
 from mlxpaged.daemon_thread import in_daemon_thread
-from mlxpaged.engine import grammar
-from mlxpaged.engine.constraint import Constraint, GrammarError
-from mlxpaged.engine.grammar import Grammars, grammar_text
-from mlxpaged.engine.grammar_check import checker
-from mlxpaged.engine.grammar_limits import MAX_OPENINGS, check_size
-from mlxpaged.engine.schema_limits import MAX_DEPTH, MAX_NESTING
 from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.parts.grammar import grammar
+from mlxpaged.parts.grammar.check import checker
+from mlxpaged.parts.grammar.grammar import Grammars, grammar_text
+from mlxpaged.parts.grammar.grammar_limits import MAX_OPENINGS, check_size
+from mlxpaged.parts.grammar.schema_limits import MAX_DEPTH, MAX_NESTING
 from tests.engine.constraints import RULES, WRAPPED, chain, doubling, nested, rules
 from tests.support import make_tiny_model
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import headroom
-from mlxpaged.engine.headroom import GIVE_BACK_SECONDS, LOOK_SECONDS, OVERRUN, Headroom, hold_to
+from mlxpaged.core.scheduling.row_tiles import LEAST_CHUNK
+from mlxpaged.parts.memory import headroom
+from mlxpaged.parts.memory.headroom import GIVE_BACK_SECONDS, LOOK_SECONDS, OVERRUN, Headroom, hold_to
 from mlxpaged.process_memory import MARGIN
-from mlxpaged.scheduler.row_tiles import LEAST_CHUNK
 
 TOKENS, PER_TOKEN, PER_KEY = 1000, 10_000, 100
 

@@ -14,22 +14,23 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine import image_encoder, sizes
+from mlxpaged.core.engine.constraint import Constraint
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import Request, RequestOutput
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.sequence import FinishReason, Priority, SequenceStatus
+from mlxpaged.core.step import FIRST_CONTENT_ID
+from mlxpaged.engine import sizes
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.constraint import Constraint
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.image_encoder import IMAGES, NO_IMAGES, ImageEncoder, ImageStats
-from mlxpaged.engine.ranks import Ranks
-from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.shared_runner import SharedRunner
-from mlxpaged.models.adapter_path import AdapterPath
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.models.features import Feature
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.models.sharding import Share
-from mlxpaged.scheduler.sequence import FinishReason, Priority, SequenceStatus
-from mlxpaged.step import FIRST_CONTENT_ID
+from mlxpaged.parts.images import image_encoder
+from mlxpaged.parts.images.image_encoder import IMAGES, NO_IMAGES, ImageEncoder, ImageStats
+from mlxpaged.parts.ranks.ranks import Ranks
+from mlxpaged.parts.ranks.shared_runner import SharedRunner
 from mlxpaged.vision.blocks import LEAST, MOST, Phase, pace
 from mlxpaged.vision.image import PromptImage
 from mlxpaged.vision.tower import Tower

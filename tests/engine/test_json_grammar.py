@@ -23,15 +23,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from mlxpaged.engine import characters
-from mlxpaged.engine.characters import in_json
-from mlxpaged.engine.constraint import Constraint
-from mlxpaged.engine.grammar import grammar_text
-from mlxpaged.engine.grammar_check import checker
-from mlxpaged.engine.integers import integers
-from mlxpaged.engine.json_grammar import lark_of_schema
-from mlxpaged.engine.schema_merge import OtherSchemaError, Unsatisfiable
+from mlxpaged.core.engine.constraint import Constraint
 from mlxpaged.formats.string_formats import STRING_FORMATS
+from mlxpaged.parts.grammar import characters
+from mlxpaged.parts.grammar.characters import in_json
+from mlxpaged.parts.grammar.check import checker
+from mlxpaged.parts.grammar.grammar import grammar_text
+from mlxpaged.parts.grammar.integers import integers
+from mlxpaged.parts.grammar.json_grammar import lark_of_schema
+from mlxpaged.parts.grammar.schema_merge import OtherSchemaError, Unsatisfiable
 from mlxpaged.watched_program import WatchedProgram
 from tests.engine.json_cases import VOCABULARY, Case, matcher_of, reordered, written
 

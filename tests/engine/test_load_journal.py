@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.load_journal import RETRY_SECONDS, LoadJournal
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.errors import UnsupportedModelError
 
 CONFIG = EngineConfig(model="some/model")

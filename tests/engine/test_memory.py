@@ -16,18 +16,19 @@ import psutil
 import pytest
 
 from mlxpaged import process_memory
-from mlxpaged.engine import builder, engine_thread, garbage, memory
+from mlxpaged.engine import builder, engine_thread, garbage
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.embedder import Embedder
-from mlxpaged.engine.memory import MOST_DRAFT_STATES, drafting_sequences, kv_blocks, swap_slots
-from mlxpaged.engine.ngram import BYTES_PER_TOKEN, MOST_TOKENS, index_bytes
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.errors import ModelNotFoundError
 from mlxpaged.models.layers import bytes_per_token, state_bytes
 from mlxpaged.models.loader import load_embedding_model, load_model
+from mlxpaged.parts.drafting.draft_budget import MOST_STATES
+from mlxpaged.parts.drafting.ngram import BYTES_PER_TOKEN, MOST_TOKENS, index_bytes
+from mlxpaged.parts.embeddings.embedder import Embedder
+from mlxpaged.parts.memory import fitting as memory
+from mlxpaged.parts.memory.fitting import MOST_DRAFT_STATES, drafting_sequences, kv_blocks, swap_slots
 from mlxpaged.process_memory import system_free_memory
-from mlxpaged.scheduler.draft_budget import MOST_STATES
 from tests.support import make_embedding_model, make_tiny_model
 
 LFM2 = {

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxpaged.engine import memory_pressure as module
-from mlxpaged.engine.memory_pressure import MemoryPressure, from_level, from_stalls, memory_pressure, sysctl_int
+from mlxpaged.parts.memory import memory_pressure as module
+from mlxpaged.parts.memory.memory_pressure import MemoryPressure, from_level, from_stalls, memory_pressure, sysctl_int
 
 NORMAL, WARNING, CRITICAL = MemoryPressure
 

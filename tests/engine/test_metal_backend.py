@@ -9,18 +9,18 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.in_flight import InFlightStep
+from mlxpaged.core.engine.model_runner import DeviceError
+from mlxpaged.core.engine.request import Request, RequestOutput
+from mlxpaged.core.engine.running_request import RunningRequest
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.step import Step
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.drafting import NO_DRAFTS, Drafting
-from mlxpaged.engine.model_runner import DeviceError
-from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.engine.running_request import RunningRequest
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.step import InFlightStep
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
-from mlxpaged.step import Step
+from mlxpaged.parts.drafting.drafting import NO_DRAFTS, Drafting
 from tests.engine.helpers import part_of
 from tests.engine.test_draft_head import logged
 from tests.engine.test_drafting import as_many, every_other_step

@@ -12,16 +12,16 @@ import pytest
 
 from mlxpaged.attention import metadata
 from mlxpaged.attention.metadata import AttentionMetadata, HostStep
+from mlxpaged.core.engine import model_runner
+from mlxpaged.core.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.core.engine.step_input import SampledTokens
+from mlxpaged.core.step import PENDING, Row, Step
 from mlxpaged.cpu import attention as cpu_attention
 from mlxpaged.cpu import attention_plan, kv_pool
 from mlxpaged.cpu.split_linear import LinearByInput
-from mlxpaged.engine import model_runner
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.model_runner import DeviceError, ModelRunner
-from mlxpaged.engine.step_input import SampledTokens
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.step import PENDING, Row, Step
 from tests.support import make_tiny_model, run_requests
 
 

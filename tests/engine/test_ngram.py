@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from mlxpaged.engine.ngram import LENGTH, PLACES, TOKENS_AT_ONCE, NgramIndex
+from mlxpaged.core.step import FIRST_CONTENT_ID
 from mlxpaged.models.loader import DEMO_PATH, read_tokenizer
-from mlxpaged.step import FIRST_CONTENT_ID
+from mlxpaged.parts.drafting.ngram import LENGTH, PLACES, TOKENS_AT_ONCE, NgramIndex
 
 
 def index_of(tokens: list[int]) -> NgramIndex:

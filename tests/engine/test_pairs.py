@@ -16,20 +16,20 @@ from typing import Any
 
 import pytest
 
+from mlxpaged.core.engine.constraint import Constraint
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.constraint import Constraint
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.disk_tier import NO_TIER, DiskTier
-from mlxpaged.engine.drafting import NO_DRAFTS, Drafting
-from mlxpaged.engine.image_encoder import NO_IMAGES
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.tiled_runner import TiledRunner
-from mlxpaged.models.adapter_path import AdapterPath
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import bytes_per_token, state_bytes
 from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
+from mlxpaged.parts.disk.disk_tier import NO_TIER, DiskTier
+from mlxpaged.parts.drafting.drafting import NO_DRAFTS, Drafting
+from mlxpaged.parts.images.image_encoder import NO_IMAGES
+from mlxpaged.parts.invariant.tiled_runner import TiledRunner
 from tests.engine.helpers import part_of
 from tests.engine.pairs import PAGE, PAIRS, PARTS, REFUSED, written
 from tests.engine.seeing import image, shown, with_tower

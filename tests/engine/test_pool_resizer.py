@@ -11,14 +11,14 @@ import mlx.core as mx
 import pytest
 
 from mlxpaged.attention.kv_cache import LayerKVCache
-from mlxpaged.engine import pool_resizer
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.growth_wait import GROWTH_SECONDS
-from mlxpaged.engine.memory_pressure import MemoryPressure
-from mlxpaged.engine.memory_watch import IDLE_SECONDS, POLL_SECONDS
-from mlxpaged.engine.pool_resizer import LEAST_SHARE, PRESSURE_SECONDS
-from mlxpaged.engine.request import RequestOutput
-from mlxpaged.scheduler.sequence import FinishReason, Priority
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import RequestOutput
+from mlxpaged.core.scheduling.sequence import FinishReason, Priority
+from mlxpaged.parts.memory import pool_resizer
+from mlxpaged.parts.memory.growth_wait import GROWTH_SECONDS
+from mlxpaged.parts.memory.memory_pressure import MemoryPressure
+from mlxpaged.parts.memory.memory_watch import IDLE_SECONDS, POLL_SECONDS
+from mlxpaged.parts.memory.pool_resizer import LEAST_SHARE, PRESSURE_SECONDS
 from tests.engine.fuzz import play
 from tests.engine.hybrid import Hybrid, TinyModel, assert_balanced, request, run
 from tests.metal_on_cpu import Interpreter
@@ -228,7 +228,7 @@ def test_a_growth_that_fails_changes_nothing_and_is_tried_again_later(
 
 def test_the_pool_does_not_grow_into_memory_that_others_use(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     free = [0]
-    monkeypatch.setattr("mlxpaged.engine.model_runner.unused_memory", lambda: free[0])
+    monkeypatch.setattr("mlxpaged.core.engine.model_runner.unused_memory", lambda: free[0])
     clock = Clock()
     core = llama.engine(num_blocks=64, start_tokens=32, clock=clock)
     block = core.runner.kv_cache_bytes // 4
@@ -248,7 +248,7 @@ def test_the_pool_does_not_grow_into_memory_that_others_use(llama: TinyModel, mo
 def test_a_request_that_waits_for_memory_ends_at_its_deadline(
     llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxpaged.engine.model_runner.unused_memory", lambda: 0)
+    monkeypatch.setattr("mlxpaged.core.engine.model_runner.unused_memory", lambda: 0)
     clock = Clock()
     core = llama.engine(num_blocks=64, start_tokens=32, clock=clock)
     core.add(dataclasses.replace(request("long", [1] * 60, 4), arrival_time=0.0, timeout=0.5))
@@ -267,7 +267,7 @@ def test_a_request_for_which_the_pool_cannot_grow_ends_and_others_do_not(
 ) -> None:
     """Nothing of this server would make room for it. It ends after GROWTH_SECONDS, and later ones are served."""
     if not is_pressed:
-        monkeypatch.setattr("mlxpaged.engine.model_runner.unused_memory", lambda: 0)
+        monkeypatch.setattr("mlxpaged.core.engine.model_runner.unused_memory", lambda: 0)
     clock, level = Clock(), WARNING if is_pressed else NORMAL
     core = llama.engine(num_blocks=64, start_tokens=32, clock=clock, pressure=lambda: level)
     core.add(request("long", [1] * 60, 4))
@@ -287,7 +287,7 @@ def test_a_request_for_which_the_pool_cannot_grow_ends_and_others_do_not(
 def test_an_answer_that_outgrows_a_pool_that_cannot_grow_ends(
     llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxpaged.engine.model_runner.unused_memory", lambda: 0)
+    monkeypatch.setattr("mlxpaged.core.engine.model_runner.unused_memory", lambda: 0)
     clock = Clock()
     core = llama.engine(num_blocks=64, start_tokens=32, clock=clock)
     core.add(request("answer", [1] * 8, 60))
@@ -334,7 +334,7 @@ def test_a_growth_to_less_than_was_wanted_is_not_repeated_at_once(
     def free() -> int:
         return cores[0].runner.pools[0].nbytes + cores[0].resizer.bytes_of(1)
 
-    monkeypatch.setattr("mlxpaged.engine.model_runner.unused_memory", free)
+    monkeypatch.setattr("mlxpaged.core.engine.model_runner.unused_memory", free)
     core = llama.engine(num_blocks=64, start_tokens=32, clock=clock)
     cores.append(core)
     core.add(request("long", [1] * 60, 4))
@@ -559,7 +559,7 @@ def test_what_mlx_keeps_of_freed_memory_is_given_back_before_the_free_memory_is_
         free[0] = 10**9
         clear_cache()
 
-    monkeypatch.setattr("mlxpaged.engine.model_runner.unused_memory", lambda: free[0])
+    monkeypatch.setattr("mlxpaged.core.engine.model_runner.unused_memory", lambda: free[0])
     core = llama.engine(num_blocks=64, start_tokens=32, clock=Clock())
     monkeypatch.setattr(mx, "clear_cache", noting_clear_cache)
     core.add(request("long", [1] * 60, 4))

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxpaged.engine import prompt_logits
-from mlxpaged.engine.logprobs import PromptLogprobs
-from mlxpaged.engine.model_runner import DeviceError, ModelRunner
-from mlxpaged.engine.prompt_logits import BYTES_PER_LOGIT, max_prompt_logits
-from mlxpaged.engine.request import Request, RequestOutput
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.step import InFlightStep
-from mlxpaged.scheduler.sequence import FinishReason, Sequence
-from mlxpaged.step import Row, Step
+from mlxpaged.core.engine import prompt_logits
+from mlxpaged.core.engine.in_flight import InFlightStep
+from mlxpaged.core.engine.logprobs import PromptLogprobs
+from mlxpaged.core.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.core.engine.prompt_logits import BYTES_PER_LOGIT, max_prompt_logits
+from mlxpaged.core.engine.request import Request, RequestOutput
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.sequence import FinishReason, Sequence
+from mlxpaged.core.step import Row, Step
 from tests.engine.hybrid import Hybrid, TinyModel, run
 from tests.models.architectures import VOCAB_SIZE
 from tests.support import make_tiny_model

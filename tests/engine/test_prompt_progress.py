@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mlxpaged.engine.prompt_progress import WaitingLine
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.scheduler.sequence import Priority
+from mlxpaged.core.engine.prompt_progress import WaitingLine
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.sequence import Priority
 
 
 def request(arrival_time: float, priority: Priority = Priority.NORMAL) -> Request:

@@ -7,11 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from mlxpaged.cache.disk_index import Name
-from mlxpaged.cache.disk_records import StoredBlock
-from mlxpaged.cache.table_rows import UNUSED
-from mlxpaged.engine.rank_messages import MessageReader, MessageWriter, StoredBlocks
-from mlxpaged.step import BlockMoves, Row, Step
+from mlxpaged.core.blocks.table_rows import UNUSED
+from mlxpaged.core.step import BlockMoves, Row, Step
+from mlxpaged.parts.disk.disk_index import Name
+from mlxpaged.parts.disk.disk_records import StoredBlock
+from mlxpaged.parts.ranks.rank_messages import MessageReader, MessageWriter, StoredBlocks
 
 BLOCK_SIZE = 32
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from mlxpaged.engine.builder import load_core
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.ranks import Ranks
-from mlxpaged.models.adapter_path import AdapterPath
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.sharding import Share
+from mlxpaged.parts.ranks.ranks import Ranks
 from tests.support import make_embedding_model, make_tiny_model
 
 

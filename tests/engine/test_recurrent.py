@@ -12,12 +12,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.model_runner import DeviceError, ModelRunner
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.step import InFlightStep
-from mlxpaged.scheduler.sequence import FinishReason, Priority
-from mlxpaged.step import Step
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.in_flight import InFlightStep
+from mlxpaged.core.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.scheduling.sequence import FinishReason, Priority
+from mlxpaged.core.step import Step
 from tests.engine.hybrid import Hybrid, Run, TinyModel, assert_balanced, request, run
 from tests.models.architectures import make_architecture
 

@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from mlxpaged.engine.core import EngineCore
+from mlxpaged.core.engine.core import EngineCore
 from tests.engine.fuzz import play_all
 from tests.engine.hybrid import Hybrid, TinyModel
 

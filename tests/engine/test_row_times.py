@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.row_times import RECURRENT_ROWS, ROWS, TOTAL_SECONDS, time_rows
+from mlxpaged.core.step import Step
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.row_times import RECURRENT_ROWS, ROWS, TOTAL_SECONDS, time_rows
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import load_model
-from mlxpaged.models.states import RecurrentLayer
-from mlxpaged.step import Step
+from mlxpaged.models.states.states import RecurrentLayer
 from tests.models.architectures import make_architecture
 from tests.support import run_requests
 

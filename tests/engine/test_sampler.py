@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxpaged.engine.random_sampling import filter_width, filtered, gumbel_noise, noise_keys, row_parameters
-from mlxpaged.engine.sampler import SampledToken, Sampler, SamplingRow
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.core.engine.random_sampling import filter_width, filtered, gumbel_noise, noise_keys, row_parameters
+from mlxpaged.core.engine.sampler import SampledToken, Sampler, SamplingRow
+from mlxpaged.core.engine.sampling_params import SamplingParams
 from tests.lazy_kernels import no_fusion
 
 Array = npt.NDArray[np.float64]

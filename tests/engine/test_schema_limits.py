@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine import json_schema
-from mlxpaged.engine.json_schema import MAX_MULTIPLE, check_schema, enforceable
-from mlxpaged.engine.schema_limits import MAX_DEPTH, MAX_NESTING, MAX_RESOLVED, check_limits, parsed, target
+from mlxpaged.parts.grammar import json_schema
+from mlxpaged.parts.grammar.json_schema import MAX_MULTIPLE, check_schema, enforceable
+from mlxpaged.parts.grammar.schema_limits import MAX_DEPTH, MAX_NESTING, MAX_RESOLVED, check_limits, parsed, target
 from tests.engine.constraints import WRAPPED, chain, copied, doubling, nested
 
 

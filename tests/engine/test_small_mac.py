@@ -8,11 +8,11 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlxpaged.cache.groups import CacheGroups
-from mlxpaged.engine.memory import LEAST_STEP, START_TOKENS, kv_blocks
+from mlxpaged.core.blocks.groups import CacheGroups
 from mlxpaged.models.device_memory import DESKTOP_LEAST, default_device_memory
 from mlxpaged.models.layers import KV, LayerSpec, bytes_per_token
 from mlxpaged.models.sources.short_names import full_name
+from mlxpaged.parts.memory.fitting import LEAST_STEP, START_TOKENS, kv_blocks
 
 GIB = 2**30
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ from itertools import groupby
 from pathlib import Path
 
 from mlxpaged.engine.builder import load_core
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.models.adapter_path import AdapterPath
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.progress import Progress, Stage
 from tests.models.architectures import make_architecture
 from tests.support import make_adapter

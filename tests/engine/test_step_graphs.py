@@ -15,19 +15,20 @@ import pytest
 
 from mlxpaged.attention import kernels, metadata, metal
 from mlxpaged.attention.metadata import Planner
-from mlxpaged.engine import model_runner, step_graphs
+from mlxpaged.core.engine import model_runner
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.in_flight import InFlightStep
+from mlxpaged.core.engine.model_runner import DeviceError
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.model_runner import DeviceError
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.step import InFlightStep
-from mlxpaged.engine.warm_up import warm_up
-from mlxpaged.models.adapter_path import AdapterPath
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.layers import PerSequence, bytes_per_token
 from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
+from mlxpaged.parts.graphs import step_graphs
+from mlxpaged.parts.graphs.warm_up import warm_up
 from tests.engine.fuzz import play_all
 from tests.engine.hybrid import Hybrid, TinyModel, request, run
 from tests.engine.test_drafting import answers, tokens_of, use_oracle

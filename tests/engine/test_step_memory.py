@@ -12,16 +12,17 @@ import pytest
 
 from mlxpaged.attention.gather import scores_bytes
 from mlxpaged.attention.layout import AttentionShape, KVLayout
+from mlxpaged.core.engine.prompt_logits import prompt_logits_bytes
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.cpu.attention_plan import TILE
-from mlxpaged.engine import memory, step_memory
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.memory import LEAST_STEP
-from mlxpaged.engine.prompt_logits import prompt_logits_bytes
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.step_memory import SCORE_TOKENS, extrapolated, measure_encoding, measure_step
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.layers import state_bytes
 from mlxpaged.models.loader import LoadOptions, load_model
+from mlxpaged.parts.memory import fitting as memory
+from mlxpaged.parts.memory import step_memory
+from mlxpaged.parts.memory.fitting import LEAST_STEP
+from mlxpaged.parts.memory.step_memory import SCORE_TOKENS, extrapolated, measure_encoding, measure_step
 from mlxpaged.vision.tower import Vision
 from tests.engine.helpers import make_core
 from tests.engine.hybrid import Hybrid

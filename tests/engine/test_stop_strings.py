@@ -6,12 +6,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mlxpaged.engine.answer_parser import AnswerParser, HarmonyParser, TagParser
-from mlxpaged.engine.answer_stop import AnswerStop
-from mlxpaged.engine.deltas import Text
-from mlxpaged.engine.stop_strings import StopStrings
+from mlxpaged.core.text.answer_parser import AnswerParser, HarmonyParser, TagParser
+from mlxpaged.core.text.answer_stop import AnswerStop
+from mlxpaged.core.text.deltas import Text
+from mlxpaged.core.text.stop_strings import StopStrings
 from mlxpaged.formats import FORMATS
-from mlxpaged.models.tokenizer import Tags
+from mlxpaged.models.text.tokenizer import Tags
 from tests.engine.helpers import lines_run
 
 

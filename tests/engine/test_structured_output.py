@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.engine import grammar
-from mlxpaged.engine.constraint import Constraint, GrammarError, StructuredOutput, ToolCallForm
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.grammar import Grammars
-from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.structured_output import lark
+from mlxpaged.core.engine.constraint import Constraint, GrammarError, StructuredOutput, ToolCallForm
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.model_runner import ModelRunner
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.sequence import FinishReason
 from mlxpaged.formats.pieces import Json
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.scheduler.sequence import FinishReason
+from mlxpaged.parts.grammar import grammar
+from mlxpaged.parts.grammar.grammar import Grammars
+from mlxpaged.parts.grammar.structured_output import lark
 from tests.engine.helpers import finish, let_steps_fail, make_core
 from tests.scripted import make_scripted_model
 

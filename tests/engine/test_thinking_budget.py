@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxpaged.core.engine.model_runner import ModelRunner
+from mlxpaged.core.text.thinking_budget import ThinkingBudget
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.model_runner import ModelRunner
-from mlxpaged.engine.thinking_budget import ThinkingBudget
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import ServedModel, load_model
 from tests.support import make_tiny_model, run_requests
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.sequence import Priority
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import load_model
-from mlxpaged.scheduler.sequence import Priority
 from tests.metal_on_cpu import Interpreter, is_supported
 from tests.models.architectures import make_architecture
 from tests.support import make_tiny_model

@@ -12,12 +12,12 @@ import time
 
 import pytest
 
+from mlxpaged.core.engine.stall import StepSize, Work
+from mlxpaged.core.scheduling.step_cost import MIN_PROMPT_STEPS, StepCost
 from mlxpaged.engine import watchdog
 from mlxpaged.engine.awake_clock import LONGEST_GAP, AwakeClock
 from mlxpaged.engine.engine_thread import Activity, EngineThread
-from mlxpaged.engine.stall import StepSize, Work
 from mlxpaged.engine.watchdog import FACTOR, LEAST_SECONDS, LOAD_SECONDS, UNKNOWN_SECONDS, StallLimits, Watchdog
-from mlxpaged.scheduler.step_cost import MIN_PROMPT_STEPS, StepCost
 from tests.api.helpers import DEADLINE, FakeClock
 from tests.support import wait_until
 

@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.cache.groups import CacheGroups
-from mlxpaged.engine.core import EngineCore
+from mlxpaged.core.blocks.groups import CacheGroups
+from mlxpaged.core.engine.core import EngineCore
 from mlxpaged.models.cache_groups import cache_layout
 from tests.engine.fuzz import LONGEST, MOST_TOKENS, play, play_all
 from tests.engine.hybrid import TinyModel

@@ -12,10 +12,10 @@ import mlx.core as mx
 import pytest
 
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.engine_thread import EngineThread
-from mlxpaged.engine.wired_memory import PAGE, choose_wiring, wire_memory
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import load_model
+from mlxpaged.parts.memory.wired_memory import PAGE, choose_wiring, wire_memory
 from tests.engine.test_memory import slot
 
 HEAP = 2**20

@@ -86,17 +86,17 @@ def patch() -> None:
     import mlx.core as mx
 
     from mlxpaged.api.batches.store import Store
+    from mlxpaged.core.engine.constraint import GrammarError
+    from mlxpaged.core.engine.model_runner import DeviceError, ModelRunner
+    from mlxpaged.core.engine.running_request import RunningRequest
+    from mlxpaged.core.engine.sampler import Sampler
+    from mlxpaged.core.scheduling.scheduler import Scheduler
     from mlxpaged.engine import awake_clock
     from mlxpaged.engine.awake_clock import AwakeClock, seconds_without_sleep
-    from mlxpaged.engine.constraint import GrammarError
     from mlxpaged.engine.engine_thread import EngineThread
-    from mlxpaged.engine.grammar import Grammars
-    from mlxpaged.engine.model_runner import DeviceError, ModelRunner
-    from mlxpaged.engine.running_request import RunningRequest
-    from mlxpaged.engine.sampler import Sampler
-    from mlxpaged.engine.swap_space import SwapSpace
-    from mlxpaged.models.tokenizer import Tokenizer
-    from mlxpaged.scheduler.scheduler import Scheduler
+    from mlxpaged.models.text.tokenizer import Tokenizer
+    from mlxpaged.parts.grammar.grammar import Grammars
+    from mlxpaged.parts.memory.swap_space import SwapSpace
 
     ERRORS["DeviceError"], ERRORS["GrammarError"] = DeviceError, GrammarError
     before(ModelRunner, "forward", "forward", of_batch)

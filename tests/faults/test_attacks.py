@@ -25,10 +25,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mlxpaged.engine.grammar_limits import MAX_OPENINGS
-from mlxpaged.engine.schema_limits import MAX_DEPTH, MAX_NESTING
 from mlxpaged.models.sources.resolve import resolve
-from mlxpaged.models.tokenizer_limits import MAX_REPLACED
+from mlxpaged.models.text.tokenizer_limits import MAX_REPLACED
+from mlxpaged.parts.grammar.grammar_limits import MAX_OPENINGS
+from mlxpaged.parts.grammar.schema_limits import MAX_DEPTH, MAX_NESTING
 from tests.engine.constraints import LOOSE, WRAPPED, chain, doubling, nested
 from tests.faults import costs, floods, wire
 from tests.faults.fault import Context, must

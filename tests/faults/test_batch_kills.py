@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxpaged.engine.schema_limits import MAX_NESTING
+from mlxpaged.parts.grammar.schema_limits import MAX_NESTING
 from tests.api.test_durability import check_all_damages, no_flushes
 from tests.cli.helpers import DEADLINE, Command, mlxpaged, serving
 from tests.engine.constraints import nested

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpaged.api.generation.deltas import Text, ToolCall, joined
-from mlxpaged.engine.answer_parser import AnswerParser, HarmonyParser, TagParser
+from mlxpaged.core.text.answer_parser import AnswerParser, HarmonyParser, TagParser
 from mlxpaged.formats import FORMATS, harmony
 from tests.api.helpers import raw, stream_events
 from tests.formats.written import WRITTEN

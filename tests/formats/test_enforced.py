@@ -12,11 +12,11 @@ import jsonschema
 import numpy as np
 import pytest
 
-from mlxpaged.engine.constraint import StructuredOutput, ToolCallForm
-from mlxpaged.engine.grammar import Grammars
+from mlxpaged.core.engine.constraint import StructuredOutput, ToolCallForm
 from mlxpaged.formats import FORMATS
 from mlxpaged.formats.pieces import InexpressibleError
 from mlxpaged.models.loader import ServedModel, load_model
+from mlxpaged.parts.grammar.grammar import Grammars
 from tests.formats.test_reading import calls_of, parse, said
 from tests.formats.written import WRITTEN
 from tests.scripted import make_scripted_model

@@ -14,10 +14,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mlxpaged.api.generation.deltas import Delta, Text, Thinking, ToolCall, joined
-from mlxpaged.engine.answer_parser import AnswerParser, HarmonyParser, TagParser
-from mlxpaged.engine.constraint import Constraint, StructuredOutput
+from mlxpaged.core.engine.constraint import Constraint, StructuredOutput
+from mlxpaged.core.text.answer_parser import AnswerParser, HarmonyParser, TagParser
 from mlxpaged.formats import FORMATS, HARMONY
-from mlxpaged.models.tokenizer import Tags
+from mlxpaged.models.text.tokenizer import Tags
 from tests.formats.written import GEMMA_QUOTE, WRITTEN, as_json, kimi_k2, named, qwen3_coder
 
 THOUGHTS = {"mistral": ("[THINK]", "[/THINK]"), "gemma4": ("<|channel>thought", "<channel|>")}

@@ -17,11 +17,11 @@ from typing import Any
 
 import psutil
 
-from mlxpaged.engine.constraint import Constraint, GrammarError
-from mlxpaged.engine.grammar import Grammars
-from mlxpaged.engine.grammar_limits import MAX_CHARS
-from mlxpaged.engine.loosening import loosened
-from mlxpaged.engine.schema_limits import MAX_DEPTH, MAX_NESTING, MAX_RESOLVED
+from mlxpaged.core.engine.constraint import Constraint, GrammarError
+from mlxpaged.parts.grammar.grammar import Grammars
+from mlxpaged.parts.grammar.grammar_limits import MAX_CHARS
+from mlxpaged.parts.grammar.loosening import loosened
+from mlxpaged.parts.grammar.schema_limits import MAX_DEPTH, MAX_NESTING, MAX_RESOLVED
 from tests.engine.constraints import LAST, LOOSE, WRAPPED, Schema
 
 LEAVES: list[Schema] = [

@@ -16,7 +16,7 @@ import pytest
 
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.endpoints import ENDPOINTS
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import bearer, write_keys
 from tests.cli.helpers import Command, serving
 from tests.fuzz import bodies, wire

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from tests.cli.helpers import Command, serving
 from tests.fuzz.client import Answer, FaultError, Report, judge, send_all
 from tests.fuzz.test_fuzz import CASES, FIRST, SEED

@@ -1,6 +1,6 @@
 """Tiny encoders with random weights by their published names, and what they compute, in NumPy, one text at a time.
 
-The formulas are those of the papers that mlxpaged/models/encoder.py names. Nothing of mlxpaged is used here.
+The formulas are those of the papers that mlxpaged/models/encoders/encoder.py names. Nothing of mlxpaged is used here.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlxpaged.models.architectures import package_of
+from mlxpaged.models.files.architectures import package_of
 from mlxpaged.models.loader import DEMO_PATH
 from mlxpaged.models.text_mlx_vlm import configuration
 from tests.models.architectures import ARCHITECTURES, FULL, LFM2, SLIDING, VOCAB_SIZE, WINDOW, random_weights

@@ -22,18 +22,18 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_plain_model
 
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.sequence import Priority
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.drafting import Drafting
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models import replacements
-from mlxpaged.models.architectures import Source, source_of
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.files.architectures import Source, source_of
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
 from mlxpaged.models.loader import LoadOptions, load_model
-from mlxpaged.scheduler.sequence import Priority
+from mlxpaged.parts.drafting.drafting import Drafting
 from tests.answers import TIE, Answer, greedy_answer
 from tests.engine.test_drafting import use_oracle
 from tests.models import mlx_vlm_types

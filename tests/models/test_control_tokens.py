@@ -18,9 +18,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from mlxpaged.models.control_tokens import MARKERS, ControlTokens
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.tokenizer import ChatTemplateError, Tokenizer
+from mlxpaged.models.text.control_tokens import MARKERS, ControlTokens
+from mlxpaged.models.text.tokenizer import ChatTemplateError, Tokenizer
 
 CORPUS = [
     "the end of the turn is in the text",

@@ -10,13 +10,13 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.draft_loading import with_draft_model
-from mlxpaged.engine.drafting import Drafting
-from mlxpaged.models.draft_assistant import Assistant
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.drafts.draft_assistant import Assistant
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
 from mlxpaged.models.turns import Turns
+from mlxpaged.parts.drafting.draft_loading import with_draft_model
+from mlxpaged.parts.drafting.drafting import Drafting
 from tests.engine.helpers import make_core, part_of
 from tests.engine.test_draft_head import logged
 from tests.engine.test_drafting import answers, as_many, requests, tokens_of

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.models.embedding import Pooling, embedding_spec, stated_length, stated_pooling
+from mlxpaged.models.encoders.embedding import Pooling, embedding_spec, stated_length, stated_pooling
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import load_embedding_model, load_model, own_embedding_model
 from tests.support import make_embedding_model, make_tiny_model, write_modules

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from mlx.nn.layers.quantized import QuantizedLinear
 
-from mlxpaged.models import ragged_attention
-from mlxpaged.models.embedding import Pooling
-from mlxpaged.models.encoder import Encoder
-from mlxpaged.models.encoder_files import load_encoder
-from mlxpaged.models.encoder_model import EncoderModel, pool
+from mlxpaged.models.encoders import ragged_attention
+from mlxpaged.models.encoders.embedding import Pooling
+from mlxpaged.models.encoders.encoder import Encoder
+from mlxpaged.models.encoders.encoder_files import load_encoder
+from mlxpaged.models.encoders.encoder_model import EncoderModel, pool
+from mlxpaged.models.encoders.ragged_attention import plan_attention
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import load_embedding_model
-from mlxpaged.models.ragged_attention import plan_attention
 from mlxpaged.models.sources.model_files import ModelFiles
 from tests.models.encoders import CONFIGS, LONGEST, PAIRS, VOCABULARY, WIDTH, Reference, make_dense, make_encoder
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxpaged.models.encoder_model import EncoderModel
+from mlxpaged.models.encoders.encoder_model import EncoderModel
 from mlxpaged.models.loader import load_embedding_model
 from tests.models.encoders import HEADS, HIDDEN, LAYERS, LONGEST, PAIRS, VOCABULARY, WIDTH, make_encoder
 

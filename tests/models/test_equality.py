@@ -15,10 +15,10 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model as load_plain_model
 
+from mlxpaged.core.engine.core import EngineCore
 from mlxpaged.cpu.split_linear import SplitLinear
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import load_model
 from tests.support import cast, demo_vocab_size, make_tiny_model, poison_new_blocks, quantize, run_requests

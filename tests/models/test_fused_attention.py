@@ -24,8 +24,8 @@ from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.qkv import QkvShape
 from mlxpaged.attention.self_check import BackendChoice
 from mlxpaged.engine import builder, executor
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.models.fused_attention import FusedAttention, fuse_attention
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.joins.fused_attention import FusedAttention, fuse_attention
 from mlxpaged.models.loader import load_model
 from tests.models.architectures import make_architecture
 

@@ -12,8 +12,8 @@ import pytest
 from mlx_lm.models import gated_delta
 from mlx_lm.models.gated_delta import gated_delta_ops
 
-from mlxpaged.models import gated_delta as routed
-from mlxpaged.models.gated_delta import MIN_TOKENS, GatedDelta, Sizes, route_gated_delta
+from mlxpaged.models.states import gated_delta as routed
+from mlxpaged.models.states.gated_delta import MIN_TOKENS, GatedDelta, Sizes, route_gated_delta
 from tests.engine.hybrid import Hybrid, request, run
 
 SIZES = Sizes(2, 16, 4, 8, mx.bfloat16, mx.bfloat16, mx.float32)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlxpaged.api.openai.schema import ChatRequest
-from mlxpaged.models.generation_config import LIMITS, MAX_END_TOKENS, read_generation_config
+from mlxpaged.models.files.generation_config import LIMITS, MAX_END_TOKENS, read_generation_config
 from mlxpaged.models.loader import DEMO_PATH, read_tokenizer
 from tests.support import make_tiny_model
 

@@ -14,7 +14,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxpaged.cpu.float32 import Storage
-from mlxpaged.models.embedding import weight_bytes
+from mlxpaged.models.encoders.embedding import weight_bytes
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.sources.gguf.blocks import AGAIN, Errors, arrays
 from mlxpaged.models.sources.gguf.config import config_of

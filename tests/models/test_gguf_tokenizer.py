@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import load_model
 from mlxpaged.models.sources.gguf.tokenizer import SPLITS, tokenizer_files
-from mlxpaged.models.tokenizer_limits import check_tokenizer_file
+from mlxpaged.models.text.tokenizer_limits import check_tokenizer_file
 from tests.models.gguf_files import tokenizer_metadata
 from tests.models.gguf_models import as_gguf
 from tests.support import DEMO_PATH, make_tiny_model

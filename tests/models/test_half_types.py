@@ -14,11 +14,11 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_plain_model
 
+from mlxpaged.core.engine.logprobs import TokenLogprobs
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.logprobs import TokenLogprobs
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.layers import is_per_sequence
 from mlxpaged.models.loader import load_model
 from tests.models.architectures import VOCAB_SIZE, make_architecture

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.mla import MultiLinear
 
-from mlxpaged.models.head_projections import project_rows_together
+from mlxpaged.models.joins.head_projections import project_rows_together
 
 
 @pytest.mark.parametrize("bits", [None, 4])

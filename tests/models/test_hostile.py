@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
-from mlxpaged.models import files, tokenizer
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.files import check_files
+from mlxpaged.models.files import files
+from mlxpaged.models.files.files import check_files
 from mlxpaged.models.loader import load_model
-from mlxpaged.models.tokenizer import TextTooLongError
-from mlxpaged.models.tokenizer_files import tokenizer_in
-from mlxpaged.models.tokenizer_limits import check_tokenizer_file
+from mlxpaged.models.text import tokenizer
+from mlxpaged.models.text.tokenizer import TextTooLongError
+from mlxpaged.models.text.tokenizer_files import tokenizer_in
+from mlxpaged.models.text.tokenizer_limits import check_tokenizer_file
 from tests.support import make_tiny_model
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")

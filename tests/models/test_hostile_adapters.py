@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.models.adapter_path import AdapterPath
-from mlxpaged.models.adapters import MAX_HEADER_BYTES, MAX_KEYS
+from mlxpaged.models.adapters.adapter_path import AdapterPath
+from mlxpaged.models.adapters.adapters import MAX_HEADER_BYTES, MAX_KEYS
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import LoadOptions, load_model
 from mlxpaged.models.sources import local

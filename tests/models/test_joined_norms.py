@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from mlxpaged.models.joined_norms import Addition, JoinedLayer, JoinedNorm, forms_of, join_norms
+from mlxpaged.models.joins.joined_norms import Addition, JoinedLayer, JoinedNorm, forms_of, join_norms
 
 SIZE = 32
 

@@ -16,12 +16,13 @@ from mlx_lm.models import gpt_oss
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.switch_layers import SwitchGLU
 
+from mlxpaged.core.engine.core import EngineCore
 from mlxpaged.cpu.joined_linear import JoinedLinear, Joint
 from mlxpaged.engine.builder import load_core
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.models import expert_rows, joins, replacements
-from mlxpaged.models.joins import join, join_gate_and_up, name_rows
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models import replacements
+from mlxpaged.models.joins import expert_rows, joins
+from mlxpaged.models.joins.joins import join, join_gate_and_up, name_rows
 from mlxpaged.models.loader import LoadOptions, load_model
 from tests.models.architectures import make_architecture
 from tests.support import every, run_requests
@@ -182,7 +183,7 @@ def test_other_numbers_are_undone_and_logged(monkeypatch: pytest.MonkeyPatch, ca
     expected = network(x)
     own = Joint.output
     monkeypatch.setattr(Joint, "output", lambda self, *inputs, **more: own(self, *inputs, **more) * 1.01)
-    with caplog.at_level(logging.INFO, logger="mlxpaged.models.joins"):
+    with caplog.at_level(logging.INFO, logger="mlxpaged.models.joins.joins"):
         join(model)
     assert mx.array_equal(network(x), expected)
     [message] = caplog.messages

@@ -14,7 +14,7 @@ from mlxpaged.attention import latent
 from mlxpaged.attention.latent import ExpandedChunk, Identity, LatentLayer, make_latent_groups
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.pool import Locality, Options
-from mlxpaged.step import Step
+from mlxpaged.core.step import Step
 from tests.metal_on_cpu.fixtures import metal, metal_on_cpu
 from tests.models.architectures import is_installed, make_architecture
 from tests.models.test_architectures import BRIEF, WHOLE, Case, assert_same

@@ -17,18 +17,18 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.attention.layer import PagedLayer, StepContext
+from mlxpaged.core.step import Step
 from mlxpaged.cpu.split_linear import LinearByInput
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models import loader
-from mlxpaged.models.context_length import DEFAULT_CONTEXT_LENGTH, context_length
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
+from mlxpaged.models.files.context_length import DEFAULT_CONTEXT_LENGTH, context_length
 from mlxpaged.models.loader import DEMO_PATH, LoadOptions, ServedModel, load_model, read_tokenizer
 from mlxpaged.models.sources.resolve import resolve
 from mlxpaged.models.sources.short_names import DEMO_MODEL
 from mlxpaged.models.turns import Turns
 from mlxpaged.progress import Progress, Stage
-from mlxpaged.step import Step
 from tests.support import SMALL, demo_vocab_size, make_tiny_model, run_requests
 
 

@@ -16,15 +16,16 @@ from mlx_lm.utils import load_model as load_plain_model
 from mlxpaged.attention import precision
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layer import PagedLayer, StepContext
-from mlxpaged.models import probe_steps, replacements
+from mlxpaged.models import replacements
+from mlxpaged.models.checks import probe_steps
+from mlxpaged.models.checks.probe import probe
+from mlxpaged.models.checks.reference import make_reference
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layer_finder import Way
 from mlxpaged.models.layers import is_per_sequence
 from mlxpaged.models.loader import load_model
-from mlxpaged.models.probe import probe
-from mlxpaged.models.reference import make_reference
 from mlxpaged.models.replacements import route_layers
-from mlxpaged.models.states import RecurrentLayer
+from mlxpaged.models.states.states import RecurrentLayer
 from tests.models.architectures import make_architecture
 from tests.support import cast, make_tiny_model, quantize, since_mlx_lm_0_32
 

@@ -14,14 +14,14 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.utils import load_model as load_plain_model
 
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.scheduling.prefill_budget import PrefillLimits
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.cache_groups import cache_layout
 from mlxpaged.models.features import Feature
 from mlxpaged.models.layers import KV, bytes_per_token, quantized
 from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
-from mlxpaged.scheduler.prefill_budget import PrefillLimits
 from tests.engine.test_disk_tier import answer_twice, end, prompt_of
 from tests.models.architectures import make_architecture
 from tests.models.test_cache_groups import CONTEXT, MODELS, check, kv
@@ -158,10 +158,10 @@ def test_values_of_four_bits_are_served_if_the_logits_stay_close(tmp_path: Path)
 def test_a_model_whose_rounding_moves_the_logits_as_far_gets_four_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxpaged.models.quantized_kv.MOST_DIVERGENCE", 0.0)
+    monkeypatch.setattr("mlxpaged.models.checks.quantized_kv.MOST_DIVERGENCE", 0.0)
     path = make_tiny_model(tmp_path / "qwen3", "qwen3", head_dim=128)
     assert load_model(str(path), LoadOptions(kv_cache_dtype="int4")).kv_cache_dtype == "auto"
-    monkeypatch.setattr("mlxpaged.models.reference.measure_rounding", lambda *_: 0.1)
+    monkeypatch.setattr("mlxpaged.models.checks.reference.measure_rounding", lambda *_: 0.1)
     assert load_model(str(path), LoadOptions(kv_cache_dtype="int4")).kv_cache_dtype == "int4"
 
 

@@ -11,10 +11,10 @@ import pytest
 from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.attention.token_groups import StateGroup, make_groups
-from mlxpaged.engine.draft_check import takes_drafts_back
-from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.core.engine.model_runner import ModelRunner
+from mlxpaged.core.step import BlockMoves, Row, Step
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.step import BlockMoves, Row, Step
+from mlxpaged.parts.drafting.draft_check import takes_drafts_back
 from tests.models.architectures import make_architecture
 from tests.models.test_states import BLOCK_SIZE, BLOCKS_EACH, Scene
 

@@ -11,9 +11,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as load_weights
 
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.files.weights import read_weights
 from mlxpaged.models.loader import load_model
 from mlxpaged.models.sharding import Share, shard
-from mlxpaged.models.weights import read_weights
 from tests.models.architectures import QWEN3_5, linear_attention, make_architecture, nested
 from tests.support import make_tiny_model, quantize, since_mlx_lm_0_32
 

@@ -15,10 +15,10 @@ from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.attention.layer import StepContext
 from mlxpaged.attention.token_groups import StateGroup, make_groups
-from mlxpaged.engine.model_runner import ModelRunner
+from mlxpaged.core.engine.model_runner import ModelRunner
+from mlxpaged.core.step import Row, Step
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.models.states import RecurrentLayer
-from mlxpaged.step import Row, Step
+from mlxpaged.models.states.states import RecurrentLayer
 from tests.models.architectures import make_architecture
 
 BLOCK_SIZE = 8

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.models import tekken
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.tokenizer_files import tokenizer_in
+from mlxpaged.models.text import tekken
+from mlxpaged.models.text.tokenizer_files import tokenizer_in
 
 CONTROL = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
 NUM_SPECIAL = 8

@@ -17,9 +17,9 @@ from transformers.utils import chat_template_utils
 
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import DEMO_PATH, load_model
-from mlxpaged.models.templates import renderer
-from mlxpaged.models.templates.renderer import TemplateError, TemplateLimitError, render, variables_of
-from mlxpaged.models.tokenizer import ChatTemplateError, Tokenizer
+from mlxpaged.models.text.templates import renderer
+from mlxpaged.models.text.templates.renderer import TemplateError, TemplateLimitError, render, variables_of
+from mlxpaged.models.text.tokenizer import ChatTemplateError, Tokenizer
 from tests.support import make_tiny_model
 
 MESSAGES = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c\nd"}]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxpaged.models.architectures import Source, source_of
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.file_facts import file_facts
+from mlxpaged.models.files.architectures import Source, source_of
 from mlxpaged.models.fit import layers_of
 from mlxpaged.models.layers import KV, Recurrent, is_per_sequence
 from mlxpaged.models.loader import load_model

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mlxpaged.models.templates.renderer import variables_of
-from mlxpaged.models.thinking_variables import efforts_of, switch_of
+from mlxpaged.models.text.templates.renderer import variables_of
+from mlxpaged.models.text.thinking_variables import efforts_of, switch_of
 
 HY3 = (
     "{% if not reasoning_effort is defined %}{% set reasoning_effort = 'no_think' %}"

@@ -20,8 +20,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import DEMO_PATH
-from mlxpaged.models.templates import renderer
-from mlxpaged.models.tokenizer import ChatTemplateError, Tokenizer, decode_of
+from mlxpaged.models.text.templates import renderer
+from mlxpaged.models.text.tokenizer import ChatTemplateError, Tokenizer, decode_of
 from tests.support import demo_vocab_size
 
 TOKENIZER = Tokenizer(load_tokenizer(DEMO_PATH))

@@ -14,13 +14,13 @@ from mlx_lm.utils import load_tokenizer
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
-from mlxpaged.models import tokenizer_files
-from mlxpaged.models.embedding import Pooling
-from mlxpaged.models.encoder_model import EncoderModel, pool
+from mlxpaged.models.encoders.embedding import Pooling
+from mlxpaged.models.encoders.encoder_model import EncoderModel, pool
 from mlxpaged.models.loader import load_embedding_model
 from mlxpaged.models.sources.gguf.directory import gguf_directory
-from mlxpaged.models.tokenizer import InfillError, Tokenizer
-from mlxpaged.models.tokenizer_files import TELLING, tokenizer_in
+from mlxpaged.models.text import tokenizer_files
+from mlxpaged.models.text.tokenizer import InfillError, Tokenizer
+from mlxpaged.models.text.tokenizer_files import TELLING, tokenizer_in
 from tests.models.encoders import VOCABULARY, make_encoder
 from tests.models.gguf_models import as_gguf
 from tests.support import DEMO_PATH, make_tiny_model

@@ -26,17 +26,17 @@ from PIL import Image
 
 from mlxpaged.models.features import Feature
 from mlxpaged.models.loader import load_model
-from mlxpaged.models.vision import load_vision
-from mlxpaged.vision.gemma3 import Gemma3Tower, factor_of_text
-from mlxpaged.vision.gemma4 import Gemma4Sizes
-from mlxpaged.vision.gemma_format import Gemma3Format, Gemma4Format
+from mlxpaged.models.vision.loading import load_vision
+from mlxpaged.vision.families.gemma.format import Gemma3Format, Gemma4Format
+from mlxpaged.vision.families.gemma.gemma3 import Gemma3Tower, factor_of_text
+from mlxpaged.vision.families.gemma.gemma4 import Gemma4Sizes
+from mlxpaged.vision.families.lfm2.format import Lfm2Format, Tiles
+from mlxpaged.vision.families.lfm2.tower import Lfm2Tower
+from mlxpaged.vision.families.pixtral.format import PixtralFormat
+from mlxpaged.vision.families.qwen.format import QwenFormat
+from mlxpaged.vision.families.qwen.tower import QwenSizes
 from mlxpaged.vision.image import ImageFormat
-from mlxpaged.vision.lfm2 import Lfm2Tower
-from mlxpaged.vision.lfm2_format import Lfm2Format, Tiles
 from mlxpaged.vision.patches import normalized as ours_normalized
-from mlxpaged.vision.pixtral_format import PixtralFormat
-from mlxpaged.vision.qwen import QwenSizes
-from mlxpaged.vision.qwen_format import QwenFormat
 from mlxpaged.vision.reading import ClientImage, check, decode
 from mlxpaged.vision.tower import Tower
 from tests.models.architectures import make_architecture

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.models.embedding import load_decoder
+from mlxpaged.models.encoders.embedding import load_decoder
 from mlxpaged.models.sources.model_files import ModelFiles
 from tests.models.architectures import make_architecture
 

@@ -14,10 +14,10 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxpaged.models.sources.model_files import ModelFiles
-from mlxpaged.models.vision import load_vision
-from mlxpaged.models.vision_family import colours_of
-from mlxpaged.vision.pixtral import MEAN, PixtralSizes, PixtralTower
-from mlxpaged.vision.pixtral_format import PixtralFormat
+from mlxpaged.models.vision.loading import load_vision
+from mlxpaged.vision.families.pixtral.format import PixtralFormat
+from mlxpaged.vision.families.pixtral.tower import MEAN, PixtralSizes, PixtralTower
+from mlxpaged.vision.family import colours_of
 from mlxpaged.vision.tower import Vision
 from tests.vision.tiny import MERGED, PLAIN, features, images, tiny_tower
 

@@ -20,8 +20,8 @@ from mlx.utils import tree_flatten
 from mlxpaged.models.features import Feature
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.sources.model_files import ModelFiles
-from mlxpaged.models.vision import load_vision
-from mlxpaged.vision.pixtral import STD as CLIP_STD
+from mlxpaged.models.vision.loading import load_vision
+from mlxpaged.vision.families.pixtral.tower import STD as CLIP_STD
 from mlxpaged.vision.tower import Vision
 from tests.models.architectures import make_architecture
 from tests.vision.tiny import images

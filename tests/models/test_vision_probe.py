@@ -18,11 +18,11 @@ from mlxpaged.models.features import Feature
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.sources.model_files import ModelFiles
 from mlxpaged.models.turns import Turns
-from mlxpaged.models.vision import load_vision
-from mlxpaged.models.vision_probe import check_vision
+from mlxpaged.models.vision.loading import load_vision
+from mlxpaged.models.vision.probe import check_vision
 from mlxpaged.progress import Progress
-from mlxpaged.vision.gemma3 import Gemma3Tower
-from mlxpaged.vision.pixtral_format import PixtralFormat
+from mlxpaged.vision.families.gemma.gemma3 import Gemma3Tower
+from mlxpaged.vision.families.pixtral.format import PixtralFormat
 from mlxpaged.vision.positions import Axes
 from mlxpaged.vision.tower import Tower, Vision
 from tests.engine.seeing import PatchFormat, load_seeing
@@ -130,7 +130,7 @@ def test_gemma_models_see(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyP
     assert served.vision is not None, served.missing[Feature.IMAGES]
     windows = {layer.window: layer.mutual for layer in served.kv_layers}
     assert windows == ({None: True, 12: True} if kind == "gemma3" else {None: False, 12: True})
-    monkeypatch.setattr("mlxpaged.models.vision_probe.let_look_ahead", lambda *_: None)
+    monkeypatch.setattr("mlxpaged.models.vision.probe.let_look_ahead", lambda *_: None)
     assert "does not reproduce its logits" in load_model(str(path)).missing[Feature.IMAGES]
 
 
@@ -239,7 +239,7 @@ def test_tokens_of_an_image_that_see_one_another(tmp_path: Path, monkeypatch: py
     large = replace(served.vision, format=PatchFormat())
     with pytest.raises(UnsupportedModelError, match="an image has 96 rows, and a layer sees 12 keys"):
         check_vision(served.model, served.layers, large)
-    monkeypatch.setattr("mlxpaged.models.vision_probe.let_look_ahead", lambda *_: None)
+    monkeypatch.setattr("mlxpaged.models.vision.probe.let_look_ahead", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="does not reproduce its logits for an image"):
         check_vision(served.model, served.layers, served.vision)
     assert tower.calls

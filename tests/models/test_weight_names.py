@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlxpaged.models.files.weight_names import Weights
 from mlxpaged.models.fit import layers_of
 from mlxpaged.models.loader import load_model
-from mlxpaged.models.weight_names import Weights
 from tests.models.architectures import make_architecture
 
 

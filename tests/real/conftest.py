@@ -101,7 +101,8 @@ def oracle() -> Llama:
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
     """Prose, tables and code of this repository, and what tokenizers disagree about."""
-    names = ("README.md", "docs/scheduling.md", "mlxpaged/step.py", "mlxpaged/scheduler/sequence.py", "Makefile")
+    code = ("mlxpaged/core/step.py", "mlxpaged/core/scheduling/sequence.py", "Makefile")
+    names = ("README.md", "docs/scheduling.md", *code)
     return [(ROOT / name).read_text() for name in names] + [
         "hello\n 1  12",
         "naïve café, 日本語 中文字符 한국어, 🙂🙃 ١٢٣ 1234567890",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlxpaged.engine import builder
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.registry.model import Model
 from mlxpaged.registry.registry import Registry, registry_of
 from tests.api.helpers import raw

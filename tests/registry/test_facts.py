@@ -13,9 +13,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models import file_facts as module
-from mlxpaged.models.adapter_path import AdapterPath
+from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.models.file_facts import file_facts
 from mlxpaged.models.loader import DEMO_PATH, MODELS
 from mlxpaged.registry.catalog import Catalog

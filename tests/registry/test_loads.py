@@ -12,8 +12,8 @@ import pytest
 
 from mlxpaged.api.batches import requests
 from mlxpaged.api.errors import ApiError, no_room
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.errors import EngineState
+from mlxpaged.core.engine.errors import EngineState
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.turns import Turns
 from mlxpaged.progress import Progress
 from mlxpaged.registry.errors import NoRoomError

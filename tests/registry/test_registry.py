@@ -19,7 +19,7 @@ import pytest
 from mlxpaged.api import streaming
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.engine import builder
-from mlxpaged.engine.config import EngineConfig
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.device_memory import limit_memory
 from mlxpaged.registry.catalog import Catalog, model_paths
 from mlxpaged.registry.model import Model, ModelState

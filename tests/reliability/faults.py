@@ -29,13 +29,13 @@ class Fault(NamedTuple):
 
 FAULTS: dict[str, Fault] = {
     "test_mlx_lm_1505_an_exception_in_a_step_leaves_no_zombie": Fault(
-        "engine/step_loop.py", "            self._recover(scheduled, error)\n", "            raise\n"
+        "core/engine/step_loop.py", "            self._recover(scheduled, error)\n", "            raise\n"
     ),
     "test_mlx_lm_1672_an_allocation_that_fails_while_answers_run_loses_none": Fault(
-        "engine/recovery.py", "        is_short = is_out_of_memory(error)\n", "        is_short = False\n"
+        "core/engine/recovery.py", "        is_short = is_out_of_memory(error)\n", "        is_short = False\n"
     ),
     "test_mlx_lm_1909_an_exception_where_an_answer_ends_reaches_its_client": Fault(
-        "engine/request_table.py",
+        "core/engine/request_table.py",
         '        except Exception as error:\n            logger.exception("token',
         '        except ZeroDivisionError as error:\n            logger.exception("token',
     ),
@@ -43,7 +43,7 @@ FAULTS: dict[str, Fault] = {
         "engine/engine_thread.py", "        self._stalled = activity, stall\n", "        self._stalled = None\n"
     ),
     "test_mlx_lm_1390_many_prompts_leave_the_cache_within_its_pool": Fault(
-        "cache/prefix_cache.py", "        del self._by_key[record.key]\n", ""
+        "core/blocks/prefix_cache.py", "        del self._by_key[record.key]\n", ""
     ),
     "test_mlx_lm_1390_clients_that_leave_their_streams_leave_nothing_behind": Fault(
         "engine/async_engine.py",
@@ -51,10 +51,10 @@ FAULTS: dict[str, Fault] = {
         "        if request_id not in self._streams:\n            self.host.send",
     ),
     "test_mlx_lm_883_a_context_beyond_the_memory_is_refused_with_both_numbers": Fault(
-        "scheduler/admission.py", "    if blocks > num_blocks:\n", "    if blocks > 100 * num_blocks:\n"
+        "core/scheduling/admission.py", "    if blocks > num_blocks:\n", "    if blocks > 100 * num_blocks:\n"
     ),
     "test_vllm_mlx_442_memory_is_flat_over_many_requests": Fault(
-        "engine/model_runner.py",
+        "core/engine/model_runner.py",
         "        self.model_calls += 1\n        return logits\n",
         """        self.model_calls += 1
         vars(self).setdefault('kept', []).append(logits)
@@ -62,13 +62,13 @@ FAULTS: dict[str, Fault] = {
 """,
     ),
     "test_omlx_947_what_does_not_fit_together_waits": Fault(
-        "scheduler/admission.py", "        if needed > room:\n", "        if needed > room + 1000:\n"
+        "core/scheduling/admission.py", "        if needed > room:\n", "        if needed > room + 1000:\n"
     ),
     "test_weights_that_do_not_fit_beside_the_kv_cache_and_a_step_are_refused_with_all_numbers": Fault(
         "models/sources/preflight.py", "needed > free_bytes:\n", "sum(known) > free_bytes:\n"
     ),
     "test_vllm_mlx_384_prompts_that_part_inside_a_block_do_not_get_each_others_answers": Fault(
-        "cache/prefix_cache.py",
+        "core/blocks/prefix_cache.py",
         """            found = self._by_key.get(keys[index])
             if found is None or found.parent is not parent:
                 break
@@ -82,12 +82,12 @@ FAULTS: dict[str, Fault] = {
 """,
     ),
     "test_mlx_lm_965_sixteen_concurrent_prompts_keep_their_own_answers": Fault(
-        "engine/step_loop.py",
+        "core/engine/step_loop.py",
         "        step.set_samples(ids, samples)\n",
         "        step.set_samples(ids[::-1], samples)\n",
     ),
     "test_mlx_lm_1776_two_models_on_one_server_do_not_spoil_each_others_cache": Fault(
-        "cache/prefix_cache.py",
+        "core/blocks/prefix_cache.py",
         """        self._root = hashlib.blake2b(seed, digest_size=16).digest()
         self._by_key: dict[bytes, CachedBlock] = {}
 """,
@@ -96,7 +96,7 @@ FAULTS: dict[str, Fault] = {
 """,
     ),
     "test_omlx_3476_a_greedy_answer_does_not_depend_on_the_others": Fault(
-        "models/states.py",
+        "models/states/states.py",
         "        return joined if order == members else take(joined, [order.index(i) for i in members])\n",
         "        return joined\n",
     ),
@@ -106,7 +106,7 @@ FAULTS: dict[str, Fault] = {
         "        first = np.full_like(last, locality.first_key(last - length + 1).max())\n",
     ),
     "test_mlx_lm_1255_retries_and_short_probes_do_not_wedge_a_sliding_model": Fault(
-        "scheduler/scheduler.py",
+        "core/scheduling/scheduler.py",
         "        self.blocks.release(sequence)\n        self.blocks.states.remove(sequence)\n",
         """        if sequence.num_output_tokens:
             self.blocks.release(sequence)
@@ -114,7 +114,7 @@ FAULTS: dict[str, Fault] = {
 """,
     ),
     "test_mlx_lm_980_a_repeated_prompt_is_not_computed_again": Fault(
-        "scheduler/block_manager.py",
+        "core/scheduling/block_manager.py",
         "        if self.prefix_cache is None or self.groups.keeps_all:\n            return len(chain)\n",
         """        if self.prefix_cache is None or self.groups.keeps_all:
             return len(chain)
@@ -122,7 +122,7 @@ FAULTS: dict[str, Fault] = {
 """,
     ),
     "test_lm_studio_1977_a_turn_computes_only_what_is_new": Fault(
-        "scheduler/block_manager.py",
+        "core/scheduling/block_manager.py",
         "        num_tokens = min(sequence.num_computed_tokens, sequence.num_known_tokens)\n",
         "        num_tokens = min(sequence.num_computed_tokens, 32)\n",
     ),
@@ -135,7 +135,7 @@ FAULTS: dict[str, Fault] = {
 """,
     ),
     "test_vllm_mlx_800_a_prompt_that_is_cached_is_answered_as_before": Fault(
-        "cache/block_table.py",
+        "core/blocks/block_table.py",
         "            new = [ids[i] if i in kept else self.chain[i].blocks[group] for i in range(first, end)]\n",
         "            new = [ids[i] if i in kept else self.chain[0].blocks[group] for i in range(first, end)]\n",
     ),
@@ -153,7 +153,7 @@ FAULTS: dict[str, Fault] = {
         "api/ollama/translation.py", "    if body.format:\n", "    if body.format == 'json':\n"
     ),
     "test_omlx_2031_long_prompts_leave_a_running_answer_its_token_of_each_step": Fault(
-        "scheduler/scheduler.py",
+        "core/scheduling/scheduler.py",
         """            self._add_decodes(builder)
             self._add_prompts(builder)
         elif""",
@@ -168,10 +168,12 @@ FAULTS: dict[str, Fault] = {
         "        if request_id not in self._streams:\n            self.host.send",
     ),
     "test_omlx_3047_of_waiting_requests_the_more_urgent_one_runs_first": Fault(
-        "scheduler/scheduler.py", "(sequence.priority + AGING_RATE *", "(AGING_RATE *"
+        "core/scheduling/scheduler.py", "(sequence.priority + AGING_RATE *", "(AGING_RATE *"
     ),
     "test_a_process_that_is_killed_leaves_no_file": Fault(
-        "engine/swap_space.py", "tempfile.TemporaryFile(prefix", "tempfile.NamedTemporaryFile(delete=False, prefix"
+        "parts/memory/swap_space.py",
+        "tempfile.TemporaryFile(prefix",
+        "tempfile.NamedTemporaryFile(delete=False, prefix",
     ),
     "test_an_idle_model_is_unloaded_after_a_time_and_comes_back": Fault(
         "registry/registry.py", "model.is_idle and not self.seconds_left(model):\n", "model.idle_since < 0:\n"

@@ -18,11 +18,11 @@ import mlx.core as mx
 import pytest
 
 from mlxpaged.cli import http_server, main, serve
-from mlxpaged.engine.running_request import RunningRequest
-from mlxpaged.engine.sampler import Samples, SamplingRow
-from mlxpaged.engine.worker import Worker
-from mlxpaged.scheduler.admission import PromptTooLongError
-from mlxpaged.scheduler.sequence import Priority
+from mlxpaged.core.engine.running_request import RunningRequest
+from mlxpaged.core.engine.sampler import Samples, SamplingRow
+from mlxpaged.core.engine.worker import Worker
+from mlxpaged.core.scheduling.admission import PromptTooLongError
+from mlxpaged.core.scheduling.sequence import Priority
 from tests.api.helpers import (
     Background,
     StepGate,

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mlxpaged.cache.block_pool import BlockPool
-from mlxpaged.scheduler import scheduler as scheduler_module
-from mlxpaged.scheduler.config import SchedulerConfig
-from mlxpaged.scheduler.queue import ORDER
-from mlxpaged.scheduler.scheduler import Scheduler
-from mlxpaged.scheduler.sequence import PENDING, FinishReason, Priority, Sequence, SequenceStatus
-from mlxpaged.step import BlockMoves, Row, Step
+from mlxpaged.core.blocks.block_pool import BlockPool
+from mlxpaged.core.scheduling import scheduler as scheduler_module
+from mlxpaged.core.scheduling.config import SchedulerConfig
+from mlxpaged.core.scheduling.queue import ORDER
+from mlxpaged.core.scheduling.scheduler import Scheduler
+from mlxpaged.core.scheduling.sequence import PENDING, FinishReason, Priority, Sequence, SequenceStatus
+from mlxpaged.core.step import BlockMoves, Row, Step
 
 PREEMPTOR = 999_999
 

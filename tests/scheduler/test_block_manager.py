@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mlxpaged.cache.block_pool import BlockUsage, OutOfBlocksError
-from mlxpaged.scheduler.sequence import FinishReason, Priority, Sequence, SequenceStatus
-from mlxpaged.step import Step
+from mlxpaged.core.blocks.block_pool import BlockUsage, OutOfBlocksError
+from mlxpaged.core.scheduling.sequence import FinishReason, Priority, Sequence, SequenceStatus
+from mlxpaged.core.step import Step
 from tests.scheduler.simulation import Simulation, answer, make_scheduler, sequence, undisturbed
 
 HIGH, NORMAL, LOW = Priority

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from mlxpaged.scheduler.scheduler import Scheduler
-from mlxpaged.scheduler.sequence import Priority, Sequence
-from mlxpaged.step import Row, Step
+from mlxpaged.core.scheduling.scheduler import Scheduler
+from mlxpaged.core.scheduling.sequence import Priority, Sequence
+from mlxpaged.core.step import Row, Step
 from tests.scheduler.simulation import FakeClock, Simulation, make_scheduler, sequence
 
 HIGH, NORMAL, LOW = Priority

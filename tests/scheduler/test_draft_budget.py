@@ -8,8 +8,10 @@ import statistics
 
 import pytest
 
-from mlxpaged.scheduler import draft_budget
-from mlxpaged.scheduler.acceptance import (
+from mlxpaged.core.scheduling.row_tiles import ANY_ROWS, RowTiles
+from mlxpaged.core.scheduling.step_cost import StepCost
+from mlxpaged.parts.drafting import draft_budget
+from mlxpaged.parts.drafting.acceptance import (
     MATCHES,
     MOST_DRAFTS,
     MOST_LEAD,
@@ -19,9 +21,7 @@ from mlxpaged.scheduler.acceptance import (
     Acceptance,
     StepCounts,
 )
-from mlxpaged.scheduler.draft_budget import LENGTHS, DraftBudget, Seconds, draft_lengths
-from mlxpaged.scheduler.row_tiles import ANY_ROWS, RowTiles
-from mlxpaged.scheduler.step_cost import StepCost
+from mlxpaged.parts.drafting.draft_budget import LENGTHS, DraftBudget, Seconds, draft_lengths
 
 
 @pytest.fixture(autouse=True)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxpaged.cache.block_pool import BlockPool
-from mlxpaged.cache.block_table import BlockTable
-from mlxpaged.cache.prefix_cache import PrefixCache
-from mlxpaged.cache.table_rows import TableRows
-from mlxpaged.scheduler.config import SchedulerConfig
-from mlxpaged.scheduler.junctions import Junctions
-from mlxpaged.scheduler.scheduler import Scheduler
-from mlxpaged.scheduler.sequence import Sequence
-from mlxpaged.step import Step
+from mlxpaged.core.blocks.block_pool import BlockPool
+from mlxpaged.core.blocks.block_table import BlockTable
+from mlxpaged.core.blocks.prefix_cache import PrefixCache
+from mlxpaged.core.blocks.table_rows import TableRows
+from mlxpaged.core.scheduling.config import SchedulerConfig
+from mlxpaged.core.scheduling.scheduler import Scheduler
+from mlxpaged.core.scheduling.sequence import Sequence
+from mlxpaged.core.step import Step
+from mlxpaged.parts.states.junctions import Junctions
 
 SIZE = 4
 

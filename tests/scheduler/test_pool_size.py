@@ -9,10 +9,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from mlxpaged.cache.block_pool import BlockPool, OutOfBlocksError
-from mlxpaged.scheduler.admission import PromptTooLongError
-from mlxpaged.scheduler.scheduler import LOOK_AHEAD, Scheduler
-from mlxpaged.scheduler.sequence import FinishReason, Priority
+from mlxpaged.core.blocks.block_pool import BlockPool, OutOfBlocksError
+from mlxpaged.core.scheduling.admission import PromptTooLongError
+from mlxpaged.core.scheduling.scheduler import LOOK_AHEAD, Scheduler
+from mlxpaged.core.scheduling.sequence import FinishReason, Priority
 from tests.scheduler.simulation import FakeClock, Simulation, answer, make_scheduler, sequence, undisturbed
 
 LONG = bool(os.environ.get("MLXPAGED_LONG"))

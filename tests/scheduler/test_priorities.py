@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from mlxpaged.scheduler.admission import PromptTooLongError
-from mlxpaged.scheduler.scheduler import LOOK_AHEAD, STARVATION_BOUND
-from mlxpaged.scheduler.sequence import FinishReason, Priority, Sequence, SequenceStatus
+from mlxpaged.core.scheduling.admission import PromptTooLongError
+from mlxpaged.core.scheduling.scheduler import LOOK_AHEAD, STARVATION_BOUND
+from mlxpaged.core.scheduling.sequence import FinishReason, Priority, Sequence, SequenceStatus
 from tests.scheduler.simulation import FakeClock, Simulation, answer, make_scheduler, sequence, undisturbed
 
 HIGH, NORMAL, LOW = Priority
@@ -79,7 +79,7 @@ def test_age_survives_preemption() -> None:
 def test_log_lines_carry_priority_and_effective_value(caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock()
     simulation = Simulation(make_scheduler(clock=clock, max_num_seqs=1))
-    with caplog.at_level(logging.DEBUG, logger="mlxpaged.scheduler"):
+    with caplog.at_level(logging.DEBUG, logger="mlxpaged.core.scheduling"):
         simulation.add(sequence(1, 4, priority=LOW))
         clock.now = 12.5
         simulation.step()
@@ -281,7 +281,7 @@ def test_a_blocked_sequence_runs_in_step_65_its_victim_is_queued_again_and_the_p
         assert number not in simulation.step().sequence_ids
     victim, large = simulation.scheduler.sequences[1], simulation.scheduler.sequences[number]
     assert (large.skipped_steps, simulation.scheduler.stats().starvation_admissions_total) == (STARVATION_BOUND, 0)
-    with caplog.at_level(logging.INFO, logger="mlxpaged.scheduler"):
+    with caplog.at_level(logging.INFO, logger="mlxpaged.core.scheduling"):
         batch = simulation.step()
     assert batch.sequence_ids == [number]
     assert victim.status is (SequenceStatus.SWAPPED if num_swap_slots else SequenceStatus.PREEMPTED)

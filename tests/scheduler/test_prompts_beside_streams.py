@@ -7,8 +7,8 @@ import statistics
 import pytest
 
 from benchmarks.prompts import CPU, M1, M3_MAX, M4_MAX, Device, flood, one_prompt
-from mlxpaged.scheduler.config import MOST_MULTIPLE, READING_SECONDS, step_multiple
-from mlxpaged.scheduler.row_tiles import ANY_ROWS
+from mlxpaged.core.scheduling.config import MOST_MULTIPLE, READING_SECONDS, step_multiple
+from mlxpaged.core.scheduling.row_tiles import ANY_ROWS
 
 
 @pytest.mark.parametrize("streams", [1, 4, 16])

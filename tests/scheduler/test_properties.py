@@ -14,9 +14,9 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlxpaged.scheduler import scheduler as scheduler_module
-from mlxpaged.scheduler.admission import PromptTooLongError
-from mlxpaged.scheduler.sequence import FinishReason, Priority, Sequence
+from mlxpaged.core.scheduling import scheduler as scheduler_module
+from mlxpaged.core.scheduling.admission import PromptTooLongError
+from mlxpaged.core.scheduling.sequence import FinishReason, Priority, Sequence
 from tests.scheduler.simulation import FakeClock, Simulation, answer, make_scheduler, sequence, undisturbed
 
 LONG = bool(os.environ.get("MLXPAGED_LONG"))

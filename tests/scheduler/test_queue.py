@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.scheduler.queue import MOST_SECONDS, SECONDS_PER_TOKEN, SHORT_PROMPT, SequenceQueue
-from mlxpaged.scheduler.scheduler import Scheduler
-from mlxpaged.scheduler.sequence import Priority, Sequence
+from mlxpaged.core.scheduling.queue import MOST_SECONDS, SECONDS_PER_TOKEN, SHORT_PROMPT, SequenceQueue
+from mlxpaged.core.scheduling.scheduler import Scheduler
+from mlxpaged.core.scheduling.sequence import Priority, Sequence
 from tests.scheduler.simulation import Simulation, commit, make_scheduler, sequence
 
 HIGH, NORMAL, LOW = Priority

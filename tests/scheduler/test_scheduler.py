@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mlxpaged.scheduler.admission import PromptTooLongError
-from mlxpaged.scheduler.config import SchedulerConfig
-from mlxpaged.scheduler.sequence import FinishReason, Priority, SequenceStatus
+from mlxpaged.core.scheduling.admission import PromptTooLongError
+from mlxpaged.core.scheduling.config import SchedulerConfig
+from mlxpaged.core.scheduling.sequence import FinishReason, Priority, SequenceStatus
 from tests.scheduler.simulation import Simulation, answer, make_scheduler, next_token, sequence, undisturbed
 
 # -- batches ---------------------------------------------------------------------------------------------------------

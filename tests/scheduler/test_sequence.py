@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mlxpaged.scheduler.sequence import FinishReason, IllegalTransitionError, Sequence, SequenceStatus
+from mlxpaged.core.scheduling.sequence import FinishReason, IllegalTransitionError, Sequence, SequenceStatus
 
 WAITING, RUNNING, PREEMPTED, SWAPPED, FINISHED = SequenceStatus
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from mlxpaged.scheduler.config import MOST_MULTIPLE, READING_SECONDS, SchedulerConfig, step_multiple
-from mlxpaged.scheduler.row_table import RowTimes
-from mlxpaged.scheduler.row_tiles import ANY_ROWS, LEAST_CHUNK, RowTiles
-from mlxpaged.scheduler.sequence import Sequence
-from mlxpaged.scheduler.step_cost import EXTRAPOLATION, KEPT, OUTLIER, Costs, StepCost
-from mlxpaged.step import Step
+from mlxpaged.core.scheduling.config import MOST_MULTIPLE, READING_SECONDS, SchedulerConfig, step_multiple
+from mlxpaged.core.scheduling.row_table import RowTimes
+from mlxpaged.core.scheduling.row_tiles import ANY_ROWS, LEAST_CHUNK, RowTiles
+from mlxpaged.core.scheduling.sequence import Sequence
+from mlxpaged.core.scheduling.step_cost import EXTRAPOLATION, KEPT, OUTLIER, Costs, StepCost
+from mlxpaged.core.step import Step
 from tests.scheduler.simulation import commit, make_scheduler, sequence
 
 SLOW_CPU = Costs(0.05, 0.002, 1e-6, 0.002, 8e-7)

@@ -24,7 +24,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlxpaged.models.templates.renderer import MAX_IDLE
+from mlxpaged.models.text.templates.renderer import MAX_IDLE
 from tests.soak.cases import Case, make_cases
 from tests.soak.http_client import Connection, HungError, LeftError
 from tests.soak.jobs import JOBS, Client, Refused, Wrong, streaming

@@ -15,10 +15,10 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxpaged.models.sources.model_files import ModelFiles
-from mlxpaged.models.vision import load_vision
+from mlxpaged.models.vision.loading import load_vision
 from mlxpaged.vision import blocks
-from mlxpaged.vision.gemma3 import Gemma3Sizes, Gemma3Tower
-from mlxpaged.vision.gemma_format import Gemma3Format
+from mlxpaged.vision.families.gemma.format import Gemma3Format
+from mlxpaged.vision.families.gemma.gemma3 import Gemma3Sizes, Gemma3Tower
 from mlxpaged.vision.tower import Vision
 from tests.vision.definitions import Array, gelu_of_tanh, linear, mixed_heads, norm
 from tests.vision.tiny import images

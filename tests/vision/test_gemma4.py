@@ -18,11 +18,11 @@ from mlx.utils import tree_flatten
 from mlxpaged.models.features import Feature
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.sources.model_files import ModelFiles
-from mlxpaged.models.vision import load_vision
+from mlxpaged.models.vision.loading import load_vision
 from mlxpaged.vision import blocks
 from mlxpaged.vision.embedding import embedding_of
-from mlxpaged.vision.gemma4 import Gemma4Sizes, Gemma4Tower
-from mlxpaged.vision.gemma_format import Gemma4Format
+from mlxpaged.vision.families.gemma.format import Gemma4Format
+from mlxpaged.vision.families.gemma.gemma4 import Gemma4Sizes, Gemma4Tower
 from mlxpaged.vision.tower import Vision
 from tests.models.architectures import make_architecture
 from tests.vision.definitions import Array, gelu_of_tanh

@@ -14,9 +14,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxpaged.models.sources.model_files import ModelFiles
-from mlxpaged.models.vision import load_vision
-from mlxpaged.vision.gemma4_unified import Gemma4UnifiedSizes, Gemma4UnifiedTower
-from mlxpaged.vision.gemma_format import Gemma4Format
+from mlxpaged.models.vision.loading import load_vision
+from mlxpaged.vision.families.gemma.format import Gemma4Format
+from mlxpaged.vision.families.gemma.gemma4_unified import Gemma4UnifiedSizes, Gemma4UnifiedTower
 from tests.vision.definitions import Array, linear
 from tests.vision.tiny import images
 from tests.vision.tiny_gemma import features, weights_of, with_random_weights

@@ -16,10 +16,10 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxpaged.models.sources.model_files import ModelFiles
-from mlxpaged.models.vision import load_vision
+from mlxpaged.models.vision.loading import load_vision
 from mlxpaged.vision import blocks
-from mlxpaged.vision.kimi import KimiTower
-from mlxpaged.vision.kimi_format import KimiFormat
+from mlxpaged.vision.families.kimi.format import KimiFormat
+from mlxpaged.vision.families.kimi.tower import KimiTower
 from mlxpaged.vision.tower import Vision
 from tests.vision.definitions import Array, exact_gelu, gelu_of_tanh, linear, mixed_heads, norm
 from tests.vision.tiny import images

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mlxpaged.vision.families.kimi.format import Kimi3Format, KimiFormat
 from mlxpaged.vision.image import ImageFormat
-from mlxpaged.vision.kimi_format import Kimi3Format, KimiFormat
 
 
 def form(most: int = 4096, patch: int = 14, merge: int = 2) -> ImageFormat:

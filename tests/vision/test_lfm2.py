@@ -16,11 +16,11 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from mlxpaged.models.sources.model_files import ModelFiles
-from mlxpaged.models.vision import load_vision
+from mlxpaged.models.vision.loading import load_vision
 from mlxpaged.vision import blocks
+from mlxpaged.vision.families.lfm2.format import Lfm2Format, Tiles
+from mlxpaged.vision.families.lfm2.tower import Lfm2Sizes, Lfm2Tower
 from mlxpaged.vision.interpolation import resized_part
-from mlxpaged.vision.lfm2 import Lfm2Sizes, Lfm2Tower
-from mlxpaged.vision.lfm2_format import Lfm2Format, Tiles
 from mlxpaged.vision.tower import Vision
 from tests.vision.definitions import Array, exact_gelu, gelu_of_tanh, linear, mixed_heads, norm
 from tests.vision.tiny import images

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from mlxpaged.vision.families.lfm2.format import Lfm2Format, Tiles
 from mlxpaged.vision.image import ImageFormat
-from mlxpaged.vision.lfm2_format import Lfm2Format, Tiles
 
 IMAGE, START, END = 10, 11, 12
 

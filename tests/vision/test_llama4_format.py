@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mlxpaged.vision.llama4_format import Llama4Format
+from mlxpaged.vision.families.llama4.format import Llama4Format
 
 FORM = Llama4Format(
     template_token=1, start=2, placeholder=3, end=4, across=5, down=6, side=336, rows=2, most=16, resampling="BILINEAR"

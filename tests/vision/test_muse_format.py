@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlxpaged.vision.muse_format import MuseFormat
+from mlxpaged.vision.families.muse.format import MuseFormat
 
 FORM = MuseFormat(placeholder=10, side=28, around=(11, 12), most=4096, resampling="LANCZOS")
 

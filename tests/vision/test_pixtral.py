@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mlxpaged.vision import blocks
+from mlxpaged.vision.families.pixtral.tower import PixtralSizes
 from mlxpaged.vision.patches import normalized
-from mlxpaged.vision.pixtral import PixtralSizes
 from tests.vision.tiny import MERGED, PLAIN, features, images, reference_features, tiny_tower
 
 BOTH = pytest.mark.parametrize("sizes", [MERGED, PLAIN], ids=["mistral3", "pixtral"])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mlxpaged.vision.families.pixtral.format import PixtralFormat
 from mlxpaged.vision.image import ImageFormat
-from mlxpaged.vision.pixtral_format import PixtralFormat
 
 IMAGE, ROW_END, END = 10, 12, 13
 

@@ -12,11 +12,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxpaged.models.sources.model_files import ModelFiles
-from mlxpaged.models.vision import load_vision
+from mlxpaged.models.vision.loading import load_vision
 from mlxpaged.vision import blocks
+from mlxpaged.vision.families.qwen.format import QwenFormat
+from mlxpaged.vision.families.qwen.tower import QwenSizes, QwenTower
 from mlxpaged.vision.positions import Axes
-from mlxpaged.vision.qwen import QwenSizes, QwenTower
-from mlxpaged.vision.qwen_format import QwenFormat
 from tests.vision.definitions import Array, exact_gelu, gelu_of_tanh, linear, mixed_heads, norm, quick_gelu
 from tests.vision.tiny import images
 from tests.vision.tiny_qwen import DEEP, OLD, PLAIN, config_of, files, old_config, tiny_tower

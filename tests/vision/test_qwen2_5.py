@@ -14,10 +14,10 @@ import pytest
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from mlxpaged.models.sources.model_files import ModelFiles
-from mlxpaged.models.vision import load_vision
+from mlxpaged.models.vision.loading import load_vision
 from mlxpaged.vision import blocks
+from mlxpaged.vision.families.qwen.qwen2_5 import Qwen25Sizes, Qwen25Tower
 from mlxpaged.vision.positions import Axes
-from mlxpaged.vision.qwen2_5 import Qwen25Sizes, Qwen25Tower
 from tests.vision.definitions import Array, Place, exact_gelu, linear, mixed_heads
 from tests.vision.tiny import images
 

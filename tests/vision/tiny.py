@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map_with_path
 
-from mlxpaged.vision.pixtral import PixtralSizes, PixtralTower
+from mlxpaged.vision.families.pixtral.tower import PixtralSizes, PixtralTower
 
 Array = npt.NDArray[np.float64]
 

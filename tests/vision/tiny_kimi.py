@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map_with_path
 
-from mlxpaged.vision.kimi import KimiSizes, KimiTower
+from mlxpaged.vision.families.kimi.tower import KimiSizes, KimiTower
 
 SIZES = KimiSizes(
     width=24,

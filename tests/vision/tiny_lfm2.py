@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map_with_path
 
-from mlxpaged.vision.lfm2 import Lfm2Sizes, Lfm2Tower
+from mlxpaged.vision.families.lfm2.tower import Lfm2Sizes, Lfm2Tower
 
 NORMED = Lfm2Sizes(
     width=24,

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map_with_path
 
-from mlxpaged.vision.qwen import QwenSizes, QwenTower
+from mlxpaged.vision.families.qwen.tower import QwenSizes, QwenTower
 
 DEEP = QwenSizes(
     width=24,

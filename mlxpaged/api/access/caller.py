@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from mlxpaged.api.access.rate_limit import Allowance
-from mlxpaged.scheduler.sequence import Priority
+from mlxpaged.core.scheduling.sequence import Priority
 
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 """The last one is 127.0.0.1 for a server that listens on `::`."""

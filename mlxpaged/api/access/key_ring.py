@@ -10,7 +10,7 @@ from pathlib import Path
 from mlxpaged.api.access.caller import Caller
 from mlxpaged.api.access.key_file import KeyEntry, KeyFileError, read
 from mlxpaged.api.access.rate_limit import Allowance
-from mlxpaged.scheduler.sequence import Priority
+from mlxpaged.core.scheduling.sequence import Priority
 
 logger = logging.getLogger(__name__)
 

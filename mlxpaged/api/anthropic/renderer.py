@@ -19,7 +19,7 @@ from mlxpaged.api.generation.answers import (
 )
 from mlxpaged.api.generation.tool_calls import call_arguments
 from mlxpaged.api.streaming import named_event
-from mlxpaged.engine.prompt_progress import PromptProgress
+from mlxpaged.core.engine.prompt_progress import PromptProgress
 
 
 class MessageRenderer(Renderer):

@@ -10,8 +10,8 @@ from mlxpaged.api.anthropic import schema
 from mlxpaged.api.anthropic.signature import unseal
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool, ToolChoice, function_call, sampling_params
 from mlxpaged.api.media import MediaPart, joined, media_of
-from mlxpaged.engine.constraint import Constraint
-from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.core.engine.constraint import Constraint
+from mlxpaged.models.text.tokenizer import Tokenizer
 
 Mode = Literal["none", "auto", "required"]
 CHOICES: dict[str, Mode] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}

@@ -23,7 +23,7 @@ from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
 from mlxpaged.api.reading import Reading
 from mlxpaged.api.request_id import new_id
 from mlxpaged.api.turns import TurnRefusedError
-from mlxpaged.engine.errors import EngineState, EngineUnavailableError, QueueFullError
+from mlxpaged.core.engine.errors import EngineState, EngineUnavailableError, QueueFullError
 from mlxpaged.registry.registry import Registry
 
 Respond = Callable[[Request, Any], Awaitable[Response]]

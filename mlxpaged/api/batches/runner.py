@@ -29,7 +29,7 @@ from mlxpaged.api.batches.store import ERRORS, OUTPUT, Store
 from mlxpaged.api.errors import NOT_STORED, ApiError
 from mlxpaged.api.request_id import new_id
 from mlxpaged.api.turns import Rules, Turn, Turns
-from mlxpaged.engine.errors import EngineUnavailableError
+from mlxpaged.core.engine.errors import EngineUnavailableError
 from mlxpaged.journal import Journal
 from mlxpaged.library_errors import public_reason
 from mlxpaged.registry.registry import Registry

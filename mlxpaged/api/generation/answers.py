@@ -23,15 +23,15 @@ from mlxpaged.api.generation.prompt import Prompts
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.generation.request_context import RequestContext
 from mlxpaged.api.streaming import EVENTS, EventStream, Silence, comment
-from mlxpaged.engine.answer_parser import AnswerParser
+from mlxpaged.core.engine.logprobs import PromptLogprobs
+from mlxpaged.core.engine.prompt_progress import PromptProgress
+from mlxpaged.core.engine.request import RequestOutput
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.engine.timeline import Timeline
+from mlxpaged.core.scheduling.sequence import FinishReason
+from mlxpaged.core.text.answer_parser import AnswerParser
 from mlxpaged.engine.info import EngineInfo
-from mlxpaged.engine.logprobs import PromptLogprobs
-from mlxpaged.engine.prompt_progress import PromptProgress
-from mlxpaged.engine.request import RequestOutput
 from mlxpaged.engine.request_stream import RequestStream
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.engine.timeline import Timeline
-from mlxpaged.scheduler.sequence import FinishReason
 
 Counts = tuple[int, int, int, int]
 """Tokens that were cached, made, drafted, and accepted of those."""

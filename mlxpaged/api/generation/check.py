@@ -9,11 +9,11 @@ from typing import Any
 from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.generation.request import MAX_LOGPROBS, Chat, GenerationRequest
 from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.admission import PromptTooLongError
 from mlxpaged.engine.info import EngineInfo
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.models.thinking_variables import BUDGET, NAMES
-from mlxpaged.models.tokenizer import RENDERING_OPTIONS
-from mlxpaged.scheduler.admission import PromptTooLongError
+from mlxpaged.models.text.thinking_variables import BUDGET, NAMES
+from mlxpaged.models.text.tokenizer import RENDERING_OPTIONS
 
 
 class ContextLengthError(ApiError):

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mlxpaged.engine.deltas import Delta, Text, Thinking, ToolCall
-from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
-from mlxpaged.engine.timeline import Timeline
+from mlxpaged.core.engine.logprobs import PromptLogprobs, TokenLogprobs
+from mlxpaged.core.engine.timeline import Timeline
+from mlxpaged.core.text.deltas import Delta, Text, Thinking, ToolCall
 
 __all__ = ["Delta", "Finish", "Part", "Text", "Thinking", "ToolCall", "Update", "Usage", "joined"]
 

@@ -9,8 +9,8 @@ from typing import Any
 from mlxpaged.api.generation.tool_prompt import with_tools
 from mlxpaged.api.media import joined
 from mlxpaged.formats import HARMONY
-from mlxpaged.models.template_form import PARTS, TemplateForm
-from mlxpaged.models.tokenizer import Tags, Tokenizer
+from mlxpaged.models.text.template_form import PARTS, TemplateForm
+from mlxpaged.models.text.tokenizer import Tags, Tokenizer
 
 
 def adapted(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[dict[str, Any]]:

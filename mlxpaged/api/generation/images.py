@@ -16,10 +16,10 @@ from mlxpaged.api.generation.request import Chat
 from mlxpaged.api.media import END, START, Shown, names_of
 from mlxpaged.api.models import models_for
 from mlxpaged.api.server import program_of, server_of
+from mlxpaged.core.scheduling.admission import PromptTooLongError
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.models.features import Feature
-from mlxpaged.models.tokenizer import ChatTemplateError
-from mlxpaged.scheduler.admission import PromptTooLongError
+from mlxpaged.models.text.tokenizer import ChatTemplateError
 from mlxpaged.vision.headers import ImageError
 from mlxpaged.vision.image import ImageFormat, Pixels, PromptImage
 from mlxpaged.vision.reading import CheckedImage, ClientImage, check

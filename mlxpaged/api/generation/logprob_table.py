@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import overload
 
-from mlxpaged.engine.logprobs import TokenLogprobs
+from mlxpaged.core.engine.logprobs import TokenLogprobs
 
 
 class LogprobTable(Sequence[TokenLogprobs]):

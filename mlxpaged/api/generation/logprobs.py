@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mlxpaged.api.answer_thread import give_way
-from mlxpaged.engine.logprobs import TokenLogprobs
-from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.core.engine.logprobs import TokenLogprobs
+from mlxpaged.models.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
 """This stands for minus infinity, which JSON does not have. OpenAI uses the same value."""

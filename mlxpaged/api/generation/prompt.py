@@ -25,13 +25,13 @@ from mlxpaged.api.generation.structured_output import (
 )
 from mlxpaged.api.generation.tool_prompt import tool_prompt
 from mlxpaged.api.server import server_of
-from mlxpaged.engine.answer_parser import AnswerForm, AnswerParser
-from mlxpaged.engine.constraint import Constraint, StructuredOutput, Thinking
+from mlxpaged.core.engine.constraint import Constraint, StructuredOutput, Thinking
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.text.answer_parser import AnswerForm, AnswerParser
 from mlxpaged.engine.info import EngineInfo
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.models.control_tokens import ControlTokenError
-from mlxpaged.models.template_form import plain
-from mlxpaged.models.tokenizer import ChatTemplateError
+from mlxpaged.models.text.control_tokens import ControlTokenError
+from mlxpaged.models.text.template_form import plain
+from mlxpaged.models.text.tokenizer import ChatTemplateError
 from mlxpaged.vision.image import PromptImage
 
 NO_THOUGHTS = "this model does not think: its vocabulary has no thinking tags"

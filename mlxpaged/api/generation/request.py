@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.media import Shown
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.formats.pieces import LARK, Grammar
 
 MAX_LOGPROBS = 500_000

@@ -11,8 +11,8 @@ from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.request_id import HEADER, VALID, new_id
 from mlxpaged.api.server import server_of
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.scheduler.sequence import Priority
+from mlxpaged.core.scheduling.sequence import Priority
+from mlxpaged.engine_config import EngineConfig
 
 TIMELINE_HEADER, PROGRESS_HEADER = "X-Mlxpaged-Timeline", "X-Mlxpaged-Progress"
 

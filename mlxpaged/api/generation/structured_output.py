@@ -11,12 +11,12 @@ from typing import Any
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
-from mlxpaged.engine.constraint import Constraint, StructuredOutput, Thinking, ToolCallForm
-from mlxpaged.engine.loosening import COUNTS, check_enforced, loosened
+from mlxpaged.core.engine.constraint import Constraint, StructuredOutput, Thinking, ToolCallForm
 from mlxpaged.formats import HARMONY, Format, harmony
 from mlxpaged.formats.pieces import InexpressibleError
 from mlxpaged.formats.schemas import closed
-from mlxpaged.models.tokenizer import Tags
+from mlxpaged.models.text.tokenizer import Tags
+from mlxpaged.parts.grammar.loosening import COUNTS, check_enforced, loosened
 
 
 def structured_output(

@@ -14,9 +14,9 @@ from mlxpaged.api.generation.request import Chat, GenerationRequest
 from mlxpaged.api.generation.request_context import RequestContext, context_of
 from mlxpaged.api.open_requests import OpenRequest
 from mlxpaged.api.server import server_of
-from mlxpaged.engine.errors import MinTokensError, QueueFullError, RequestCancelledError
-from mlxpaged.engine.request import Request
-from mlxpaged.scheduler.admission import PromptTooLongError
+from mlxpaged.core.engine.errors import MinTokensError, QueueFullError, RequestCancelledError
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.scheduling.admission import PromptTooLongError
 
 
 async def start(

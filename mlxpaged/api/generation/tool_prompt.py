@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxpaged.formats import HERMES, Format
-from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.models.text.tokenizer import Tokenizer
 
 RESULT_START, RESULT_END = "<tool_response>", "</tool_response>"
 

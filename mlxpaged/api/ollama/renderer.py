@@ -15,9 +15,9 @@ from mlxpaged.api.generation.tool_calls import call_arguments
 from mlxpaged.api.ollama.errors import error_body
 from mlxpaged.api.ollama.schema import GeneratingFields
 from mlxpaged.api.streaming import LINES, Beginning, line
-from mlxpaged.engine.logprobs import TokenLogprobs
-from mlxpaged.engine.prompt_progress import PromptProgress
-from mlxpaged.engine.timeline import Timeline
+from mlxpaged.core.engine.logprobs import TokenLogprobs
+from mlxpaged.core.engine.prompt_progress import PromptProgress
+from mlxpaged.core.engine.timeline import Timeline
 
 
 class OllamaRenderer(Renderer):

@@ -19,9 +19,9 @@ from mlxpaged.api.generation.request import (
 )
 from mlxpaged.api.media import Shown, media_of
 from mlxpaged.api.ollama import schema
-from mlxpaged.engine.constraint import Constraint
-from mlxpaged.engine.sampling_params import SamplingParams
-from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.core.engine.constraint import Constraint
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.models.text.tokenizer import Tokenizer
 
 ANY_OBJECT = {"type": "object"}
 THINK_TOKENS = {"low": 1024, "medium": 4096}

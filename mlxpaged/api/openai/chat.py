@@ -17,7 +17,7 @@ from mlxpaged.api.openai.renderer import ChunkBeginning, CompletionsRenderer, ch
 from mlxpaged.api.openai.schema import ChatRequest
 from mlxpaged.api.openai.thinking import ThinkingFields
 from mlxpaged.api.openai.tools import FunctionTool, NamedTool, translated_choice
-from mlxpaged.engine.logprobs import TokenLogprobs
+from mlxpaged.core.engine.logprobs import TokenLogprobs
 
 THINKING = tuple(ThinkingFields.model_fields)
 

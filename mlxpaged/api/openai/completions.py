@@ -14,7 +14,7 @@ from mlxpaged.api.generation.request import MAX_LOGPROBS, GenerationRequest, sam
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.openai.renderer import ChunkBeginning, CompletionsRenderer, TextOffsets, completion_logprobs
 from mlxpaged.api.openai.schema import CompletionRequest
-from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
+from mlxpaged.core.engine.logprobs import PromptLogprobs, TokenLogprobs
 
 
 async def respond(request: Request, body: CompletionRequest) -> Response:

@@ -15,9 +15,9 @@ from mlxpaged.api.generation.deltas import Usage
 from mlxpaged.api.generation.logprobs import MIN_LOGPROB, described
 from mlxpaged.api.openai.schema import SamplingFields
 from mlxpaged.api.streaming import Beginning, event
-from mlxpaged.engine.logprobs import PromptLogprobs, TokenLogprobs
-from mlxpaged.engine.prompt_progress import PromptProgress
-from mlxpaged.models.tokenizer import Tokenizer
+from mlxpaged.core.engine.logprobs import PromptLogprobs, TokenLogprobs
+from mlxpaged.core.engine.prompt_progress import PromptProgress
+from mlxpaged.models.text.tokenizer import Tokenizer
 
 
 class CompletionsRenderer(Renderer):

@@ -37,7 +37,7 @@ from mlxpaged.api.schema import (
     stop_field,
     until_first_fault,
 )
-from mlxpaged.scheduler.acceptance import MOST_DRAFTS
+from mlxpaged.parts.drafting.acceptance import MOST_DRAFTS
 
 MAX_TOP_LOGPROBS = 20
 MAX_BIAS = 100

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.schema import Body, OneOf
-from mlxpaged.engine.constraint import Constraint, ConstraintKind
+from mlxpaged.core.engine.constraint import Constraint, ConstraintKind
 
 MAX_ALTERNATIVES = 1000
 """The most alternatives of a choice."""

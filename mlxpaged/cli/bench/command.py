@@ -21,10 +21,10 @@ from mlxpaged.cli.engine_flags import engine_config
 from mlxpaged.cli.exit import exit_status
 from mlxpaged.cli.logs import set_up
 from mlxpaged.cli.parser import INTERRUPTED
+from mlxpaged.core.engine.errors import EngineBusyError, EngineUnavailableError, RequestFailedError
 from mlxpaged.engine.async_engine import AsyncEngine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.errors import EngineBusyError, EngineUnavailableError, RequestFailedError
 from mlxpaged.engine.info import EngineInfo
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.errors import UnsupportedModelError
 
 LOADING_STOP_SECONDS = 1.0

@@ -14,9 +14,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.engine.async_engine import AsyncEngine
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
 
 NUMBERS = itertools.count()
 

@@ -15,8 +15,8 @@ from rich.table import Table
 from mlxpaged.cli.bench.figures import BASE_CONTEXT, Figures, comparison_figures, sweep_figures
 from mlxpaged.cli.bench.plan import Plan, at_a_time
 from mlxpaged.cli.doctor.machine import machine
-from mlxpaged.engine.config import EngineConfig
 from mlxpaged.engine.info import EngineInfo
+from mlxpaged.engine_config import EngineConfig
 
 PLAIN_WIDTH = 200
 """If the output is not a terminal, no line is wrapped."""

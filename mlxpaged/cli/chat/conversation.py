@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpaged.api.durable_files import replacing
-from mlxpaged.models.generation_config import LIMITS, Limits
+from mlxpaged.models.files.generation_config import LIMITS, Limits
 
 Kind = Callable[[str], Any]
 

@@ -24,17 +24,17 @@ from mlxpaged.cli.doctor.attention_times import attention_times
 from mlxpaged.cli.doctor.machine import machine
 from mlxpaged.cli.doctor.sizes import Sizes
 from mlxpaged.cli.doctor.speed import engine_rates, make_engine, mlx_lm_rates, prefill_peak, prompt_rows
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.row_times import time_rows
-from mlxpaged.engine.wired_memory import wire_memory
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.row_times import time_rows
+from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.layers import unfused
 from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
 from mlxpaged.models.sources.resolve import resolve
 from mlxpaged.models.sources.short_names import BUNDLED
-from mlxpaged.scheduler.acceptance import MOST_DRAFTS
-from mlxpaged.scheduler.draft_budget import draft_lengths
+from mlxpaged.parts.drafting.acceptance import MOST_DRAFTS
+from mlxpaged.parts.drafting.draft_budget import draft_lengths
+from mlxpaged.parts.memory.wired_memory import wire_memory
 
 SIZES = Sizes()
 

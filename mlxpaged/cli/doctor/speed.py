@@ -15,14 +15,14 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.cli.doctor.sizes import Sizes
+from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.request import Request
+from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.engine.builder import build_engine
-from mlxpaged.engine.config import EngineConfig
-from mlxpaged.engine.core import EngineCore
-from mlxpaged.engine.request import Request
-from mlxpaged.engine.sampling_params import SamplingParams
+from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models.files.weight_names import classes_of
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import ServedModel
-from mlxpaged.models.weight_names import classes_of
 
 TOKENS = 256
 """Prompts are of the first tokens of the vocabulary, which every model has."""

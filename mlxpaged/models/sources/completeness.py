@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.json_files import CONFIG, read, read_object
+from mlxpaged.models.files.json_files import CONFIG, read, read_object
 from mlxpaged.models.sources.gguf.choice import gguf_sizes, missing_parts, models_of
 
 WEIGHTS = "model*.safetensors"

@@ -16,12 +16,12 @@ from mlx.nn.layers.base import Module
 from mlx_lm.utils import load_model as load_weights
 
 from mlxpaged.cpu.float32 import Sizes, Storage
-from mlxpaged.models.json_files import model_config
+from mlxpaged.models.files.json_files import model_config
+from mlxpaged.models.files.weight_names import classes_of
 from mlxpaged.models.sources.gguf.file import GgufFile, read_gguf
 from mlxpaged.models.sources.gguf.weights import load_gguf, sizes_of
 from mlxpaged.models.sources.preflight import GGUF, weight_paths
 from mlxpaged.models.sources.weight_headers import check_sizes, read_shapes
-from mlxpaged.models.weight_names import classes_of
 from mlxpaged.progress import ReportAmount
 
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi, constants
 
-from mlxpaged.models.architectures import GGUF_BYTES, source_of
-from mlxpaged.models.encoder_model import check_encoder
+from mlxpaged.models.encoders.encoder_model import check_encoder
 from mlxpaged.models.errors import AssistantError, InsufficientMemoryError, UnsupportedModelError
-from mlxpaged.models.files import check_files
-from mlxpaged.models.json_files import CONFIG, model_config, read_object
-from mlxpaged.models.kinds import is_encoder
+from mlxpaged.models.files.architectures import GGUF_BYTES, source_of
+from mlxpaged.models.files.files import check_files
+from mlxpaged.models.files.json_files import CONFIG, model_config, read_object
+from mlxpaged.models.files.kinds import is_encoder
 from mlxpaged.models.sources.completeness import TOKENIZER_FILES, WEIGHTS
 from mlxpaged.models.sources.gguf.choice import memory_of
 

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
-from mlxpaged.models.kinds import Kind
+from mlxpaged.models.files.kinds import Kind
 
 DEMO_MODEL = "demo"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.files import check_file
+from mlxpaged.models.files.files import check_file
 
 MAX_HEADER_BYTES = 2**22
 """The header of a file with 30,000 tensors is as large. The largest models have 200,000, in a hundred files. Other

@@ -32,7 +32,7 @@ from mlxpaged.api.openai.responses.tools import (
 )
 from mlxpaged.api.request_id import new_id, response_id_of
 from mlxpaged.api.streaming import named_event
-from mlxpaged.engine.prompt_progress import PromptProgress
+from mlxpaged.core.engine.prompt_progress import PromptProgress
 
 Event = tuple[str, dict[str, Any]]
 """The type of an event without "response.", and its fields."""

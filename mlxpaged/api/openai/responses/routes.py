@@ -31,7 +31,7 @@ from mlxpaged.api.page import page_of
 from mlxpaged.api.request_id import RESPONSE_PREFIX, response_id_of
 from mlxpaged.api.schema import Body
 from mlxpaged.api.server import HUGE_BODY_BYTES, LARGE_BODY_BYTES, server_of
-from mlxpaged.engine.errors import DuplicateRequestError
+from mlxpaged.core.engine.errors import DuplicateRequestError
 
 
 def store_of(request: Request) -> ResponseStore:

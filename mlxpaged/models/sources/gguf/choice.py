@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.files import MAX_FILES
+from mlxpaged.models.files.files import MAX_FILES
 
 GROWTHS = {r"IQ[12]_": 2.0, r"(IQ3|Q[23])_": 1.65, r"IQ4_": 1.45}
 GROWTH = 1.12

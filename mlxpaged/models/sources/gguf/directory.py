@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlxpaged.models.architectures import GGUF_BYTES
 from mlxpaged.models.errors import UnsupportedModelError
+from mlxpaged.models.files.architectures import GGUF_BYTES
 from mlxpaged.models.sources.gguf.blocks import memory_bytes
 from mlxpaged.models.sources.gguf.config import config_of
 from mlxpaged.models.sources.gguf.file import GgufFile, read_gguf, split_paths

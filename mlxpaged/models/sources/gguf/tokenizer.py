@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mlxpaged.models.errors import UnsupportedModelError
-from mlxpaged.models.files import TEMPLATES
+from mlxpaged.models.files.files import TEMPLATES
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """Types of tokens (llama_token_type in llama.h)."""

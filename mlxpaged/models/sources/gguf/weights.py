@@ -13,10 +13,10 @@ from mlx.nn.layers.base import Module
 from mlx_lm.utils import load_model
 
 from mlxpaged.cpu.float32 import Sizes, Storage
+from mlxpaged.models.files.weight_names import classes_of
 from mlxpaged.models.sources.gguf.blocks import GROUP, Errors, arrays, bits_of, memory_bytes
 from mlxpaged.models.sources.gguf.file import GgufFile, Tensor
 from mlxpaged.models.sources.gguf.names import NAMES, weight_name
-from mlxpaged.models.weight_names import classes_of
 from mlxpaged.progress import ReportAmount
 
 logger = logging.getLogger(__name__)

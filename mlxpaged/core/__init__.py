@@ -1,0 +1,1 @@
+"""The core: what every request of every model runs. It names no optional part."""

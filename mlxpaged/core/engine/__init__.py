@@ -1,0 +1,1 @@
+"""A step of the engine, and requests in it."""

@@ -1,0 +1,1 @@
+"""Text of answers: stop strings, thoughts and calls."""

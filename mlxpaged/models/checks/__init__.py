@@ -1,0 +1,1 @@
+"""Whether a loaded model computes what mlx-lm's does."""

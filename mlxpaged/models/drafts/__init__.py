@@ -1,0 +1,1 @@
+"""Models and heads that draft tokens for another model."""

@@ -1,0 +1,1 @@
+"""Encoders, embedding models and rerankers."""

@@ -1,0 +1,1 @@
+"""Fewer kernels a step: joined and fused layers."""

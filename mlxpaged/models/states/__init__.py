@@ -1,0 +1,1 @@
+"""Recurrent states: their blocks, and how they go back."""

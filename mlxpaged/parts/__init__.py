@@ -1,0 +1,1 @@
+"""Optional parts of the engine, a folder each."""

@@ -1,0 +1,1 @@
+"""Prefixes that outlive the server, in files."""

@@ -1,0 +1,1 @@
+"""Speculative decoding: who drafts, how many drafts are verified, which are accepted."""

@@ -1,0 +1,262 @@
+"""Decides how many draft tokens a step verifies: as many as bring the most tokens per second.
+
+A draft costs a row. A row is nearly free on some devices and as dear as a token on others, and the time of a step by
+its rows has plateaus, so all totals are compared. Where no total is faster than no drafts, none are verified.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as ListOf
+
+from mlxpaged.core.scheduling.row_table import SHORTEST
+from mlxpaged.parts.drafting.acceptance import MOST_DRAFTS, PRIORS, Acceptance, StepCounts
+
+MOST_DRAFT_ROWS = 64
+"""Drafts of a step. Times of steps are measured up to 128 rows."""
+
+MOST_STATES = 8
+"""Most sequences with drafts in a step of a model with recurrent states: the states before their rows are kept, which
+take 154 MB each in Qwen3.5-27B."""
+
+LENGTHS = (1, 2, 4, 8)
+"""Numbers of drafts that a sequence may have: few, so that steps of as many rows come again and are replayed."""
+
+SPANS = tuple(itertools.pairwise((0, *LENGTHS)))
+
+LEAST_GAIN = 1.03
+"""Drafts must make a step so many times as fast, because their chances and the times are estimates."""
+
+PROBE_SHARE = 0.01
+"""Share of the time that probes may take."""
+
+MOST_WAIT = 0.5
+"""Steps without drafts that a sequence without waits longer for those of others at once."""
+
+HASTE = 1.0
+"""The tokens of a sequence that is behind by a step count e to the power of so many times as much."""
+
+ASK_AGAIN = 32
+"""Steps of as many sequences after which it is asked again whether drafts could be worth verifying at all."""
+
+EXPOSED_SHARE = 0.1
+"""What the latest step counts in the time that the device waits. The average begins at 0, so that drafts are tried."""
+
+MOST_EXPOSED = 0.01
+"""Seconds. More is a pause of the process."""
+
+TIME_AGAIN = 16
+"""After so many steps with drafts, times their gain, one goes without: what a step without takes must be known, or
+drafts that have ceased to pay would never be found out. So that costs about a hundredth."""
+
+Seconds = Callable[[int, int], float]
+"""Time of a decoding step with so many rows that attend to so many keys together."""
+
+Lengths = Callable[[ListOf[int], ListOf[ListOf[float]], ListOf[float], ListOf[float]], list[int]]
+"""Contexts, chances, costs and leads of all decoding sequences -> drafts of each, see `draft_lengths`."""
+
+
+def draft_lengths(
+    contexts: ListOf[int],
+    chances: ListOf[ListOf[float]],
+    seconds: Seconds,
+    costs: ListOf[float] = (),
+    exposed: float = 0.0,
+    leads: ListOf[float] = (),
+) -> list[int]:
+    """Returns how many of its drafts each decoding sequence verifies, one of LENGTHS or 0.
+
+    contexts: context lengths of the sequences. chances: for each sequence, see `Acceptance.chances`. costs: of a draft
+    of each sequence before it is verified, as a share of a step without drafts; those of several sequences are made at
+    once. By default 0. exposed: seconds in which the device waits before a step with drafts. leads: see `Acceptance`,
+    by default 0 for all. The tokens of a sequence count for more the further it is behind, and one of which no draft is
+    verified waits no longer than MOST_WAIT for those of others.
+    """
+    rows, keys = len(contexts), sum(contexts)
+    weights = [math.exp(-HASTE * min(lead, 0.0)) for lead in leads] or [1.0] * rows
+    tokens, silent = sum(weights), rows
+    lengths = [0] * rows
+    plain = seconds(rows, keys)
+    if plain <= 0:
+        return lengths  # too little is known
+    making = 0.0
+    most, best = LEAST_GAIN * tokens / plain, list(lengths)
+    spans = [
+        (sum(each[first:length]) / (length - first) * weights[i], costs[i] if costs else 0.0, i, length)
+        for i, each in enumerate(chances)
+        for first, length in SPANS
+        if length <= len(each)
+    ]
+    for chance, cost, i, length in sorted(spans, key=lambda span: span[1] - span[0]):  # those of a sequence in order
+        more = length - lengths[i]
+        silent -= lengths[i] == 0
+        lengths[i], rows, keys, tokens = length, rows + more, keys + more * contexts[i], tokens + more * chance
+        making = max(making, length * plain * cost)
+        took = seconds(rows, keys) + making + exposed
+        if tokens / took > most and (not silent or took <= plain * (1 + MOST_WAIT)):
+            most, best = tokens / took, list(lengths)
+    return best
+
+
+def gain_of(lengths: ListOf[int], contexts: ListOf[int], chances: ListOf[ListOf[float]], seconds: Seconds) -> float:
+    """Returns how many times as many tokens per second as without these drafts are expected. See `draft_lengths`."""
+    rows, keys = len(contexts), sum(contexts)
+    tokens = rows + sum(sum(each[:length]) for each, length in zip(chances, lengths, strict=True))
+    all_keys = sum((1 + length) * context for length, context in zip(lengths, contexts, strict=True))
+    return tokens / rows * seconds(rows, keys) / max(seconds(rows + sum(lengths), all_keys), SHORTEST)
+
+
+def of_few(lengths: ListOf[int], chances: ListOf[ListOf[float]], most: int) -> list[int]:
+    """Returns the lengths, but 0 for all except `most` sequences, those whose drafts bring the most tokens."""
+    order = sorted(range(len(lengths)), key=lambda i: -sum(chances[i][: lengths[i]]))
+    chosen = set(order[:most])
+    return [length if i in chosen else 0 for i, length in enumerate(lengths)]
+
+
+class DraftBudget:
+    """Chooses what each step verifies, by how often the drafts of each sequence were accepted and by what steps take.
+
+    seconds: returns the times of steps as they are known now, or None. most_states: most sequences with drafts in a
+    step, None if it does not matter. lengths: decides instead of the times, if it is set.
+    """
+
+    def __init__(self, seconds: Callable[[], Seconds | None], most_states: int | None = None) -> None:
+        self._seconds = seconds
+        self._most_states = most_states
+        self.lengths: Lengths | None = None
+        self.exposed = 0.0  # seconds in which the device waits before a step with drafts, though steps could overlap
+        self._acceptance: dict[int, Acceptance] = {}
+        self._shared, self._steps = list(PRIORS), StepCounts()
+        self._searched: ListOf[int] = ()  # for drafts of the next step
+        self._could_pay, self._last_batch, self._steps_left = False, -1, 0
+        self._num_with_drafts = 0  # steps in a row
+        self._waited = 0.0  # seconds that the device has waited since the latest step in which that mattered
+        self._saved = 0.0  # for probes, in steps without drafts
+
+    def of(self, sequence_id: int) -> Acceptance:
+        acceptance = self._acceptance.get(sequence_id)
+        if acceptance is None:
+            acceptance = self._acceptance[sequence_id] = Acceptance(self._shared, self._steps)
+        return acceptance
+
+    def forget(self, sequence_id: int) -> None:
+        self._acceptance.pop(sequence_id, None)
+
+    def can_pay(self, contexts: ListOf[int]) -> bool:
+        """Whether drafts could be worth verifying if all were accepted. The answer is kept for some steps: where it is
+        no, nothing is searched for drafts."""
+        if len(contexts) != self._last_batch or self._steps_left == 0:
+            self._last_batch, self._steps_left = len(contexts), ASK_AGAIN
+            count = max(1, len(contexts))
+            self._could_pay = any(self.verified(contexts or [1], [[1.0] * MOST_DRAFTS] * count, [0.0] * count))
+        self._steps_left -= 1
+        return self._could_pay
+
+    def verified(
+        self,
+        contexts: ListOf[int],
+        chances: ListOf[ListOf[float]],
+        costs: ListOf[float],
+        leads: ListOf[float] = (),
+    ) -> list[int]:
+        """Returns how many of these drafts would be worth verifying. See `draft_lengths`."""
+        if self.lengths is not None:
+            return self.lengths(contexts, chances, costs, leads)
+        if (seconds := self._seconds()) is None:
+            return [0] * len(contexts)
+        most = max(1, MOST_DRAFT_ROWS // len(contexts))
+        return draft_lengths(contexts, [each[:most] for each in chances], seconds, costs, self.exposed, leads)
+
+    def searches(self, sequence_id: int) -> bool:
+        """Whether the text of a sequence is searched for drafts of the next step."""
+        return self.lengths is not None or self.of(sequence_id).searches
+
+    def choose(
+        self,
+        ids: ListOf[int],
+        contexts: ListOf[int],
+        chances: ListOf[ListOf[float]],
+        costs: ListOf[float],
+        searched: ListOf[int],
+    ) -> list[int]:
+        """Returns how many drafts each of these sequences verifies in the next step. For contexts, chances and costs
+        see `draft_lengths`. searched: the sequences whose text was searched."""
+        lengths = [0] * len(ids)
+        if any(chances):
+            if self._waited and (seconds := self._seconds()) is not None:
+                self._steps.lose(self._waited / max(seconds(len(contexts), sum(contexts)), SHORTEST))
+                self._waited = 0.0
+            leads = [self.of(each).lead for each in ids]
+            lengths = self.verified(contexts, chances, costs, leads)
+            if self.lengths is None:
+                self._add_probe(ids, contexts, chances, costs, leads, lengths)
+            if self._most_states is not None:
+                lengths = of_few(lengths, chances, self._most_states)
+            if self.lengths is None and self._is_plain_due(lengths, contexts, chances):
+                lengths = [0] * len(ids)
+        if any(lengths):
+            self._searched = searched
+        else:
+            self.choose_none(searched)
+        return lengths
+
+    def choose_none(self, searched: ListOf[int]) -> None:
+        """The next step has no drafts, although these texts were searched."""
+        self._end_search(searched, {})
+
+    def count_step(self, accepted: Mapping[int, int]) -> None:
+        """A step has ended. accepted: drafts of those that had some."""
+        self._steps.end_step()
+        if accepted:
+            self._end_search(self._searched, accepted)
+            self._searched = ()
+
+    def _end_search(self, searched: ListOf[int], accepted: Mapping[int, int]) -> None:
+        for each in searched:
+            if (acceptance := self._acceptance.get(each)) is not None:
+                acceptance.end_search(accepted.get(each, 0))
+
+    def note_step(self, rows: int, keys: int, has_drafts: bool, seconds: float) -> None:
+        """A step that only decodes has taken so long. It would have had so many rows and keys without drafts."""
+        self._num_with_drafts = self._num_with_drafts + 1 if has_drafts else 0
+        self._saved = min(self._saved + PROBE_SHARE, 1.0)
+        if has_drafts and (estimate := self._seconds()) is not None:
+            self._steps.lose((seconds + self.exposed) / max(estimate(rows, keys), SHORTEST) - 1)
+
+    def note_choice(self, seconds: float) -> None:
+        """The device has waited so long for the drafts of the next step, or for that there are none."""
+        self._waited += min(seconds, MOST_EXPOSED)
+
+    def note_exposed(self, seconds: float) -> None:
+        """The device has waited for the host before a step with drafts."""
+        self.exposed += EXPOSED_SHARE * (min(seconds, MOST_EXPOSED) - self.exposed)
+
+    def _add_probe(
+        self,
+        ids: ListOf[int],
+        contexts: ListOf[int],
+        chances: ListOf[ListOf[float]],
+        costs: ListOf[float],
+        leads: ListOf[float],
+        lengths: list[int],
+    ) -> None:
+        """Let a sequence whose drafts were not worth verifying for long have one, if that would be worth it with drafts
+        that are all accepted, and if its row is not too dear."""
+        for i, each in enumerate(ids):
+            if chances[i] and not lengths[i] and self.of(each).is_probe_due:
+                hopeful = self.verified(contexts, [[1.0] * min(1, len(others)) for others in chances], costs, leads)
+                if hopeful[i] and (seconds := self._seconds()) is not None:
+                    rows, keys = len(contexts), sum(contexts)
+                    cost = seconds(rows + 1, keys + contexts[i]) / max(seconds(rows, keys), SHORTEST) - 1
+                    if cost <= self._saved:
+                        self._saved -= max(0.0, cost)
+                        lengths[i] = 1
+                return
+
+    def _is_plain_due(self, lengths: ListOf[int], contexts: ListOf[int], chances: ListOf[ListOf[float]]) -> bool:
+        """Whether the step goes without these drafts, so that its time is known."""
+        if not any(lengths) or self._num_with_drafts < TIME_AGAIN or (seconds := self._seconds()) is None:
+            return False
+        return self._num_with_drafts >= TIME_AGAIN * gain_of(lengths, contexts, chances, seconds)

@@ -1,0 +1,1 @@
+"""Structured output: what a schema allows, as a grammar."""

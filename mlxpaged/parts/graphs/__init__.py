@@ -1,0 +1,1 @@
+"""Compiled decode steps."""

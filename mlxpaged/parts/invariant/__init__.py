@@ -1,0 +1,1 @@
+"""Answers that do not depend on the batch."""

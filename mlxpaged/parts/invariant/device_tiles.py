@@ -1,0 +1,48 @@
+"""The tiles of rows in which a Mac's GPU computes a model's matrix products."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx.nn.layers.quantized import QuantizedLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from mlxpaged.attention.precision import has_neural_accelerators
+from mlxpaged.core.scheduling.row_tiles import ANY_ROWS, RowTiles
+from mlxpaged.models.files.json_files import model_config
+from mlxpaged.models.loader import ServedModel
+
+QUANTIZED_TILE, PLAIN_TILE = 32, 64
+"""Rows of a tile of MLX's matrix kernels: bm of qmm in backend/metal/quantized.cpp, GEMM_TPARAM_MACRO in matmul.cpp."""
+LEAST_ON_ACCELERATORS = 128
+"""Fewer rows of a matrix of 4,096 columns run without the neural accelerators of an M5: qmm_splitk has no kernel for
+them."""
+ROWS_PER_EXPERT = 4
+"""With fewer rows for each expert, gather_qmm reads an expert's weights once for each row."""
+EXPERTS_PER_TOKEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_topk"),
+    *("moe_top_k", "moe_k"),
+)
+"""Names of this number in the config.json of mlx-lm's models."""
+
+
+def device_tiles(served: ServedModel) -> RowTiles:
+    """Returns the tiles of a model on this machine. On a CPU, a row costs the same in any number."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        return ANY_ROWS
+    modules = [module for _, module in served.model.named_modules()]
+    quantized = any(isinstance(module, (QuantizedLinear, QuantizedSwitchLinear)) for module in modules)
+    least = LEAST_ON_ACCELERATORS if has_neural_accelerators() else 1
+    experts = max((len(module.weight) for module in modules if is_of_experts(module)), default=0)
+    if experts:
+        config = model_config(served.path)
+        least = max(least, ROWS_PER_EXPERT * experts // experts_per_token({**config, **config.get("text_config", {})}))
+    return RowTiles(QUANTIZED_TILE if quantized else PLAIN_TILE, least)
+
+
+def is_of_experts(module: object) -> bool:
+    return isinstance(module, (SwitchLinear, QuantizedSwitchLinear))
+
+
+def experts_per_token(config: dict[str, object]) -> int:
+    """config: of the text model."""
+    return next((value for name in EXPERTS_PER_TOKEN if isinstance(value := config.get(name), int) and value > 0), 1)

@@ -1,0 +1,1 @@
+"""How much fits, growing and shrinking pools, swap space."""
