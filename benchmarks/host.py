@@ -45,6 +45,7 @@ from mlxpaged.models.layer_finder import Way, find_layers
 from mlxpaged.models.layers import KV, Recurrent, bytes_per_token
 from mlxpaged.models.loader import load_model
 from mlxpaged.models.replacements import route_layers
+from mlxpaged.parts.memory.step_limit import StepLimit
 
 # isort: split
 import mlx.core as mx
@@ -289,9 +290,11 @@ class Ours(ExitStack):
         self._sampled = mx.zeros((batch,), mx.int32)
         mx.eval(self._nothing, self._sampled)
         core = self.core
+        limit = core.part(StepLimit)
+        assert limit is not None
         for owner, name, replacement in (
             (core.runner, "start_step", self._start_step),
-            (core.loop._headroom, "_fitting", lambda: math.inf),  # a Mac does not look at the system's free memory
+            (limit.headroom, "_fitting", lambda: math.inf),  # a Mac does not look at the system's free memory
             (InFlightStep, "read", read),
             (InFlightStep, "tokens", property(lambda step: SampledTokens(self._sampled, step.sampled_ids))),
             (core.scheduler, "schedule", self._timed(core.scheduler.schedule, "schedule")),
@@ -300,7 +303,7 @@ class Ours(ExitStack):
             (HostStep, "upload", self._timed(HostStep.upload, "metadata and plan")),
             (core.runner, "forward", self._timed(core.runner.forward, "graph")),
             (core.sampler, "sample", self._timed(core.sampler.sample, "sampler's graph")),
-            (core.loop, "_process", self._timed(core.loop._process, "update, text and outputs")),
+            (core.loop.results, "process", self._timed(core.loop.results.process, "update, text and outputs")),
         ):
             self.enter_context(patch.object(owner, name, replacement))
         options = SamplingParams(max_tokens=steps + 64, ignore_eos=True, **({"temperature": 0.0} | params))

@@ -22,7 +22,7 @@ PARTS = (
 )
 """Folders of what is optional. A server without one of them still answers."""
 
-PART_WORDS = ("adapter", "disk", "draft", "image", "mtp", "rank", "swap", "tier", "tile", "vision")
+PART_WORDS = ("adapter", "disk", "draft", "image", "mtp", "rank", "tier", "tile", "vision")
 """Parts of names by which the core asks whether an optional part is there."""
 
 

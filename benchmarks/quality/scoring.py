@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mlxpaged.core.engine.core import EngineCore
 from mlxpaged.core.engine.logprobs import PromptLogprobs
+from mlxpaged.core.engine.matcher import Mask
 from mlxpaged.core.engine.request import Request, RequestOutput
 from mlxpaged.core.engine.running_request import RunningRequest
 from mlxpaged.core.engine.sampler import SamplingRow
@@ -26,7 +27,6 @@ from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.layers import bytes_per_token, quantized
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.parts.drafting import draft_budget
-from mlxpaged.parts.grammar.grammar import Mask
 
 Floats = NDArray[np.float32]
 

@@ -16,6 +16,7 @@ from mlxpaged.core.engine.status import EngineStats
 from mlxpaged.core.scheduling.sequence import FinishReason
 from mlxpaged.parts.disk.disk_tier import NO_TIER
 from mlxpaged.parts.drafting.drafting import DRAFTERS, NO_DRAFTS
+from mlxpaged.parts.embeddings.embedder import NO_EMBEDDINGS
 from mlxpaged.parts.images.image_encoder import NO_IMAGES
 from mlxpaged.registry.model import Model, ModelState
 
@@ -44,7 +45,11 @@ GAUGES: tuple[tuple[str, str, Read], ...] = (
     ),
     ("max_state_checkpoints", "Most checkpoints of recurrent states", lambda stats: stats.scheduler.max_checkpoints),
     ("state_reserved_bytes", "Bytes reserved for recurrent states", lambda stats: stats.state_bytes),
-    ("embedding_inputs_waiting", "Inputs that wait for their embeddings", lambda stats: stats.embeddings.waiting),
+    (
+        "embedding_inputs_waiting",
+        "Inputs that wait for their embeddings",
+        lambda stats: stats.of(NO_EMBEDDINGS).waiting,
+    ),
     ("prefix_disk_bytes", "Bytes of prefixes on the disk", lambda stats: stats.of(NO_TIER).store.size),
     (
         "prefix_disk_written_today_bytes",
@@ -60,9 +65,9 @@ GAUGES: tuple[tuple[str, str, Read], ...] = (
     ("image_feature_bytes", "Bytes of the features of images", lambda stats: stats.of(NO_IMAGES).feature_bytes),
 )
 COUNTERS: tuple[tuple[str, str, Read], ...] = (
-    ("embedding_requests", "Requests whose embeddings were made", lambda stats: stats.embeddings.requests_total),
-    ("embedding_tokens", "Tokens of inputs that were embedded", lambda stats: stats.embeddings.tokens_total),
-    ("embedding_steps", "Forward passes for embeddings", lambda stats: stats.embeddings.steps_total),
+    ("embedding_requests", "Requests whose embeddings were made", lambda stats: stats.of(NO_EMBEDDINGS).requests_total),
+    ("embedding_tokens", "Tokens of inputs that were embedded", lambda stats: stats.of(NO_EMBEDDINGS).tokens_total),
+    ("embedding_steps", "Forward passes for embeddings", lambda stats: stats.of(NO_EMBEDDINGS).steps_total),
     ("images_encoded", "Images that were encoded", lambda stats: stats.of(NO_IMAGES).encoded_total),
     (
         "prefix_hit_tokens",

@@ -12,6 +12,7 @@ from mlxpaged.api.capabilities import capabilities
 from mlxpaged.api.errors import model_not_found
 from mlxpaged.api.server import Server
 from mlxpaged.models.file_facts import FileFacts
+from mlxpaged.parts.embeddings.embedder import NO_EMBEDDINGS
 from mlxpaged.registry.errors import ModelUnknownError
 from mlxpaged.registry.facts import Facts
 from mlxpaged.registry.model import Model, ModelState
@@ -68,7 +69,7 @@ def describe(model: Model) -> dict[str, Any]:
         "pinned": model.pinned,
         "last_used": model.used_at,
         "running": 0 if stats is None else stats.scheduler.running,
-        "waiting": 0 if stats is None else stats.scheduler.waiting + stats.embeddings.waiting,
+        "waiting": 0 if stats is None else stats.scheduler.waiting + stats.of(NO_EMBEDDINGS).waiting,
     }
     if (error := model.failure) is not None:
         found["error"] = error

@@ -20,6 +20,7 @@ from mlxpaged.engine.info import EngineInfo
 from mlxpaged.models.features import Feature, Missing
 from mlxpaged.parts.disk.disk_tier import NO_TIER, TierStats
 from mlxpaged.parts.drafting.drafting import DRAFTERS, NO_DRAFTS
+from mlxpaged.parts.embeddings.embedder import NO_EMBEDDINGS
 from mlxpaged.registry.model import Model
 
 
@@ -99,7 +100,7 @@ def describe_engine(engine: AsyncEngine, found: EngineStatus) -> dict[str, Any]:
         "waiting": {"total": found.scheduler.waiting, "sequences": describe(found.waiting)},
         "embeddings": {
             "model": None if info.embedding_model is None else info.embedding_model.name,
-            "inputs_waiting": 0 if engine.stats is None else engine.stats.embeddings.waiting,
+            "inputs_waiting": 0 if engine.stats is None else engine.stats.of(NO_EMBEDDINGS).waiting,
         },
     }
     return fields | (memory_of(engine, found, info) if isinstance(info, EngineInfo) else {})

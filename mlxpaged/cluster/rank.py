@@ -38,6 +38,7 @@ from mlxpaged.cluster.messages import (
 )
 from mlxpaged.cluster.ring import Ring, own_addresses
 from mlxpaged.cluster.silence import Silence
+from mlxpaged.core.engine.errors import RankLostError
 from mlxpaged.core.engine.model_runner import DeviceError
 from mlxpaged.core.engine.request import RequestOutput
 from mlxpaged.core.engine.stall import Stall
@@ -47,7 +48,7 @@ from mlxpaged.engine.engine_thread import EXPECTED, Callbacks, EngineThread, Fai
 from mlxpaged.engine.info import Link
 from mlxpaged.engine.watchdog import Watchdog
 from mlxpaged.log_writer import LogHandler, Writer
-from mlxpaged.parts.ranks.ranks import RankLostError, Ranks
+from mlxpaged.parts.ranks.ranks import Ranks
 from mlxpaged.progress import Report
 
 logger = logging.getLogger(__name__)

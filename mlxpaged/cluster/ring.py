@@ -21,8 +21,8 @@ import mlx.core as mx
 from mlxpaged.cluster.channel import AuthenticationError, Channel, Listener, connect
 from mlxpaged.cluster.hosts import LOCAL
 from mlxpaged.cluster.messages import Address
+from mlxpaged.core.engine.errors import RankLostError
 from mlxpaged.interpreter import PYTHON
-from mlxpaged.parts.ranks.ranks import RankLostError
 
 BACKLOG = 1024
 """Connections of others may wait before MLX's."""

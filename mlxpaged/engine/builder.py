@@ -32,10 +32,8 @@ from mlxpaged.parts.embeddings.embedding_core import EmbeddingCore
 from mlxpaged.parts.grammar.grammar import Grammars
 from mlxpaged.parts.images.images import cannot_see
 from mlxpaged.parts.memory.fitting import least_step, limit_freed_buffers
-from mlxpaged.parts.memory.headroom import Headroom
 from mlxpaged.parts.memory.memory_pressure import MemoryPressure, memory_pressure
-from mlxpaged.parts.memory.pool_resizer import PoolResizer
-from mlxpaged.parts.memory.step_memory import bytes_per_key, measure_encoding, measure_step
+from mlxpaged.parts.memory.step_memory import measure_encoding, measure_step
 from mlxpaged.parts.memory.wired_memory import choose_wiring
 from mlxpaged.parts.ranks.ranks import Ranks
 from mlxpaged.progress import Report, Stage
@@ -75,13 +73,11 @@ def build_engine(
     parts: list[Part] = []
     grammars = Grammars(served.tokenizer, served.vocab_size)
     requests = RequestTable(served, scheduler, grammars, sampler, clock, parts)
-    parts += parts_of(Assembly(config, executor, scheduler, requests, clock, stored.store, drafts.works, ranks))
-    resizer = PoolResizer(scheduler, runner, sizes.bytes_per_block, sizes.step_bytes, clock, pressure, parts)
-    per_key = bytes_per_key(served.kv_layers)
-    headroom = Headroom(sizes.step_bytes, config.max_num_batched_tokens, clock, per_key)
+    made_of = config, sizes, executor, scheduler, requests, clock, pressure, stored.store, drafts.works, ranks
+    parts += parts_of(Assembly(*made_of), parts)
     missing = served.missing.but(Feature.EMBEDDINGS, no_embedder).but(Feature.DISK_PREFIXES, stored.reason)
-    own = served, scheduler, runner, resizer, sampler, grammars, headroom, requests, clock, parts
-    return EngineCore(*own, embedder, missing, executor.kernels_off)
+    own = served, scheduler, runner, sampler, grammars, requests, clock, parts
+    return EngineCore(*own, embedder, missing, executor.kernels_off, sizes.step_bytes)
 
 
 def as_it_sees(config: EngineConfig, served: ServedModel) -> ServedModel:

@@ -18,7 +18,8 @@ from mlxpaged.core.engine.core import EngineCore
 from mlxpaged.core.engine.request import Request, RequestOutput
 from mlxpaged.core.engine.stall import Stall, StepSize, Work
 from mlxpaged.core.engine.status import EngineStats
-from mlxpaged.core.engine.worker import DeviceClock, Worker
+from mlxpaged.core.engine.swap_space import SwapSpaceError
+from mlxpaged.core.engine.worker import REST_SECONDS, DeviceClock, Worker
 from mlxpaged.engine import commands
 from mlxpaged.engine.commands import Command, Question
 from mlxpaged.engine.garbage import free_garbage, freezes
@@ -29,8 +30,6 @@ from mlxpaged.library_errors import public_reason
 from mlxpaged.models.errors import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
 from mlxpaged.parts.embeddings.embedding_core import EmbeddingCore
 from mlxpaged.parts.memory.fitting import CACHE_LIMIT, limit_freed_buffers
-from mlxpaged.parts.memory.pool_resizer import REST_SECONDS
-from mlxpaged.parts.memory.swap_space import SwapSpaceError
 from mlxpaged.parts.memory.wired_memory import wire_memory, wires_memory
 from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.progress import Progress, Report

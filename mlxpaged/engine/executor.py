@@ -19,9 +19,11 @@ from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.layers import unfused
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.models.turns import Turns
+from mlxpaged.parts.graphs.step_graphs import StepGraphs
 from mlxpaged.parts.graphs.warm_up import warm_up
 from mlxpaged.parts.images.images import Images
 from mlxpaged.parts.invariant.tiled_runner import TiledRunner
+from mlxpaged.parts.memory.wired_memory import wire_memory
 from mlxpaged.parts.ranks.ranks import Ranks, least
 from mlxpaged.parts.ranks.shared_runner import SharedRunner
 from mlxpaged.progress import Report, Stage, reporter
@@ -63,9 +65,13 @@ def executor_of(
     images = None if served.vision is None else Images(served.vision)
     inputs = [] if images is None else [images]
     slots = sizes.scheduler.num_swap_slots
+    if served.mtp is not None and served.rows is not None:
+        served.rows.keeps_hidden = True  # for the draft head
     runner = runner_type(config, ranks, images)(
         *(served, sizes.start_blocks, config.block_size, backend, tunings, slots, config.swap_dir, sizes.layout),
         inputs=inputs,
+        graphs=StepGraphs,
+        wire=wire_memory,
     )
     runner.rollback.pads = pads
     on_gpu = mx.default_device() != mx.Device(mx.cpu)

@@ -66,9 +66,9 @@ class EngineInfo:
         self.scheduler_config = core.scheduler.config
         self.num_blocks = self.scheduler_config.num_blocks  # that the KV pools can grow to
         self.block_size = self.scheduler_config.block_size
-        self.kv_cache_bytes = core.resizer.bytes_of(self.num_blocks)
+        self.kv_cache_bytes = core.runner.bytes_of(self.num_blocks)
         self.kv_cache_dtype = served.kv_cache_dtype  # "auto" if it is not quantized
-        self.start_kv_cache_bytes = core.resizer.bytes_of(core.scheduler.pool.num_blocks)
+        self.start_kv_cache_bytes = core.runner.bytes_of(core.scheduler.pool.num_blocks)
         self.groups = self.scheduler_config.groups
         self.num_swap_slots = self.scheduler_config.num_swap_slots  # KV blocks that the swap space holds
         self.backend = core.runner.backend

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mlxpaged.core.engine.part import Part
 from mlxpaged.core.engine.request_table import RequestTable
 from mlxpaged.core.scheduling.scheduler import Scheduler
 from mlxpaged.engine.executor import Executor
+from mlxpaged.engine.sizes import Sizes
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.drafts.draft_assistant import Assistant
 from mlxpaged.models.features import Feature
@@ -17,12 +18,18 @@ from mlxpaged.models.loader import ServedModel
 from mlxpaged.parts.disk.disk_share import DiskShare
 from mlxpaged.parts.disk.disk_store import DiskStore
 from mlxpaged.parts.disk.disk_tier import DiskTier
+from mlxpaged.parts.drafting.draft_passes import DraftPasses
 from mlxpaged.parts.drafting.drafting import Drafting
 from mlxpaged.parts.drafting.network_drafters import AssistantDrafter, HeadDrafter, ModelDrafter, NetworkDrafter
 from mlxpaged.parts.drafting.ngram import NgramDrafter, index_bytes
 from mlxpaged.parts.images.image_encoder import ImageEncoder, NoImages
 from mlxpaged.parts.images.images import FEATURE_BYTES
 from mlxpaged.parts.memory.growth_wait import GrowthWait
+from mlxpaged.parts.memory.headroom import Headroom
+from mlxpaged.parts.memory.memory_pressure import MemoryPressure
+from mlxpaged.parts.memory.pool_resizer import PoolResizer
+from mlxpaged.parts.memory.step_limit import StepLimit
+from mlxpaged.parts.memory.step_memory import bytes_per_key
 from mlxpaged.parts.ranks.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -37,23 +44,28 @@ class Assembly:
     stored."""
 
     config: EngineConfig
+    sizes: Sizes
     executor: Executor
     scheduler: Scheduler
     requests: RequestTable
     clock: Callable[[], float]
+    pressure: Callable[[], MemoryPressure]
     store: DiskStore | None
     drafts: bool
     ranks: Ranks | None
 
 
-def parts_of(assembly: Assembly) -> Iterator[Part]:
-    """In the order in which they are asked.
+def parts_of(assembly: Assembly, parts: Sequence[Part]) -> Iterator[Part]:
+    """In the order in which they are asked. parts: the list that they come into.
 
-    Requests that have waited too long for memory end first: nothing is prepared for them. Images that a prefix covers
-    are not encoded, so the encoder comes after the tier. Drafts follow known tokens, so they come last: the encoder may
-    have ended the step in flight.
+    The pools grow and shrink first, so that a step has what it asked for. Requests that have waited too long for memory
+    end next: nothing is prepared for them. Images that a prefix covers are not encoded, so the encoder comes after the
+    tier. Drafts follow known tokens, so they come after it: the encoder may have ended the step in flight. How long the
+    next step may be is decided last, by the memory that is free then.
     """
-    scheduler, requests, clock = assembly.scheduler, assembly.requests, assembly.clock
+    scheduler, requests, clock, sizes = assembly.scheduler, assembly.requests, assembly.clock, assembly.sizes
+    bytes_of = sizes.bytes_per_block, sizes.step_bytes
+    yield PoolResizer(scheduler, assembly.executor.runner, *bytes_of, clock, assembly.pressure, parts)
     yield GrowthWait(scheduler, requests, clock)
     if assembly.store is not None:
         yield tier_of(assembly, assembly.store)
@@ -67,6 +79,9 @@ def parts_of(assembly: Assembly) -> Iterator[Part]:
         network = network_drafter_of(assembly)
         if drafter is not None or network is not None:
             yield Drafting(scheduler, requests, sampler.vocab_size, drafter, network, runner.overlaps, clock)
+    per_key = bytes_per_key(assembly.executor.served.kv_layers)
+    headroom = Headroom(sizes.step_bytes, assembly.config.max_num_batched_tokens, clock, per_key)
+    yield StepLimit(scheduler, requests, headroom)
 
 
 def bytes_of_parts(config: EngineConfig, served: ServedModel, drafts: bool) -> int:
@@ -86,7 +101,8 @@ def tier_of(assembly: Assembly, store: DiskStore) -> DiskTier:
 def network_drafter_of(assembly: Assembly) -> NetworkDrafter | None:
     """Drafts by a smaller model or by the model's draft head; None if there is none, or none is wanted."""
     config, served = assembly.config, assembly.executor.served
-    own = assembly.scheduler, assembly.executor.runner, assembly.executor.sampler
+    passes = DraftPasses(served, assembly.executor.runner, config.block_size)
+    own = assembly.scheduler, passes, assembly.executor.sampler
     if served.draft_model is not None:
         return ModelDrafter(*own, served.draft_model.nbytes / served.weight_bytes)
     if served.mtp is None:

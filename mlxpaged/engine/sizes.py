@@ -9,12 +9,11 @@ from mlxpaged.core.engine.prompt_logits import max_prompt_logits
 from mlxpaged.core.scheduling.config import SchedulerConfig
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.cache_groups import CacheLayout, cache_layout, one_group
-from mlxpaged.models.layers import bytes_per_token, is_per_sequence, keeps_states, state_bytes
+from mlxpaged.models.layers import StateMemory, bytes_per_token, is_per_sequence, keeps_states, state_bytes
 from mlxpaged.models.loader import ServedModel
 from mlxpaged.parts.invariant.device_tiles import device_tiles
 from mlxpaged.parts.memory.fitting import (
     START_TOKENS,
-    StateMemory,
     cached_blocks,
     drafting_sequences,
     kv_blocks,

@@ -150,3 +150,35 @@ def is_per_sequence(specs: Iterable[LayerSpec]) -> bool:
 def state_bytes(specs: Iterable[LayerSpec]) -> int:
     """Bytes of the recurrent states of one sequence over all layers."""
     return sum(spec.nbytes for spec in leaves(specs) if isinstance(spec, Recurrent))
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """The memory for recurrent states: one state for each of `max_num_seqs` sequences and for each checkpoint.
+
+    bytes_per_state: of one sequence, over all layers; 0 if the model has no recurrent layers.
+    """
+
+    bytes_per_state: int = 0
+    max_num_seqs: int = 0
+    num_checkpoints: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.bytes_per_state * (self.max_num_seqs + self.num_checkpoints)
+
+    @property
+    def remedy(self) -> str:
+        """The end of a message that says that memory is missing; empty without recurrent layers."""
+        if not self.bytes_per_state:
+            return ""
+        sequences, checkpoints = (
+            f"{self.bytes_per_state * count / 1e6:.1f} MB" for count in (self.max_num_seqs, self.num_checkpoints)
+        )
+        return (
+            f"; the recurrent states of {self.max_num_seqs} sequences take {sequences}, and {self.num_checkpoints} "
+            f"checkpoints take {checkpoints}: lower --max-num-seqs or --state-cache-memory"
+        )
+
+
+NO_STATES = StateMemory()

@@ -32,6 +32,7 @@ from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.encoders.embedding import EmbeddingSpec, Pooling
 from mlxpaged.models.loader import DEMO_PATH
+from mlxpaged.parts.embeddings.embedder import NO_EMBEDDINGS
 from mlxpaged.registry.registry import Registry
 from tests.api.helpers import (
     DEADLINE,
@@ -377,7 +378,7 @@ def vectors(server: RunningServer) -> AsyncEngine:
 
 def waiting(server: RunningServer) -> int:
     stats = vectors(server).stats
-    return 0 if stats is None else stats.embeddings.waiting
+    return 0 if stats is None else stats.of(NO_EMBEDDINGS).waiting
 
 
 def test_a_client_that_leaves_ends_its_request(server: RunningServer) -> None:
@@ -392,7 +393,7 @@ def test_a_client_that_leaves_ends_its_request(server: RunningServer) -> None:
         gate.open()
         wait_until(lambda: waiting(server) == 0)
         assert before is not None
-        assert vectors(server).stats.embeddings.requests_total == before.embeddings.requests_total
+        assert vectors(server).stats.of(NO_EMBEDDINGS).requests_total == before.of(NO_EMBEDDINGS).requests_total
 
 
 def test_a_request_is_cancelled_by_its_id_and_by_its_timeout(server: RunningServer) -> None:

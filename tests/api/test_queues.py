@@ -13,6 +13,7 @@ from mlxpaged.api import body, tokenizer_lanes
 from mlxpaged.api.server import HUGE_BODY_BYTES
 from mlxpaged.api.tokenizer_lanes import TokenizerLanes
 from mlxpaged.api.turns import Turns
+from mlxpaged.parts.grammar.grammar import Grammars
 from tests.api.helpers import DEADLINE, Background, raw, run_on
 from tests.support import RunningServer, wait_until
 
@@ -85,6 +86,7 @@ def test_a_flood_of_texts(demo_server: RunningServer, monkeypatch: pytest.Monkey
 
 def test_a_flood_of_grammars(demo_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server, grammars = demo_server.app.state.server, demo_server.core.grammars
+    assert isinstance(grammars, Grammars)
     held = Held(grammars.compile_here, lambda constraint, *_: constraint.text.split("-")[0])
     monkeypatch.setattr(grammars, "compile_here", held)
     monkeypatch.setattr(server, "grammar_turns", Turns(replace(server.grammar_turns.rules, rests=False)))

@@ -22,6 +22,7 @@ from mlxpaged.core.engine.constraint import GrammarError, StructuredOutput, Tool
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.formats.pieces import Json
 from mlxpaged.parts.grammar import grammar
+from mlxpaged.parts.grammar.grammar import Grammars
 from tests.api.helpers import (
     DEADLINE,
     Background,
@@ -369,6 +370,7 @@ def test_a_slow_constraint_is_given_up_and_holds_no_other_request_up(
     monkeypatch.setattr(turns, "rules", replace(turns.rules, free_seconds=math.inf))  # however slow the machine is
     release, compiles = threading.Event(), threading.Semaphore(0)
     grammars = demo_server.core.grammars
+    assert isinstance(grammars, Grammars)
     compiling = grammars.compile_here
 
     def slow(constraint: Any, is_checked: bool) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxpaged.core.blocks.checkpoints import Checkpoints
 from mlxpaged.core.blocks.prefix_cache import CachedBlock
-from mlxpaged.parts.states.checkpoints import Checkpoints
 
 
 def make_chain(length: int) -> list[CachedBlock]:

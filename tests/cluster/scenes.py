@@ -11,13 +11,13 @@ import numpy as np
 
 from mlxpaged.core.engine.constraint import Constraint
 from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.errors import RankLostError
 from mlxpaged.core.engine.request import Request
 from mlxpaged.core.engine.running_request import RunningRequest
 from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.core.step import Step
 from mlxpaged.parts.drafting.drafting import NO_DRAFTS, Drafting
 from mlxpaged.parts.images.image_encoder import ImageEncoder
-from mlxpaged.parts.ranks.ranks import RankLostError
 from mlxpaged.parts.ranks.shared_runner import SharedRunner
 from mlxpaged.vision.image import PromptImage
 from tests.cluster.ranks import MESSAGES, ring_bytes

@@ -21,7 +21,7 @@ import pytest
 from mlxpaged.cluster import ring as ring_module
 from mlxpaged.cluster.messages import Address
 from mlxpaged.cluster.ring import Ring, own_addresses
-from mlxpaged.parts.ranks.ranks import RankLostError
+from mlxpaged.core.engine.errors import RankLostError
 from tests.cluster.ranks import CONTEXT, SECONDS
 from tests.cluster.servers import listening
 

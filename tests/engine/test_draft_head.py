@@ -17,6 +17,7 @@ from mlxpaged.core.step import Step
 from mlxpaged.models.features import Feature
 from mlxpaged.models.loader import LoadOptions, load_model
 from mlxpaged.parts.drafting import drafting as engine_drafting
+from mlxpaged.parts.drafting.draft_passes import DraftPasses
 from mlxpaged.parts.drafting.drafting import DRAFTERS, NO_DRAFTS
 from mlxpaged.vision.positions import Axes
 from tests.engine.helpers import make_core, part_of
@@ -136,12 +137,18 @@ def test_drafts_beside_images(reference: Drafting, axes: Axes | None) -> None:
         assert reference.drafts(tokens, len(found)) == found
 
 
+def passes_of(core: EngineCore) -> DraftPasses:
+    network = part_of(core, engine_drafting.Drafting).network
+    assert network is not None
+    return network.passes
+
+
 @pytest.mark.parametrize("reference", ["gemma4 with clusters"], indirect=True)
 def test_what_all_drafts_of_an_assistant_need_is_uploaded_once(
     reference: Drafting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = core_of(reference)
-    further, build = core.runner.drafts.further, HostStep.build
+    further, build = passes_of(core).further, HostStep.build
     uploads, drafts = [0], list[int]()
 
     def build_and_count(*arguments: Any) -> HostStep:
@@ -155,7 +162,7 @@ def test_what_all_drafts_of_an_assistant_need_is_uploaded_once(
         return found
 
     monkeypatch.setattr(HostStep, "build", build_and_count)
-    monkeypatch.setattr(core.runner.drafts, "further", draft_and_count)
+    monkeypatch.setattr(passes_of(core), "further", draft_and_count)
     answers(core, requests())
     assert len(drafts) > 60
     assert set(drafts) == {0, 1}
@@ -192,7 +199,7 @@ def test_the_head_runs_only_where_it_can_pay(reference: Drafting, expected: dict
     core = core_of(reference)
     drafting = part_of(core, engine_drafting.Drafting)
     drafting.budget.lengths = lambda contexts, chances, *_: [0] * len(contexts)
-    setattr(core.runner.drafts, reference.method, None)
+    setattr(passes_of(core), reference.method, None)
     assert tokens_of(answers(core, requests())) == expected
     assert core.stats().of(NO_DRAFTS) == NO_DRAFTS
 
@@ -202,14 +209,14 @@ def test_a_head_that_fails_is_left_out(
     reference: Drafting, expected: dict[str, tuple[int, ...]], caplog: pytest.LogCaptureFixture
 ) -> None:
     core = core_of(reference)
-    draft, calls = getattr(core.runner.drafts, reference.method), itertools.count()
+    draft, calls = getattr(passes_of(core), reference.method), itertools.count()
 
     def failing_later(*arguments: Any) -> Any:
         if next(calls) == 5:
             raise ValueError("injected")
         return draft(*arguments)
 
-    setattr(core.runner.drafts, reference.method, failing_later)
+    setattr(passes_of(core), reference.method, failing_later)
     assert tokens_of(answers(core, requests())) == expected
     drafting = part_of(core, engine_drafting.Drafting)
     assert drafting.names == ["grammar"]

@@ -134,13 +134,15 @@ def test_later_turns_find_the_small_models_entries_in_the_prefix_cache(paths: tu
     first = Request("a", prompt(1, 70), params, 0.0)
     answer = answers(core, [first])["a"].token_ids
     computed = list[int]()
-    draft = core.runner.drafts.by_model
+    network = part_of(core, Drafting).network
+    assert network is not None
+    draft = network.passes.by_model
 
     def counting(step: Any, tokens: Any, wanted: Any) -> Any:
         computed.append(step.num_tokens)
         return draft(step, tokens, wanted)
 
-    core.runner.drafts.by_model = counting  # type: ignore[method-assign]
+    network.passes.by_model = counting  # type: ignore[method-assign]
     drafts = logged(core)
     later = replace(first, request_id="b", prompt_token_ids=[*prompt(1, 70), *answer, 9, 8, 7])
     assert tokens_of(answers(core, [later])) == tokens_of(answers(plain, [later]))

@@ -11,11 +11,11 @@ from mlxpaged.core.engine.core import EngineCore
 from mlxpaged.core.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.core.engine.request import Request
 from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.config import MOST_STATES
 from mlxpaged.core.step import Row, Step
 from mlxpaged.models.layers import is_per_sequence
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.states.rollback import Rollback
-from mlxpaged.parts.drafting.draft_budget import MOST_STATES
 from mlxpaged.parts.drafting.drafting import Drafting
 from tests.engine.helpers import make_core
 from tests.engine.test_drafting import (

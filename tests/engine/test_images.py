@@ -16,6 +16,7 @@ import pytest
 
 from mlxpaged.core.engine.constraint import Constraint
 from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.part import Room
 from mlxpaged.core.engine.request import Request, RequestOutput
 from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.core.scheduling.sequence import FinishReason, Priority, SequenceStatus
@@ -29,6 +30,7 @@ from mlxpaged.models.loader import ServedModel
 from mlxpaged.models.sharding import Share
 from mlxpaged.parts.images import image_encoder
 from mlxpaged.parts.images.image_encoder import IMAGES, NO_IMAGES, ImageEncoder, ImageStats
+from mlxpaged.parts.memory.pool_resizer import PoolResizer
 from mlxpaged.parts.ranks.ranks import Ranks
 from mlxpaged.parts.ranks.shared_runner import SharedRunner
 from mlxpaged.vision.blocks import LEAST, MOST, Phase, pace
@@ -249,7 +251,7 @@ def test_forks_wait_with_their_parent_for_images_that_take_several_steps(
     core = make_core(seeing[0], blocks=10)
     images = part_of(core, ImageEncoder).images
     images.budget = budget
-    assert not core.resizer.can_wait
+    assert part_of(core, PoolResizer).room is Room.NEVER
     core.add(request("a", PROMPTS[1]))
     core.add(request("b", PROMPTS[1], fork_of="a"))
     for _ in range(20):

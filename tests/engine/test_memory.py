@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from mlxpaged import process_memory
+from mlxpaged.core.scheduling.config import MOST_STATES
 from mlxpaged.engine import builder, engine_thread, garbage
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine_config import EngineConfig
@@ -23,7 +24,6 @@ from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.models.errors import ModelNotFoundError
 from mlxpaged.models.layers import bytes_per_token, state_bytes
 from mlxpaged.models.loader import load_embedding_model, load_model
-from mlxpaged.parts.drafting.draft_budget import MOST_STATES
 from mlxpaged.parts.drafting.ngram import BYTES_PER_TOKEN, MOST_TOKENS, index_bytes
 from mlxpaged.parts.embeddings.embedder import Embedder
 from mlxpaged.parts.memory import fitting as memory

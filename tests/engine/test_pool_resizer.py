@@ -18,8 +18,9 @@ from mlxpaged.parts.memory import pool_resizer
 from mlxpaged.parts.memory.growth_wait import GROWTH_SECONDS
 from mlxpaged.parts.memory.memory_pressure import MemoryPressure
 from mlxpaged.parts.memory.memory_watch import IDLE_SECONDS, POLL_SECONDS
-from mlxpaged.parts.memory.pool_resizer import LEAST_SHARE, PRESSURE_SECONDS
+from mlxpaged.parts.memory.pool_resizer import LEAST_SHARE, PRESSURE_SECONDS, PoolResizer
 from tests.engine.fuzz import play
+from tests.engine.helpers import part_of
 from tests.engine.hybrid import Hybrid, TinyModel, assert_balanced, request, run
 from tests.metal_on_cpu import Interpreter
 from tests.models.architectures import VOCAB_SIZE, make_architecture
@@ -332,7 +333,7 @@ def test_a_growth_to_less_than_was_wanted_is_not_repeated_at_once(
     clock, cores = Clock(), list[EngineCore]()
 
     def free() -> int:
-        return cores[0].runner.pools[0].nbytes + cores[0].resizer.bytes_of(1)
+        return cores[0].runner.pools[0].nbytes + cores[0].runner.bytes_of(1)
 
     monkeypatch.setattr("mlxpaged.core.engine.model_runner.unused_memory", free)
     core = llama.engine(num_blocks=64, start_tokens=32, clock=clock)
@@ -531,7 +532,8 @@ def test_a_pool_whose_use_falls_slowly_shrinks_in_few_steps(llama: TinyModel, mo
     core = llama.engine(num_blocks=96, start_tokens=8, clock=clock, pressure=lambda: level[0])
     start = core.scheduler.pool.num_blocks
     fill(core)
-    shrink, shrinks = core.resizer.shrink, list[tuple[int, int]]()
+    resizer = part_of(core, PoolResizer)
+    shrink, shrinks = resizer.shrink, list[tuple[int, int]]()
 
     def noting_shrink(num_blocks: int) -> None:
         shrinks.append((core.scheduler.pool.num_blocks, num_blocks))
@@ -541,7 +543,7 @@ def test_a_pool_whose_use_falls_slowly_shrinks_in_few_steps(llama: TinyModel, mo
         level[0] = CRITICAL if step > 2 else NORMAL
         clock.now += POLL_SECONDS
 
-    monkeypatch.setattr(core.resizer, "shrink", noting_shrink)
+    monkeypatch.setattr(resizer, "shrink", noting_shrink)
     requests = [request(str(i), [(3 * i + j) % 180 + 1 for j in range(30)], 6 + 2 * i) for i in range(12)]
     run(core, requests, lose_memory)
     assert len(shrinks) > 1

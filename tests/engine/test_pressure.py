@@ -13,13 +13,13 @@ from mlxpaged.core.engine.core import EngineCore
 from mlxpaged.core.engine.model_runner import DeviceError
 from mlxpaged.core.engine.request import Request
 from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.engine.swap_space import SwapSpace
 from mlxpaged.core.scheduling.sequence import Priority
 from mlxpaged.core.scheduling.stats import SchedulerStats
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import ServedModel, load_model
-from mlxpaged.parts.memory.swap_space import SwapSpace
 from tests.support import make_tiny_model, poison_new_blocks, run_requests
 
 PROMPTS = [[(7 * i + k) % 250 for k in range(20 + 9 * i)] for i in range(10)]

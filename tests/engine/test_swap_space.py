@@ -23,8 +23,8 @@ import pytest
 
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import KV_DTYPES, KVLayout
-from mlxpaged.parts.memory import swap_space
-from mlxpaged.parts.memory.swap_space import SwapSpace, SwapSpaceError, bytes_per_slot
+from mlxpaged.core.engine import swap_space
+from mlxpaged.core.engine.swap_space import SwapSpace, SwapSpaceError, bytes_per_slot
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -357,7 +357,7 @@ import os, signal, sys
 from pathlib import Path
 import mlx.core as mx
 from mlxpaged.attention.kv_cache import LayerKVCache
-from mlxpaged.parts.memory.swap_space import SwapSpace
+from mlxpaged.core.engine.swap_space import SwapSpace
 
 space = SwapSpace([LayerKVCache(4, 1, 32, mx.float16)], 4, Path(sys.argv[1]))
 space.store([(0, 0)])

@@ -157,10 +157,10 @@ def test_without_metal_nothing_is_wired(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_it_is_done_after_each_load_unload_and_resize(monkeypatch: pytest.MonkeyPatch) -> None:
     wired: list[str] = []
-    engine_thread, model_runner = (f"mlxpaged.engine.{name}.wire_memory" for name in ("engine_thread", "model_runner"))
+    engine_thread, executor = (f"mlxpaged.engine.{name}.wire_memory" for name in ("engine_thread", "executor"))
     monkeypatch.setattr("mlxpaged.engine.engine_thread.wires_memory", lambda: True)
     monkeypatch.setattr(engine_thread, lambda: wired.append("thread"))
-    monkeypatch.setattr(model_runner, lambda: wired.append("resize"))
+    monkeypatch.setattr(executor, lambda: wired.append("resize"))
     thread = EngineThread()
     loading = slot(lambda _: None, EngineConfig(kv_cache_bytes=4_000_000))
 

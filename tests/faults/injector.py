@@ -90,13 +90,13 @@ def patch() -> None:
     from mlxpaged.core.engine.model_runner import DeviceError, ModelRunner
     from mlxpaged.core.engine.running_request import RunningRequest
     from mlxpaged.core.engine.sampler import Sampler
+    from mlxpaged.core.engine.swap_space import SwapSpace
     from mlxpaged.core.scheduling.scheduler import Scheduler
     from mlxpaged.engine import awake_clock
     from mlxpaged.engine.awake_clock import AwakeClock, seconds_without_sleep
     from mlxpaged.engine.engine_thread import EngineThread
     from mlxpaged.models.text.tokenizer import Tokenizer
     from mlxpaged.parts.grammar.grammar import Grammars
-    from mlxpaged.parts.memory.swap_space import SwapSpace
 
     ERRORS["DeviceError"], ERRORS["GrammarError"] = DeviceError, GrammarError
     before(ModelRunner, "forward", "forward", of_batch)

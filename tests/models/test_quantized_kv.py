@@ -219,7 +219,7 @@ def test_the_pool_has_more_blocks_in_the_same_memory(tmp_path: Path) -> None:
         served = load_model(str(path), LoadOptions(kv_cache_dtype=dtype))
         core = build_engine(EngineConfig(kv_cache_bytes=4_000_000), served)
         blocks[dtype] = core.scheduler.config.num_blocks
-        assert core.resizer.bytes_of(blocks[dtype]) <= 4_000_000
+        assert core.runner.bytes_of(blocks[dtype]) <= 4_000_000
     assert blocks["int8"] >= 1.85 * blocks["auto"]
 
 

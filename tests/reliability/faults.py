@@ -171,7 +171,7 @@ FAULTS: dict[str, Fault] = {
         "core/scheduling/scheduler.py", "(sequence.priority + AGING_RATE *", "(AGING_RATE *"
     ),
     "test_a_process_that_is_killed_leaves_no_file": Fault(
-        "parts/memory/swap_space.py",
+        "core/engine/swap_space.py",
         "tempfile.TemporaryFile(prefix",
         "tempfile.NamedTemporaryFile(delete=False, prefix",
     ),

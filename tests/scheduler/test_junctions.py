@@ -9,10 +9,10 @@ from mlxpaged.core.blocks.block_table import BlockTable
 from mlxpaged.core.blocks.prefix_cache import PrefixCache
 from mlxpaged.core.blocks.table_rows import TableRows
 from mlxpaged.core.scheduling.config import SchedulerConfig
+from mlxpaged.core.scheduling.junctions import Junctions
 from mlxpaged.core.scheduling.scheduler import Scheduler
 from mlxpaged.core.scheduling.sequence import Sequence
 from mlxpaged.core.step import Step
-from mlxpaged.parts.states.junctions import Junctions
 
 SIZE = 4
 

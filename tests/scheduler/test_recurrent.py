@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from mlxpaged.core.scheduling import recurrent
 from mlxpaged.core.scheduling.config import SchedulerConfig
 from mlxpaged.core.scheduling.scheduler import Scheduler
 from mlxpaged.core.scheduling.sequence import FinishReason, Priority, Sequence, SequenceStatus
 from mlxpaged.core.step import Step
-from mlxpaged.parts.states import recurrent
 
 SIZE = 4
 

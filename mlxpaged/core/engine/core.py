@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from typing import TypeVar
 
+from mlxpaged.core.engine.matcher import Matchers
 from mlxpaged.core.engine.model_runner import ModelRunner
 from mlxpaged.core.engine.part import Part
 from mlxpaged.core.engine.request import EndedRequest, Request, RequestOutput
@@ -23,17 +24,11 @@ from mlxpaged.core.engine.status import (
     engine_status,
 )
 from mlxpaged.core.engine.step_loop import StepLoop
-from mlxpaged.core.engine.worker import DeviceClock, Worker
+from mlxpaged.core.engine.worker import REST_SECONDS, DeviceClock, Embeds, Worker
 from mlxpaged.core.scheduling.scheduler import Scheduler
 from mlxpaged.models.features import Missing
-from mlxpaged.models.layers import state_bytes
+from mlxpaged.models.layers import StateMemory, state_bytes
 from mlxpaged.models.loader import ServedModel
-from mlxpaged.parts.embeddings.embedder import NO_EMBEDDINGS, Embedder
-from mlxpaged.parts.grammar.grammar import Grammars
-from mlxpaged.parts.memory.fitting import StateMemory
-from mlxpaged.parts.memory.headroom import Headroom
-from mlxpaged.parts.memory.memory_watch import POLL_SECONDS
-from mlxpaged.parts.memory.pool_resizer import REST_SECONDS, PoolResizer
 
 P = TypeVar("P", bound=Part)
 
@@ -52,22 +47,21 @@ class EngineCore(Worker):
         served: ServedModel,
         scheduler: Scheduler,
         runner: ModelRunner,
-        resizer: PoolResizer,
         sampler: Sampler,
-        grammars: Grammars,
-        headroom: Headroom,
+        grammars: Matchers,
         requests: RequestTable,
         clock: Callable[[], float],
         parts: ListOf[Part],
-        embedder: Embedder | None = None,
+        embedder: Embeds | None = None,
         missing: Missing | None = None,
         kernels_off: str | None = None,
+        step_bytes: int = 0,
     ) -> None:
         super().__init__(embedder)
+        self.step_bytes = step_bytes
         self.served = served
         self.scheduler = scheduler
         self.runner = runner
-        self.resizer = resizer
         self.sampler = sampler
         self.grammars = grammars
         self.clock = clock
@@ -78,8 +72,7 @@ class EngineCore(Worker):
         self.parts = parts
         self.requests = requests
         rows = RequestRows(requests, grammars)
-        own = scheduler, runner, resizer, sampler, rows, headroom, requests, clock
-        self.loop = StepLoop(*own, parts)
+        self.loop = StepLoop(scheduler, runner, sampler, rows, requests, clock, parts)
 
     def part(self, kind: type[P]) -> P | None:
         """The part of this type, if there is one."""
@@ -123,10 +116,11 @@ class EngineCore(Worker):
         return self.requests.take_outputs()
 
     def pause(self) -> float:
-        if self.embeds() or self.resizer.is_resizing or (self.has_work() and not self.waits_for_memory):
+        waits = self.has_work()
+        if self.embeds() or (waits and not self.waits_for_memory):
             return 0.0
-        longest = POLL_SECONDS if self.has_work() or self.resizer.can_shrink else REST_SECONDS
-        return min(longest, max(0.0, self.requests.next_check - self.clock()))
+        until_check = max(0.0, self.requests.next_check - self.clock())
+        return min(REST_SECONDS, until_check, *(part.pause(waits) for part in self.parts))
 
     @property
     def waits_for_memory(self) -> bool:  # type: ignore[override]
@@ -136,20 +130,15 @@ class EngineCore(Worker):
     def weight(self) -> float:  # type: ignore[override]
         return self.requests.weight
 
-    @property
-    def step_bytes(self) -> int:  # type: ignore[override]
-        return self.resizer.step_bytes
-
     def step_size(self) -> StepSize:
         return self.loop.step_size()
 
     def rest(self, device_is_idle: bool) -> bool:
         self.scheduler.blocks.size.forget_asked()
         self.scheduler.times.learn()
-        return self.loop.resize_pools(is_idle=True, device_is_idle=device_is_idle)
+        return self.loop.rest(device_is_idle)
 
     def give_back(self) -> int:
-        """Shrink the pool to what running requests and its least size need."""
         before = self.runner.kv_cache_bytes
         self.loop.give_back()
         return before - self.runner.kv_cache_bytes
@@ -189,9 +178,8 @@ class EngineCore(Worker):
             self.runner.attention_calls,
             self.requests.num_generated_tokens,
             self.runner.kv_cache_bytes,
-            self.resizer.bytes_of(self.scheduler.config.num_blocks),
+            self.runner.bytes_of(self.scheduler.config.num_blocks),
             self.states.nbytes,
-            NO_EMBEDDINGS if self.embedder is None else self.embedder.stats(),
-            self.loop.prompt_chunks,
-            tuple(stats for part in self.parts if (stats := part.stats()) is not None),
+            self.loop.results.prompt_chunks,
+            (*(stats for part in self.parts if (stats := part.stats()) is not None), *self.stats_of_embedder),
         )

@@ -59,3 +59,8 @@ class DeadlineExceededError(Exception):
 
 class EngineBusyError(Exception):
     """The engine did not reply in time. It may still carry out the command."""
+
+
+class RankLostError(Exception):
+    """A rank failed or was lost, so that the ranks are not in the same state any more. The engine cannot go on: the
+    model has to be loaded again, by new processes, because MLX makes a group only once in a process."""

@@ -17,7 +17,6 @@ from mlxpaged.core.engine.prompt_logits import StepLogprobs
 from mlxpaged.core.engine.sampler import SampledToken, Samples
 from mlxpaged.core.engine.step_input import NO_TOKENS, SampledTokens
 from mlxpaged.core.step import Row, Step
-from mlxpaged.parts.drafting.network_drafters import LaunchedDrafts
 
 
 class HostError(Exception):
@@ -44,7 +43,7 @@ class InFlightStep:
     processed. started: seconds on the engine's clock. logits[R + P, V]: as `ModelRunner.forward` returns them. prompts:
     the P prompt tokens. top: the most likely tokens to report for each of them. absent[V]: tokens that do not exist, if
     there are any. is_usual: whether other steps take as long: it moves no blocks, and was not traced. sampled_ids: the
-    sequence of each sampled token. drafts: of the draft head, for the next step.
+    sequence of each sampled token. more: what parts compute with it.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class InFlightStep:
         self.scheduled = scheduled
         self.started = started
         self.is_usual = True
-        self.drafts: LaunchedDrafts | None = None
+        self.more: list[mx.array] = []
         self.rows: ListOf[Row] = scheduled.rows
         self.sampled_ids: list[int] = []
         self._prompt_logprobs: StepLogprobs | None = None
@@ -104,7 +103,7 @@ class InFlightStep:
             *(() if self.logits is None else (self.logits,)),
             *(self._samples.arrays if self._samples is not None else ()),
             *(self._prompt_logprobs.arrays if self._prompt_logprobs is not None else ()),
-            *((self.drafts.tokens,) if self.drafts is not None and self.drafts.tokens is not None else ()),
+            *self.more,
         ]
 
     def set_samples(self, sampled_ids: list[int], samples: Samples | None) -> None:

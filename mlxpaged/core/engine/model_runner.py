@@ -6,10 +6,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as ListOf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -18,16 +18,13 @@ from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.metadata import HostStep, IntArray
 from mlxpaged.attention.tuning import Tuning
 from mlxpaged.core.engine.step_input import NO_TOKENS, SampledTokens, StepInput, token_vectors
+from mlxpaged.core.engine.swap_space import Bytes, SwapSpace, copy_in_pieces, read_bytes, split_columns, write_bytes
 from mlxpaged.core.step import PENDING, BlockMoves, Step
 from mlxpaged.cpu.streams import synchronize
 from mlxpaged.models.cache_groups import CacheLayout
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.device_memory import unused_memory
 from mlxpaged.models.loader import ServedModel
-from mlxpaged.parts.drafting.draft_passes import DraftPasses, LastPass
-from mlxpaged.parts.graphs.step_graphs import StepGraphs
-from mlxpaged.parts.memory.swap_space import PIECE_BYTES, Bytes, SwapSpace, read_bytes, split_columns, write_bytes
-from mlxpaged.parts.memory.wired_memory import wire_memory
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +36,63 @@ class DeviceError(RuntimeError):
     """The device failed to run this step or an earlier one. The contents of the KV pools are lost."""
 
 
+Outputs = list[mx.array]
+"""The logits of a step, and if what drafts needs them, the hidden states of its tokens."""
+
+Build = Callable[[HostStep, mx.array, mx.array | None], Outputs]
+"""Makes the outputs of a step from its upload and from the tokens of the step in flight."""
+
+
+class LastPass(NamedTuple):
+    """What further passes over the tokens of a step need. vector: the upload of the step. hidden[T, 1, D]: the states
+    of its tokens."""
+
+    step: HostStep
+    vector: mx.array
+    hidden: mx.array
+
+
+class NoGraphs:
+    """Builds every step. A subclass replays some (parts/graphs/step_graphs.py). build: the step without a graph.
+    num_traced: steps that were traced and compiled so far."""
+
+    enabled = False
+    num_traced = 0
+
+    def __init__(self, build: Build, caches: ModelCaches) -> None:
+        self._build = build
+        self._caches = caches
+
+    def run(
+        self, step: HostStep, vector: mx.array, sampled: mx.array | None, adapters: tuple[str | None, ...] = (None,)
+    ) -> Outputs:
+        """The outputs of a step. vector: its upload. sampled: tokens of the step in flight. adapters: whose layers are
+        in the graph."""
+        return self._build(step, vector, sampled)
+
+    def stop(self) -> None:
+        """No step is replayed from now on."""
+        self.enabled = False
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Every step builds its graph while the context lasts."""
+        enabled, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = enabled
+
+
 class ModelRunner:
-    """Owns the KV pools and runs the model. It belongs to the thread that made it, because MLX streams are bound to a
-    thread. Calls of `forward` from other threads are refused.
+    """Owns the KV pools and runs the model. It belongs to the thread that made it, as MLX's streams do: calls of
+    `forward` from others are refused.
 
     tunings: by the shape of a layer; shapes that are missing have the default tuning. layout: the cache groups of the
     model's layers; by default one. inputs: what some steps have beside tokens. graphs: of decode steps, which are
-    replayed. is_shared: whether runners of other processes compute the model together with this one (shared_runner.py),
-    so that all must be in the same state at each call. least_top: of how many of the most likely tokens prompt
-    log-probabilities are computed, also if fewer are asked for.
+    replayed. wire: keeps resident what is allocated, after a resize. is_shared: whether runners of other processes
+    compute the model together with this one (shared_runner.py), so that all must be in the same state at each call.
+    least_top: of how many of the most likely tokens prompt log-probabilities are computed, also if fewer are asked for.
     """
 
     is_shared = False
@@ -64,31 +109,32 @@ class ModelRunner:
         swap_dir: Path | None = None,
         layout: CacheLayout | None = None,
         inputs: ListOf[StepInput] = (),
+        graphs: type[NoGraphs] = NoGraphs,
+        wire: Callable[[], object] = lambda: None,
     ) -> None:
-        self._model = served.model
-        self._rows = served.rows
-        self._adapters = served.adapters.step
+        self._model, self._rows, self._adapters = served.model, served.rows, served.adapters.step
         self._inputs = inputs
         self._block_size = block_size
         sizes = served.layers, num_blocks, block_size
-        self._caches = ModelCaches(*sizes, backend, tunings, layout=layout, num_drafting=served.num_drafting)
-        self.layers = self._caches.layers
-        self.pools = self._caches.pools
-        self._states = self._caches.states
-        self.recurrent = self._caches.recurrent
-        self.rollback = self._caches.rollback
+        self._wire = wire
+        self.caches = ModelCaches(*sizes, backend, tunings, layout=layout, num_drafting=served.num_drafting)
+        self.layers = self.caches.layers
+        self.pools = self.caches.pools
+        self._states = self.caches.states
+        self.recurrent = self.caches.recurrent
+        self.rollback = self.caches.rollback
         self.backend = resolve_backend(backend)
         self.swap = SwapSpace(self.pools, num_swap_slots, swap_dir)
         self.thread_id = threading.get_ident()
         self.model_calls = 0
-        self.drafts = DraftPasses(served, self._caches, self._rows, block_size)
-        self.graphs = StepGraphs(self._outputs, self._caches)
+        self.last_pass: LastPass | None = None
+        self.graphs = graphs(self._outputs, self.caches)
         self._last_step: HostStep | None = None
-        mx.eval(self._caches.arrays)
+        mx.eval(self.caches.arrays)
 
     @property
     def attention_calls(self) -> int:
-        return self._caches.step.attention_calls
+        return self.caches.step.attention_calls
 
     @property
     def num_traced(self) -> int:
@@ -104,10 +150,14 @@ class ModelRunner:
     def kv_cache_bytes(self) -> int:
         return sum(pool.nbytes for pool in self.pools)
 
+    def bytes_of(self, num_blocks: int) -> int:
+        """Bytes of so many blocks in all pools."""
+        return num_blocks * sum(pool.layout.bytes_per_block for pool in self.pools)
+
     @property
     def num_groups(self) -> int:
         """Groups of the block tables."""
-        return 1 + max(view.group for view in self._caches.views)
+        return 1 + max(view.group for view in self.caches.views)
 
     @property
     def overlaps(self) -> bool:
@@ -157,7 +207,7 @@ class ModelRunner:
 
     def run(self, step: Step, sampled: SampledTokens = NO_TOKENS, running: Collection[int] = ()) -> mx.array:
         """Does what `forward` does, by this runner."""
-        rows, caches = step.rows, self._caches
+        rows, caches = step.rows, self.caches
         caches.roll_back(rows, self._adapters.of_rows)
         step = step.with_drafts_as_rows()
         more = token_vectors(step, sampled.sequence_ids)
@@ -176,7 +226,7 @@ class ModelRunner:
                 logits, *hidden = self._outputs(host, vector, in_flight)
             else:
                 logits, *hidden = self.graphs.run(host, vector, in_flight, self._adapters.active)
-            self.drafts.note(LastPass(host, vector, *hidden) if hidden else None)
+            self.last_pass = LastPass(host, vector, *hidden) if hidden else None
             caches.commit(running)
         finally:
             caches.end()
@@ -188,14 +238,14 @@ class ModelRunner:
 
     def _host_step(self, step: Step, more: ListOf[IntArray]) -> HostStep:
         """What the step uploads: the last step's with changes, while the same sequences decode."""
-        layers = self._caches.views, self._caches.planners
+        layers = self.caches.views, self.caches.planners
         last, grown = self._last_step, None
         if last is not None and step.num_repeats is None:
             grown = last.grown(step, more, *layers)
         self._last_step = grown or HostStep.build(step, self._block_size, more, *layers)
         return self._last_step
 
-    def _outputs(self, step: HostStep, vector: mx.array, sampled: mx.array | None) -> list[mx.array]:
+    def _outputs(self, step: HostStep, vector: mx.array, sampled: mx.array | None) -> Outputs:
         """The graph of a step. vector: its upload. sampled: tokens that replace the pending ones."""
         metas, (ids, wanted_rows, *indices) = step.on_device(vector)
         if sampled is not None:
@@ -203,7 +253,7 @@ class ModelRunner:
         if indices:
             self._adapters.upload(indices[0])
         with contextlib.nullcontext() if self._rows is None else self._rows.selecting(wanted_rows):
-            logits = self._caches.forward(self._model, ids, metas)
+            logits = self.caches.forward(self._model, ids, metas)
         if len(metas[0].plans) > len(step.plans):  # the arrays of the late plan would be constants of a graph
             self.graphs.stop()
         if self._rows is None:
@@ -214,19 +264,19 @@ class ModelRunner:
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
         """The statistics leave out the steps that run while the context lasts."""
-        calls = self.model_calls, self._caches.step.attention_calls
+        calls = self.model_calls, self.caches.step.attention_calls
         try:
             yield
         finally:
             self.model_calls = calls[0]
-            self._caches.step.count(calls[1] - self._caches.step.attention_calls)
+            self.caches.step.count(calls[1] - self.caches.step.attention_calls)
 
     def move_blocks(self, moves: BlockMoves) -> None:
         """Swap and copy blocks after the steps in flight and before the step that needs them. Raises errors of the disk
         and the device."""
         self.swap.store(moves.swap_out)
         for sequence_id, num_tokens, slots in moves.states_out:
-            self.swap.store_arrays(slots, self._caches.saved(sequence_id, num_tokens, self._adapters.of_rows))
+            self.swap.store_arrays(slots, self.caches.saved(sequence_id, num_tokens, self._adapters.of_rows))
         for pool in self.pools:
             pool.copy_blocks(moves.copies)
         self.swap.load(moves.swap_in)
@@ -250,13 +300,8 @@ class ModelRunner:
     def copy_blocks(self, moves: Mapping[int, int]) -> None:
         """Copy blocks, source to target, in one layer after the other. The copies are done on return. Raises
         DeviceError."""
-        pairs = list(moves.items())
         with device_errors():
-            for pool in self.pools if pairs else ():
-                count = max(1, PIECE_BYTES // pool.layout.bytes_per_block)
-                for start in range(0, len(pairs), count):
-                    pool.copy_blocks(pairs[start : start + count])
-                    mx.eval(pool.arrays)
+            copy_in_pieces(self.pools, list(moves.items()))
 
     def resize_pool(self, index: int, num_blocks: int) -> None:
         """Give a pool another size, as `LayerKVCache.resize` does. Raises MLX's error if memory is missing."""
@@ -272,35 +317,41 @@ class ModelRunner:
 
     def wire_memory(self) -> None:
         """Keep the pools resident after a resize. No step may be in flight."""
-        wire_memory()
+        self._wire()
 
     def start_step(self, *results: mx.array) -> None:
         """Let the device begin and return at once. Raises DeviceError."""
         with device_errors():
-            mx.async_eval(results, self._caches.arrays)
+            mx.async_eval(results, self.caches.arrays)
 
     def finish_step(self, *results: mx.array) -> None:
         """Wait until the results are computed and the pools are written. Raises DeviceError."""
         with device_errors():
-            mx.eval(results, self._caches.arrays)
+            mx.eval(results, self.caches.arrays)
 
     def rebuild_pools(self) -> None:
         """After a device error, wait for all running work, then make all KV pools anew. Raises DeviceError if the
         device cannot do even that: memory that was short may still be."""
-        with contextlib.suppress(Exception):
-            mx.synchronize()
-        synchronize()
-        for pause in REBUILD_PAUSES:
-            self._caches.clear()
-            try:
-                self.finish_step()
-            except DeviceError as error:
-                logger.error("KV pools cannot be rebuilt; trying again in %g s: %s", pause, error)
-                time.sleep(pause)
-            else:
-                return
-        self._caches.clear()
-        self.finish_step()
+        rebuild(self.caches, self.finish_step)
+
+
+def rebuild(caches: ModelCaches, finish: Callable[[], None]) -> None:
+    """Wait for all running work, then make all KV pools anew, some times if it fails. finish: waits for them. Raises
+    DeviceError."""
+    with contextlib.suppress(Exception):
+        mx.synchronize()
+    synchronize()
+    for pause in REBUILD_PAUSES:
+        caches.clear()
+        try:
+            finish()
+        except DeviceError as error:
+            logger.error("KV pools cannot be rebuilt; trying again in %g s: %s", pause, error)
+            time.sleep(pause)
+        else:
+            return
+    caches.clear()
+    finish()
 
 
 @contextlib.contextmanager

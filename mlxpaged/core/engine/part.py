@@ -1,4 +1,4 @@
-"""What the engine asks of its optional parts: images, a tier on the disk, drafts.
+"""What the engine asks of its optional parts: images, a tier on the disk, drafts, what watches memory.
 
 The core knows them only as `Part`s, in one list (parts.py). They are asked in its order.
 """
@@ -6,6 +6,7 @@ The core knows them only as `Part`s, in one list (parts.py). They are asked in i
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence as ListOf
 
 import mlx.core as mx
@@ -30,15 +31,29 @@ class Need(enum.Enum):
     FINISHED = enum.auto()
 
 
+class Room(enum.IntEnum):
+    """Whether a sequence for which the KV pools are too small now may find room later: never, at some time, or in the
+    next step."""
+
+    NEVER = enum.auto()
+    LATER = enum.auto()
+    NEXT = enum.auto()
+
+
 class Part:
     """An optional part of an engine, on the engine thread. It overrides what concerns it.
 
     is_busy: whether it does something now that a request waits for, so that an empty step is no sign of short memory.
-    has_work: whether `before_step` has something to do, also if no request is left.
+    has_work: whether `before_step` has something to do, also if no request is left. room: what it does for sequences
+    without room.
     """
 
     is_busy = False
     has_work = False
+
+    @property
+    def room(self) -> Room:
+        return Room.NEVER
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -63,6 +78,9 @@ class Part:
     def after_schedule(self) -> None:
         """The next step is scheduled, and not launched."""
 
+    def launching(self, step: Step) -> None:
+        """Raises MemoryError if a step cannot be launched: it fails then, and runs in smaller ones."""
+
     def launched(self, step: Step, waited: float) -> None:
         """waited: seconds between the result of the last step and the launch of this one."""
 
@@ -80,6 +98,21 @@ class Part:
         """The tokens of a step are committed. Raises DeviceError."""
 
     # -- between steps -----------------------------------------------------------------------------------------------
+
+    def ran_short(self, step: Step) -> None:
+        """An allocation failed in this step."""
+
+    def rest(self, device_is_idle: bool) -> bool:
+        """No step can run. device_is_idle: whether no other model has work. Returns whether something was done. Raises
+        DeviceError."""
+        return False
+
+    def pause(self, waits: bool) -> float:
+        """Seconds until `rest` may have something to do. waits: whether requests wait for memory."""
+        return math.inf
+
+    def give_back(self) -> None:
+        """Another model needs memory: free what no running request needs. No step is in flight. Raises DeviceError."""
 
     def discard(self) -> None:
         """What was computed lately may be wrong: store none of it."""

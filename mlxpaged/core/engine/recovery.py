@@ -8,14 +8,13 @@ from collections.abc import Sequence as ListOf
 
 from mlxpaged.core.engine.in_flight import HostError
 from mlxpaged.core.engine.model_runner import DeviceError, ModelRunner
+from mlxpaged.core.engine.part import Part
 from mlxpaged.core.engine.request_table import RequestTable
 from mlxpaged.core.engine.sampler import Sampler
 from mlxpaged.core.scheduling.scheduler import Scheduler
 from mlxpaged.core.scheduling.sequence import FinishReason, Sequence, SequenceStatus, label
 from mlxpaged.core.step import PENDING, Row, Step
 from mlxpaged.library_errors import public_reason
-from mlxpaged.parts.memory.headroom import Headroom
-from mlxpaged.parts.memory.pool_resizer import PoolResizer
 from mlxpaged.process_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -33,17 +32,15 @@ class Recovery:
         scheduler: Scheduler,
         runner: ModelRunner,
         sampler: Sampler,
-        headroom: Headroom,
-        resizer: PoolResizer,
         requests: RequestTable,
+        parts: ListOf[Part],
         run: Callable[[Step], None],
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._sampler = sampler
-        self._headroom = headroom
-        self._resizer = resizer
         self._requests = requests
+        self._parts = parts
         self._run = run
 
     def run_rows(self, rows: ListOf[Row], before: HostError | None = None) -> None:
@@ -85,8 +82,8 @@ class Recovery:
     def run_short(self, step: Step) -> None:
         """An allocation failed in this step: give back memory, run smaller steps, and admit no further request until
         one succeeds."""
-        self._headroom.note_failure(step.num_tokens)
-        self._resizer.run_short()
+        for part in self._parts:
+            part.ran_short(step)
         self._scheduler.pause_admission()
 
     def rebuild_pools(self, steps: ListOf[Step], error: DeviceError) -> None:

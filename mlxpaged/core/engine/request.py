@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mlxpaged.core.engine.logprobs import PromptLogprobs, TokenLogprobs
 from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.core.engine.timeline import Timeline
 from mlxpaged.core.scheduling.sequence import FinishReason, Priority, SequenceStatus
-from mlxpaged.vision.image import PromptImage
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Request:
     timeline: bool = False  # whether to record one
     cache_salt: tuple[str, ...] = ()  # only requests with the same one share blocks of the prefix cache
     adapter: str | None = None  # name of the LoRA adapter that answers; None: the model without one
-    images: tuple[PromptImage, ...] = ()  # that the prompt shows
+    images: tuple[Any, ...] = ()  # that the prompt shows: a PromptImage each, which only parts/images/ reads
     resumed: tuple[int, ...] = ()  # the tokens of its answer that another engine has already given
 
 

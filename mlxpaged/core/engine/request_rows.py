@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
 
+from mlxpaged.core.engine.matcher import Mask, Matcher, Matchers
 from mlxpaged.core.engine.request_table import RequestTable
 from mlxpaged.core.engine.running_request import RunningRequest
 from mlxpaged.core.engine.sampler import SamplingRow
 from mlxpaged.core.step import Row, Step
-from mlxpaged.parts.grammar.grammar import GrammarMatcher, Grammars, Mask
 
 
 class RequestRows:
     """Belongs to the engine thread."""
 
-    def __init__(self, requests: RequestTable, grammars: Grammars) -> None:
+    def __init__(self, requests: RequestTable, grammars: Matchers) -> None:
         self._requests = requests
         self._grammars = grammars
 
@@ -33,7 +33,7 @@ class RequestRows:
             for number, at in enumerate(row.sampled)
         ]
 
-    def _masks(self, constrained: ListOf[tuple[GrammarMatcher, RunningRequest, Row]]) -> Iterator[Mask]:
+    def _masks(self, constrained: ListOf[tuple[Matcher, RunningRequest, Row]]) -> Iterator[Mask]:
         """Yields what the grammars allow at each position. The masks of rows without drafts are made together."""
         single = [
             (matcher, each.forbidden(row.sampled.start)) for matcher, each, row in constrained if row.num_sampled == 1

@@ -10,6 +10,7 @@ from collections.abc import Sequence as ListOf
 from mlxpaged.core.blocks.prefix_cache import salted
 from mlxpaged.core.engine.constraint import GrammarError
 from mlxpaged.core.engine.deadlines import Deadlines, set_deadlines
+from mlxpaged.core.engine.matcher import Matchers
 from mlxpaged.core.engine.part import Part
 from mlxpaged.core.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.core.engine.running_request import RunningRequest
@@ -18,7 +19,6 @@ from mlxpaged.core.scheduling.scheduler import Scheduler
 from mlxpaged.core.scheduling.sequence import FinishReason, Priority, Sequence, SequenceStatus
 from mlxpaged.library_errors import public_reason
 from mlxpaged.models.loader import ServedModel
-from mlxpaged.parts.grammar.grammar import Grammars
 from mlxpaged.process_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class RequestTable:
         self,
         served: ServedModel,
         scheduler: Scheduler,
-        grammars: Grammars,
+        grammars: Matchers,
         sampler: Sampler,
         clock: Callable[[], float],
         parts: ListOf[Part] = (),

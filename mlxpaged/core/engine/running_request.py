@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Sequence as ListOf
 
 from mlxpaged.core.engine.logprobs import PromptLogprobs, PromptRows, TokenLogprobs
+from mlxpaged.core.engine.matcher import Mask, Matcher, is_allowed
 from mlxpaged.core.engine.request import Request, RequestOutput
 from mlxpaged.core.engine.sampler import SampledToken, SamplingRow
 from mlxpaged.core.engine.timeline import TimelineRecorder
@@ -14,7 +15,6 @@ from mlxpaged.core.scheduling.sequence import FinishReason, Sequence
 from mlxpaged.core.text.answer_stop import AnswerStop
 from mlxpaged.core.text.thinking_budget import ThinkingBudget
 from mlxpaged.models.text.tokenizer import Tokenizer
-from mlxpaged.parts.grammar.grammar import GrammarMatcher, Mask, is_allowed
 
 
 class RunningRequest:
@@ -30,7 +30,7 @@ class RunningRequest:
         request: Request,
         sequence: Sequence,
         tokenizer: Tokenizer,
-        matcher: GrammarMatcher | None,
+        matcher: Matcher | None,
         parent: RunningRequest | None = None,
     ) -> None:
         self.request = request

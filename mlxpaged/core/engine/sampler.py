@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxpaged.core.engine.logprobs import TokenLogprobs
+from mlxpaged.core.engine.matcher import Mask
 from mlxpaged.core.engine.random_sampling import filter_width, row_parameters, sample_rows
 from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.core.step import FIRST_CONTENT_ID
-from mlxpaged.parts.grammar.grammar import Mask
 
 
 class SamplingRow(NamedTuple):

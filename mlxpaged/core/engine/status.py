@@ -13,7 +13,6 @@ from mlxpaged.core.scheduling.queue import ORDER
 from mlxpaged.core.scheduling.scheduler import Scheduler
 from mlxpaged.core.scheduling.sequence import Priority, Sequence, SequenceStatus
 from mlxpaged.core.scheduling.stats import SchedulerStats
-from mlxpaged.parts.embeddings.embedder import NO_EMBEDDINGS, EmbedderStats
 
 MAX_WAITING_LISTED = 1000
 MAX_WAITING_WATCHED = 100
@@ -34,9 +33,8 @@ class EngineStats:
     kv_cache_bytes: int = 0  # of the KV pools now
     max_kv_cache_bytes: int = 0  # that they can grow to
     state_bytes: int = 0  # reserved for recurrent states, of sequences and of checkpoints
-    embeddings: EmbedderStats = NO_EMBEDDINGS
     prompt_chunks: tuple[PromptChunk, ...] = ()  # of the step, without the last ones of their prompts
-    parts: tuple[object, ...] = ()  # what the parts say
+    parts: tuple[object, ...] = ()  # what the parts and the embedder say
 
     def of(self, absent: S) -> S:
         """What the part says whose statistics have the type of `absent`; `absent` if the model has no such part."""

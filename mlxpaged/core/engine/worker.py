@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from mlxpaged.core.blocks.block_pool import BlockUsage
 from mlxpaged.core.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.core.engine.stall import StepSize
 from mlxpaged.core.engine.status import EngineSnapshot, EngineStats, EngineStatus
 from mlxpaged.core.scheduling.stats import SchedulerStats
-from mlxpaged.parts.embeddings.embedder import NO_EMBEDDINGS, Embedder, EmbeddingRequest
-from mlxpaged.parts.memory.pool_resizer import REST_SECONDS
+
+REST_SECONDS = 3600.0
+"""An idle engine that has nothing to give back does not wake up more often than this without a command."""
 
 NO_BLOCKS = BlockUsage(0, 0, 0)
 NO_SEQUENCES = SchedulerStats(
@@ -44,6 +46,28 @@ class DeviceClock:
         self.read_at = now
 
 
+class Embeds(Protocol):
+    """What makes embeddings, in steps of its own (parts/embeddings/embedder.py). stats: as `Part.stats`. model: what it
+    runs."""
+
+    model: Any
+
+    @property
+    def step_size(self) -> StepSize | None: ...
+
+    def add(self, request: Any) -> None: ...
+
+    def abort_all(self, error: str) -> None: ...
+
+    def cancel(self, request_ids: ListOf[str]) -> list[EndedRequest]: ...
+
+    def has_work(self) -> bool: ...
+
+    def step(self, alone: bool) -> None: ...
+
+    def stats(self) -> object: ...
+
+
 class Worker:
     """A model that makes nothing but embeddings, if it has an `embedder`. A subclass generates text too.
 
@@ -56,7 +80,7 @@ class Worker:
     waits_for_memory = False
     step_bytes = 0
 
-    def __init__(self, embedder: Embedder | None) -> None:
+    def __init__(self, embedder: Embeds | None) -> None:
         self.embedder = embedder
 
     # -- commands ----------------------------------------------------------------------------------------------------
@@ -69,7 +93,7 @@ class Worker:
         """End a request and free all that it holds. An unknown id is no error: the request may just have finished."""
         raise NotImplementedError
 
-    def embed(self, request: EmbeddingRequest) -> list[RequestOutput]:
+    def embed(self, request: Any) -> list[RequestOutput]:
         """Queue inputs for the embedder, which must exist. The result goes to `request.reply`, not to an output."""
         assert self.embedder is not None
         self.embedder.add(request)
@@ -134,7 +158,11 @@ class Worker:
         return False
 
     def stats(self) -> EngineStats:
-        return EngineStats(NO_SEQUENCES, embeddings=NO_EMBEDDINGS if self.embedder is None else self.embedder.stats())
+        return EngineStats(NO_SEQUENCES, parts=self.stats_of_embedder)
+
+    @property
+    def stats_of_embedder(self) -> tuple[object, ...]:
+        return () if self.embedder is None else (self.embedder.stats(),)
 
     def step_size(self) -> StepSize | None:
         """The size of the running step. Any thread may ask."""

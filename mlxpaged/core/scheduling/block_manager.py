@@ -13,10 +13,10 @@ from mlxpaged.core.blocks.pool_size import PoolSize
 from mlxpaged.core.blocks.prefix_cache import CachedBlock, Content, PrefixCache, value
 from mlxpaged.core.blocks.table_rows import TableRows
 from mlxpaged.core.scheduling.config import SchedulerConfig
+from mlxpaged.core.scheduling.recurrent import Recurrent, Stateless
 from mlxpaged.core.scheduling.sequence import Sequence
 from mlxpaged.core.scheduling.sequence_kv import RoomLookup
 from mlxpaged.core.step import BlockMoves
-from mlxpaged.parts.states.recurrent import Recurrent, Stateless
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from mlxpaged.core.blocks.block_pool import DEFAULT_BLOCK_SIZE
 from mlxpaged.core.blocks.groups import CacheGroups
 from mlxpaged.core.scheduling.row_tiles import ANY_ROWS, RowTiles
-from mlxpaged.parts.drafting.draft_budget import MOST_STATES
 
 PREFILL_MODES = ("mixed", "separate")
+
+MOST_STATES = 8
+"""Most sequences with drafts in a step of a model with recurrent states: the states before their rows are kept, which
+take 154 MB each in Qwen3.5-27B."""
 
 MOST_MULTIPLE = 4
 READING_SECONDS = 0.1

@@ -84,11 +84,15 @@ class Scheduler:
         self.times = PrefillLimits(config)
         self._decode_credit = 0.0
         self.max_tokens = config.max_num_batched_tokens
-        """Token budget of the next step: less if memory is short. Decoding sequences are in it all the same."""
         self.admits = True  # whether waiting sequences are admitted while others run, and drafts verified
         self._starvation_admissions = self._prefix_hit_tokens = self._prompt_tokens = 0
 
     # -- requests ------------------------------------------------------------------------------------------------
+
+    def limit_tokens(self, num_tokens: int) -> None:
+        """Set the token budget of the next step: less than usual if memory is short. Decoding sequences are in it all
+        the same."""
+        self.max_tokens = num_tokens
 
     def add(self, sequence: Sequence, waits: ListOf[Wait] = ()) -> None:
         """Queue a sequence; a fork is queued once its parent's prompt is computed. waits: what it waits for, one after

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 
 from mlxpaged.core.engine.model_runner import device_errors
+from mlxpaged.core.engine.swap_space import Bytes, arrays_of, flat_bytes
 from mlxpaged.models.states.states import RecurrentLayer
-from mlxpaged.parts.memory.swap_space import Bytes, arrays_of, flat_bytes
 
 
 class CheckpointBytes:

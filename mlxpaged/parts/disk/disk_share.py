@@ -18,11 +18,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpaged.core.engine.model_runner import ModelRunner
+from mlxpaged.core.engine.swap_space import bytes_per_slot
 from mlxpaged.parts.disk.checkpoint_bytes import CheckpointBytes
 from mlxpaged.parts.disk.disk_index import Name
 from mlxpaged.parts.disk.disk_records import Data, StoredBlock, StoreStats
 from mlxpaged.parts.disk.disk_store import CLOSE_SECONDS, DiskStore
-from mlxpaged.parts.memory.swap_space import bytes_per_slot
 from mlxpaged.parts.ranks.rank_messages import StoredBlocks
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from mlxpaged.core.blocks.prefix_cache import CachedBlock
 from mlxpaged.core.blocks.table_rows import UNUSED
+from mlxpaged.core.engine.errors import RankLostError
 from mlxpaged.core.engine.in_flight import InFlightStep
 from mlxpaged.core.engine.model_runner import DeviceError
 from mlxpaged.core.engine.part import Need, Part
@@ -36,7 +37,6 @@ from mlxpaged.parts.disk.disk_share import STATE, DiskShare
 from mlxpaged.parts.disk.disk_store import DiskStore
 from mlxpaged.parts.disk.disk_writer import DiskWriter, pieces
 from mlxpaged.parts.ranks.rank_messages import StoredBlocks
-from mlxpaged.parts.ranks.ranks import RankLostError
 
 logger = logging.getLogger(__name__)
 

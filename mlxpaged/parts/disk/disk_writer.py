@@ -14,13 +14,13 @@ from typing import TypeVar
 
 from mlxpaged.core.blocks.prefix_cache import CachedBlock, Content
 from mlxpaged.core.blocks.table_rows import UNUSED
+from mlxpaged.core.engine.errors import RankLostError
 from mlxpaged.core.scheduling.scheduler import Scheduler
 from mlxpaged.parts.disk.disk_index import Name
 from mlxpaged.parts.disk.disk_records import StoredBlock
 from mlxpaged.parts.disk.disk_share import PIECE_BYTES, STATE, DiskShare
 from mlxpaged.parts.disk.disk_store import MAX_PENDING_BYTES
 from mlxpaged.parts.ranks.rank_messages import StoredBlocks
-from mlxpaged.parts.ranks.ranks import RankLostError
 
 logger = logging.getLogger(__name__)
 

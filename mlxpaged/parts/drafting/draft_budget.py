@@ -17,10 +17,6 @@ from mlxpaged.parts.drafting.acceptance import MOST_DRAFTS, PRIORS, Acceptance, 
 MOST_DRAFT_ROWS = 64
 """Drafts of a step. Times of steps are measured up to 128 rows."""
 
-MOST_STATES = 8
-"""Most sequences with drafts in a step of a model with recurrent states: the states before their rows are kept, which
-take 154 MB each in Qwen3.5-27B."""
-
 LENGTHS = (1, 2, 4, 8)
 """Numbers of drafts that a sequence may have: few, so that steps of as many rows come again and are replayed."""
 

@@ -4,50 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListOf
 from functools import partial
-from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlxpaged.attention.metadata import AttentionMetadata, HostStep
+from mlxpaged.core.engine.model_runner import LastPass, ModelRunner
 from mlxpaged.core.step import FIRST_CONTENT_ID, Step
-from mlxpaged.models.caches import ModelCaches
-from mlxpaged.models.head import RowSelection
 from mlxpaged.models.loader import ServedModel
 
 
-class LastPass(NamedTuple):
-    """What the draft head needs of a forward pass. vector: the upload of the step. hidden[T, 1, D]: the states of its
-    tokens."""
-
-    step: HostStep
-    vector: mx.array
-    hidden: mx.array
-
-
 class DraftPasses:
-    """Runs on rank 0 only, and on the engine thread. rows: of the model's output head, which keeps its inputs for a
-    draft head or an assistant."""
+    """Runs on rank 0 only, and on the engine thread, after forward passes of the runner. The output head of the model
+    keeps its inputs for a draft head or an assistant."""
 
-    def __init__(self, served: ServedModel, caches: ModelCaches, rows: RowSelection | None, block_size: int) -> None:
-        self._mtp, self._draft_model = served.mtp, served.draft_model
-        self._caches = caches
-        self._rows = rows
+    def __init__(self, served: ServedModel, runner: ModelRunner, block_size: int) -> None:
+        self._mtp, self._draft_model, self._rows = served.mtp, served.draft_model, served.rows
+        self._runner = runner
+        self._caches = runner.caches
         self._block_size = block_size
-        if self._mtp is not None and rows is not None:
-            rows.keeps_hidden = True
-        self._last: LastPass | None = None
         self._further: tuple[Step, list[AttentionMetadata]] | None = None  # the latest of `further`
 
-    def note(self, last: LastPass | None) -> None:
-        """The model has made another pass."""
-        self._last = last
+    def _take_last(self) -> LastPass:
+        last, self._runner.last_pass = self._runner.last_pass, None
+        assert last is not None
+        return last
 
     def by_head(self, following: ListOf[int], sampled: mx.array | None, at: ListOf[int]) -> mx.array:
         """The draft head's hidden states [T, 1, D] for the T tokens of the last `forward`, not yet evaluated. Writes
         its keys and values into the blocks of these. following: the token after each. sampled[R]: those at the indices
         `at`, which are on the device."""
-        last, self._last = self._last, None
-        assert last is not None
+        last = self._take_last()
         assert self._mtp is not None
         tokens = mx.array([each if 0 <= each < FIRST_CONTENT_ID else 0 for each in following], mx.int32)
         if sampled is not None:
@@ -58,8 +44,7 @@ class DraftPasses:
     def by_assistant(self, step: Step, following: mx.array, at: ListOf[int]) -> mx.array:
         """An assistant's hidden states [R, 1, D] for these of the tokens of the last `forward`, not yet evaluated.
         step: of one row for each of them. following[R]: the token after each."""
-        last, self._last = self._last, None
-        assert last is not None
+        last = self._take_last()
         assert self._mtp is not None
         is_all = len(at) == last.hidden.shape[0]
         metas = last.step.on_device(last.vector)[0] if is_all else self._metas(step)

@@ -122,6 +122,7 @@ class Drafting(Part):
         config = scheduler.config
         self.budget = DraftBudget(scheduler.times.decode_seconds, config.max_draft_states if config.recurrent else None)
         self._proposals: dict[int, Proposal] = {}  # those of the next step, by sequence id
+        self._launched: dict[InFlightStep, LaunchedDrafts] = {}
         self._stats = NO_DRAFTS
 
     @property
@@ -139,7 +140,7 @@ class Drafting(Part):
         """Choose what the next step verifies. How many tokens a step with drafts commits is known when its tokens are
         read, and drafts follow a token that is known: so no step is in flight before or after one with drafts. But the
         text of a step's tokens is made while the device runs the next one."""
-        if in_flight is not None and (in_flight.scheduled.has_drafts or in_flight.drafts is not None):
+        if in_flight is not None and (in_flight.scheduled.has_drafts or in_flight in self._launched):
             return Need.COMMITTED
         started = self._clock()
         if self.choose() and in_flight is not None:
@@ -153,7 +154,10 @@ class Drafting(Part):
             self.budget.note_exposed(waited)
 
     def sampled(self, step: InFlightStep, rows: ListOf[SamplingRow], tokens: mx.array | None) -> None:
-        step.drafts = self._launch_network(step.scheduled, rows, tokens)
+        launched = self._launch_network(step.scheduled, rows, tokens)
+        if launched is not None:
+            self._launched[step] = launched
+            step.more += [] if launched.tokens is None else [launched.tokens]
 
     def accept(self, rows: ListOf[Row], tokens: Tokens) -> Tokens:
         with_drafts = [row for row in rows if row.drafts and row.sequence_id in tokens]
@@ -168,8 +172,11 @@ class Drafting(Part):
             self.budget.note_step(len(step.rows), sum(row.start + 1 for row in step.rows), step.has_drafts, seconds)
 
     def committed(self, step: InFlightStep, tokens: Tokens) -> None:
-        if step.drafts is not None:
-            self._draft_further({each: len(found) - 1 for each, found in tokens.items() if found}, step.drafts)
+        if (launched := self._launched.pop(step, None)) is not None:
+            self._draft_further({each: len(found) - 1 for each, found in tokens.items() if found}, launched)
+
+    def discard(self) -> None:
+        self._launched.clear()
 
     # -- what is drafted ---------------------------------------------------------------------------------------------
 

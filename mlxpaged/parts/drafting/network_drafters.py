@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlxpaged.core.engine.model_runner import ModelRunner, device_errors
+from mlxpaged.core.engine.model_runner import device_errors
 from mlxpaged.core.engine.running_request import RunningRequest
 from mlxpaged.core.engine.sampler import Sampler, SamplingRow
 from mlxpaged.core.scheduling.scheduler import Scheduler
 from mlxpaged.core.scheduling.sequence import Sequence
 from mlxpaged.core.step import FIRST_CONTENT_ID, Row, Step
+from mlxpaged.parts.drafting.draft_passes import DraftPasses
 
 MOST_BY_NETWORK = 4
 """Most drafts of a sequence. A head is trained for one or a few: each draft is less likely than the one before it."""
@@ -42,13 +43,13 @@ class LaunchedDrafts(NamedTuple):
 
 class NetworkDrafter:
     """Belongs to the engine thread. name: of DRAFTERS. cost: of a draft, as a share of a step. runs: whether the next
-    step makes some."""
+    step makes some. passes: the forward passes that it makes."""
 
     name = ""
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, sampler: Sampler, cost: float) -> None:
+    def __init__(self, scheduler: Scheduler, passes: DraftPasses, sampler: Sampler, cost: float) -> None:
         self._scheduler = scheduler
-        self._runner = runner
+        self.passes = passes
         self._sampler = sampler
         self.cost = cost
         self.runs = False
@@ -129,7 +130,7 @@ class HeadDrafter(NetworkDrafter):
                 end = len(following) + row.num_tokens
                 at += range(end - row.num_sampled, end)
             following += [*row.token_ids[1:], after(row, sequences.get(row.sequence_id))]
-        hidden = self._runner.drafts.by_head(following, tokens, at)
+        hidden = self.passes.by_head(following, tokens, at)
         if tokens is None:
             mx.async_eval(hidden)
             return None
@@ -137,7 +138,7 @@ class HeadDrafter(NetworkDrafter):
 
     def _first_drafts(self, hidden: mx.array, sampling: ListOf[SamplingRow]) -> mx.array:
         rows = [row._replace(position=row.position + 1) for row in sampling]
-        return self._sampler.guess(self._runner.drafts.project(hidden), rows)
+        return self._sampler.guess(self.passes.project(hidden), rows)
 
     def draft(
         self,
@@ -170,8 +171,8 @@ class HeadDrafter(NetworkDrafter):
         hidden = launched.hidden[mx.array([launched.at[i] for i in chosen])]
         tokens, made = launched.tokens[mx.array(list(chosen))], []
         for number, step in zip(range(more), self._further_steps(launched, sequences, chosen), strict=False):
-            hidden = self._runner.drafts.further(step, tokens, hidden)
-            tokens = self._guess(self._runner.drafts.project(hidden), running, number + 1)
+            hidden = self.passes.further(step, tokens, hidden)
+            tokens = self._guess(self.passes.project(hidden), running, number + 1)
             made.append(tokens)
         return read_columns(made)
 
@@ -207,7 +208,7 @@ class AssistantDrafter(HeadDrafter):
                     last._replace(start=position, token_ids=[0], logits=range(position, position + 1), num_sampled=1)
                     for position in range(row.context_len - row.num_sampled, row.context_len)
                 ]
-        hidden = self._runner.drafts.by_assistant(Step(rows), tokens, at)
+        hidden = self.passes.by_assistant(Step(rows), tokens, at)
         return LaunchedDrafts(range(len(at)), first, self._first_drafts(hidden, sampling), hidden, rows)
 
     def _further_steps(
@@ -225,8 +226,8 @@ class ModelDrafter(NetworkDrafter):
 
     name = "model"
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, sampler: Sampler, cost: float) -> None:
-        super().__init__(scheduler, runner, sampler, cost)
+    def __init__(self, scheduler: Scheduler, passes: DraftPasses, sampler: Sampler, cost: float) -> None:
+        super().__init__(scheduler, passes, sampler, cost)
         self._computed: dict[int, int] = {}  # by sequence: leading tokens whose keys and values it has
 
     @property
@@ -258,7 +259,7 @@ class ModelDrafter(NetworkDrafter):
                 self._computed[row.sequence_id] = row.context_len if is_next else computed
         if chunks:
             ids = [0 if token >= FIRST_CONTENT_ID else token for row in chunks for token in row.token_ids]
-            mx.async_eval(self._runner.drafts.by_model(Step(chunks), mx.array(ids), [len(ids) - 1]))
+            mx.async_eval(self.passes.by_model(Step(chunks), mx.array(ids), [len(ids) - 1]))
         return None if tokens is None else LaunchedDrafts()
 
     def draft(
@@ -279,7 +280,7 @@ class ModelDrafter(NetworkDrafter):
         ends: list[int] = []
         for part in parts:
             ends.append((ends[-1] if ends else -1) + len(part))
-        logits = self._runner.drafts.by_model(self._step(sequences, parts), mx.array(ids), ends)
+        logits = self.passes.by_model(self._step(sequences, parts), mx.array(ids), ends)
         for sequence, part in zip(sequences, parts, strict=True):
             self._computed[sequence.sequence_id] = part.stop
         ready = [i for i, part in enumerate(parts) if part.stop == len(sequences[i].token_ids)]
@@ -292,7 +293,7 @@ class ModelDrafter(NetworkDrafter):
         for number in range(1, most):
             starts = [len(each.sequence.token_ids) + number - 1 for each in drafting]
             step = self._step([each.sequence for each in drafting], [range(start, start + 1) for start in starts])
-            tokens = self._guess(self._runner.drafts.by_model(step, tokens, range(len(drafting))), drafting, number)
+            tokens = self._guess(self.passes.by_model(step, tokens, range(len(drafting))), drafting, number)
             made.append(tokens)
         self._keep(drafting, read_columns(made))
 

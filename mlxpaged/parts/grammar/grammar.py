@@ -20,12 +20,12 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.hf import from_tokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from mlxpaged.core.engine.constraint import Constraint, GrammarError, StructuredOutput
+from mlxpaged.core.engine.matcher import Mask, is_allowed
 from mlxpaged.daemon_thread import in_daemon_thread
 from mlxpaged.library_errors import public_reason
 from mlxpaged.models.panics import guarded
@@ -84,9 +84,6 @@ takes quadratic time: 30 seconds for 30,000 of them, while no other thread of Py
 
 CONTROL = re.compile(r"\\u00[01]|\\u007f")
 """A control character in JSON."""
-
-Mask = npt.NDArray[np.int32]
-"""[W]: one bit for each of 32 * W tokens, the lowest bit first. A set bit means that the token is allowed."""
 
 
 class Grammars:
@@ -322,10 +319,6 @@ def token_of(mask: Mask, rng: random.Random) -> int:
     word = rng.choice(np.flatnonzero(mask).tolist())
     bits = int(mask[word]) & 0xFFFFFFFF
     return int(32 * word) + rng.choice([bit for bit in range(32) if bits >> bit & 1])
-
-
-def is_allowed(mask: Mask, token_id: int) -> bool:
-    return bool(mask[token_id // 32] >> token_id % 32 & 1)
 
 
 def preferring(mask: Mask, avoided: Collection[int]) -> Mask:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +22,7 @@ import mlx.core as mx
 
 from mlxpaged.attention.metadata import HostStep
 from mlxpaged.attention.pool import Memory
+from mlxpaged.core.engine.model_runner import Build, NoGraphs, Outputs
 from mlxpaged.models.caches import ModelCaches
 from mlxpaged.models.states.rollback import CallsOfGroups, State
 
@@ -33,12 +33,6 @@ TRACE_AT = 4
 
 MAX_GRAPHS = 64
 """Most signatures that are kept. The graph of a 28-layer model takes about half a megabyte."""
-
-Outputs = list[mx.array]
-"""The logits of a step, and if there is a draft head, the hidden states that it needs."""
-
-Build = Callable[[HostStep, mx.array, mx.array | None], Outputs]
-"""Makes the outputs of a step from its upload and from the tokens of the step in flight."""
 
 
 @dataclass
@@ -52,22 +46,17 @@ class StepGraph:
     calls: CallsOfGroups = field(default_factory=dict)
 
 
-class StepGraphs:
-    """The graphs of the last signatures. build: the step without a graph. enabled: false if a step cannot be traced;
-    then `build` makes every step."""
+class StepGraphs(NoGraphs):
+    """The graphs of the last signatures. enabled: false if a step cannot be traced; then every step is built."""
 
     def __init__(self, build: Build, caches: ModelCaches) -> None:
-        self._build = build
-        self._caches = caches
+        super().__init__(build, caches)
         self._graphs: OrderedDict[Hashable, StepGraph] = OrderedDict()
         self.enabled = caches.replays
-        self.num_traced = 0
 
     def run(
         self, step: HostStep, vector: mx.array, sampled: mx.array | None, adapters: tuple[str | None, ...] = (None,)
     ) -> Outputs:
-        """The outputs of a step. vector: its upload. sampled: tokens of the step in flight. adapters: whose layers are
-        in the graph."""
         caches = self._caches
         signature = step.signature if self.enabled and caches.only_decodes else None
         graph = None
@@ -98,19 +87,6 @@ class StepGraphs:
         caches.step.count(graph.attention_calls)
         result: Outputs = outputs
         return result
-
-    def stop(self) -> None:
-        """No step is replayed from now on."""
-        self.enabled = False
-
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Every step builds its graph while the context lasts."""
-        enabled, self.enabled = self.enabled, False
-        try:
-            yield
-        finally:
-            self.enabled = enabled
 
     @property
     def _memories(self) -> list[Memory]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import mlx.core as mx
 
+from mlxpaged.core.scheduling.config import MOST_STATES
 from mlxpaged.models.device_memory import default_device_memory, free_device_memory
-from mlxpaged.parts.drafting.draft_budget import MOST_STATES
+from mlxpaged.models.layers import NO_STATES, StateMemory
 
 LEAST_STEP = 10**9
 """Bytes that a GPU keeps free for a step, also if less was measured: a prompt chunk of 2,048 tokens of a model with 4
@@ -48,38 +47,6 @@ def limit_freed_buffers(step_bytes: int, loading: bool = False) -> None:
     """Let MLX keep the freed buffers of one step, which the next step takes again, and at most CACHE_LIMIT. loading:
     whether a model loads."""
     mx.set_cache_limit(min(LOAD_CACHE if loading else CACHE_LIMIT, step_bytes))
-
-
-@dataclass(frozen=True)
-class StateMemory:
-    """The memory for recurrent states: one state for each of `max_num_seqs` sequences and for each checkpoint.
-
-    bytes_per_state: of one sequence, over all layers; 0 if the model has no recurrent layers.
-    """
-
-    bytes_per_state: int = 0
-    max_num_seqs: int = 0
-    num_checkpoints: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self.bytes_per_state * (self.max_num_seqs + self.num_checkpoints)
-
-    @property
-    def remedy(self) -> str:
-        """The end of a message that says that memory is missing; empty without recurrent layers."""
-        if not self.bytes_per_state:
-            return ""
-        sequences, checkpoints = (
-            f"{self.bytes_per_state * count / 1e6:.1f} MB" for count in (self.max_num_seqs, self.num_checkpoints)
-        )
-        return (
-            f"; the recurrent states of {self.max_num_seqs} sequences take {sequences}, and {self.num_checkpoints} "
-            f"checkpoints take {checkpoints}: lower --max-num-seqs or --state-cache-memory"
-        )
-
-
-NO_STATES = StateMemory()
 
 
 def least_step() -> int:

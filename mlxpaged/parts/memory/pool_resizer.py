@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from mlxpaged.core.blocks.pool_size import FULL
+from mlxpaged.core.engine.in_flight import InFlightStep
 from mlxpaged.core.engine.model_runner import ModelRunner
-from mlxpaged.core.engine.part import Part
+from mlxpaged.core.engine.part import Need, Part, Room
 from mlxpaged.core.scheduling.scheduler import Scheduler
+from mlxpaged.core.step import Step
 from mlxpaged.parts.memory.memory_pressure import MemoryPressure
-from mlxpaged.parts.memory.memory_watch import MemoryWatch
+from mlxpaged.parts.memory.memory_watch import POLL_SECONDS, MemoryWatch
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +32,6 @@ RETRY_SECONDS = 1.0
 
 MAX_RETRY_SECONDS = 16.0
 
-REST_SECONDS = 3600.0
-"""An idle engine that has nothing to give back does not wake up more often than this without a command."""
-
 LEAST_SHARE = 1 / 8
 """Least share of its blocks that the pool gives back at once, but for the last ones: a smaller pool is a copy of every
 layer. While memory is critical, the use of a busy server falls by a few blocks a second."""
@@ -41,7 +40,7 @@ PRESSURE_SECONDS = 5.0
 """While the system is short of memory, the pool is halved as often as this. The system's level follows late."""
 
 
-class PoolResizer:
+class PoolResizer(Part):
     """Belongs to the engine thread. While the pools grow, some layers have more blocks than the scheduler uses. It gets
     the new blocks once all layers have them. When they shrink, it loses the blocks first.
 
@@ -63,13 +62,14 @@ class PoolResizer:
         self._size = scheduler.blocks.size
         self._runner = runner
         self._bytes_per_block = bytes_per_block
-        self.step_bytes = step_bytes
+        self._step_bytes = step_bytes
         self._clock = clock
         self._parts = parts
         self._watch = MemoryWatch(clock, runner.clear_cache, pressure)
         self._least = self._size.num_blocks  # it never shrinks below its size at the start
         self._target = self._wanted = self._size.num_blocks
         self._remaining: list[int] = []  # indices of the pools that do not have the target's size yet
+        self._shrink_to: int | None = None  # blocks, once no step is in flight
         self._retry_at = self._yielded_at = -math.inf
         self._retry_seconds = RETRY_SECONDS
 
@@ -78,23 +78,51 @@ class PoolResizer:
         return bool(self._remaining) or self._target != self._size.num_blocks
 
     @property
+    def room(self) -> Room:
+        if self.is_due:
+            return Room.NEXT
+        return Room.LATER if self._size.num_blocks < self._size.limit else Room.NEVER
+
+    @property
     def is_due(self) -> bool:
         """Whether `advance` would resize a pool."""
         return self.is_resizing or self._size.wanted > self._size.num_blocks
-
-    @property
-    def can_wait(self) -> bool:
-        """Whether a sequence that finds no room may find it later, in a larger pool."""
-        return self._size.num_blocks < self._size.limit
 
     @property
     def can_shrink(self) -> bool:
         """Whether an idle engine has memory to give back: blocks, or freed buffers that MLX keeps."""
         return self._size.num_blocks > self._least or mx.get_cache_memory() > 0
 
-    def bytes_of(self, num_blocks: int) -> int:
-        """Bytes of so many blocks in all pools."""
-        return num_blocks * sum(pool.layout.bytes_per_block for pool in self._runner.pools)
+    def before_step(self, in_flight: InFlightStep | None) -> Need:
+        """Resize a part of the pools if they are to grow or shrink, after the step in flight."""
+        if self._shrink_to is None:
+            self._shrink_to = self.poll(is_idle=False)
+        if self._shrink_to is None and not self.is_due:
+            return Need.NOTHING
+        if in_flight is not None:
+            return Need.FINISHED
+        self._resize()
+        return Need.NOTHING
+
+    def rest(self, device_is_idle: bool) -> bool:
+        self._shrink_to = self.poll(is_idle=True, device_is_idle=device_is_idle)
+        if self._shrink_to is None and not self.is_due:
+            return False
+        self._resize()
+        return True
+
+    def _resize(self) -> None:
+        """Do a part of what is due. If a shrinking raises DeviceError, `advance` follows at the next step."""
+        num_blocks, self._shrink_to = self._shrink_to, None
+        if num_blocks is not None:
+            self.shrink(num_blocks)
+        if self.is_due:
+            self.advance()
+
+    def pause(self, waits: bool) -> float:
+        if self.is_resizing:
+            return 0.0
+        return POLL_SECONDS if waits or self.can_shrink else math.inf
 
     # -- growing -------------------------------------------------------------------------------------------------
 
@@ -132,7 +160,7 @@ class PoolResizer:
         if self._bytes_per_block:
             # A step and the copy of a layer never run at the same time, so they need the same memory.
             copied = max((pool.nbytes for pool in self._runner.pools), default=0)
-            target = min(target, present + (free - max(self.step_bytes, copied)) // self._bytes_per_block)
+            target = min(target, present + (free - max(self._step_bytes, copied)) // self._bytes_per_block)
         if target > present:
             self._resize_to(target)
         else:
@@ -161,8 +189,8 @@ class PoolResizer:
         self._retry_at = self._clock() + self._retry_seconds
         self._retry_seconds = min(2 * self._retry_seconds, MAX_RETRY_SECONDS)
 
-    def run_short(self) -> None:
-        """An allocation failed. The pool shrinks before the next step as if memory were critical, and grows later."""
+    def ran_short(self, step: Step) -> None:
+        """The pool shrinks before the next step as if memory were critical, and grows later."""
         self._watch.note_failure()
         self._wait()
 
@@ -203,7 +231,7 @@ class PoolResizer:
         used = self._scheduler.pool.usage().used + running
         return min(present, max(keep, self._least, math.ceil(used / FULL)))
 
-    def shrink_to_least(self) -> None:
+    def give_back(self) -> None:
         """Give back at once what no running sequence needs, for another model, and end a growth. No step may be in
         flight. Raises as `shrink` does."""
         keep = self._size_to_keep(MemoryPressure.CRITICAL, self._clock(), rests=True)

@@ -13,12 +13,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from mlxpaged.core.engine.errors import RankLostError
 from mlxpaged.models import sharding
-
-
-class RankLostError(Exception):
-    """A rank failed or was lost, so that the ranks are not in the same state any more. The engine cannot go on: the
-    model has to be loaded again, by new processes, because MLX makes a group only once in a process."""
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpaged.attention.layout import KV_DTYPES
+from mlxpaged.core.engine.errors import RankLostError
 from mlxpaged.core.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.core.engine.step_input import NO_TOKENS, SampledTokens
 from mlxpaged.core.step import BlockMoves, Step
 from mlxpaged.parts.images.images import Images
 from mlxpaged.parts.ranks.rank_messages import MessageWriter
-from mlxpaged.parts.ranks.ranks import RankLostError, Ranks
+from mlxpaged.parts.ranks.ranks import Ranks
 
 
 class SharedRunner(ModelRunner):

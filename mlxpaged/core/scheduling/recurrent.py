@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListOf
 
+from mlxpaged.core.blocks.checkpoints import Checkpoints
 from mlxpaged.core.blocks.prefix_cache import CachedBlock, PrefixCache
+from mlxpaged.core.scheduling.junctions import Junctions
 from mlxpaged.core.scheduling.sequence import Sequence
-from mlxpaged.parts.states.checkpoints import Checkpoints
-from mlxpaged.parts.states.junctions import Junctions
 
 CHECKPOINT_DISTANCE = 1024
 """Tokens between two checkpoints of a long sequence, rounded to whole blocks."""

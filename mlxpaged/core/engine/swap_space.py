@@ -36,6 +36,15 @@ def bytes_per_slot(layers: Sequence[LayerKVCache]) -> int:
     return sum(kv.layout.bytes_per_block for kv in layers)
 
 
+def copy_in_pieces(layers: Sequence[LayerKVCache], pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks, source to target, in one layer after the other. The copies are done on return."""
+    for kv in layers if pairs else ():
+        count = max(1, PIECE_BYTES // kv.layout.bytes_per_block)
+        for start in range(0, len(pairs), count):
+            kv.copy_blocks(pairs[start : start + count])
+            mx.eval(kv.arrays)
+
+
 def read_bytes(layers: Sequence[LayerKVCache], blocks: Sequence[int]) -> list[mx.array]:
     """The bytes of blocks, not evaluated: an array for each plane of each layer."""
     return [array.view(mx.uint8) for kv in layers for array in kv.read_blocks(blocks)]

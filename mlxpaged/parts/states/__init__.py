@@ -1,1 +1,0 @@
-"""Blocks and checkpoints of recurrent states, for the scheduler. models/states/ has the states."""
