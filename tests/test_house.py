@@ -30,10 +30,11 @@ MAY_IMPORT = {
     "core.text": {"core.engine", "models", "formats"},
     "core.scheduling": {"core.step", "core.blocks"},
     "models": BELOW_THE_ENGINE,
+    "models.joins": BELOW_THE_ENGINE - {"cpu"},
     "vision": set(),
     "formats": set(),
     "attention": {"core.step", "core.blocks"},
-    "cpu": {"attention"},
+    "cpu": {"attention", "models.joins"},
     "core.blocks": {"core.step"},
     "core.step": {"core.blocks"},
 }
@@ -159,13 +160,6 @@ def test_the_server_starts_its_engine_before_the_api_is_imported() -> None:
 
 def test_what_is_for_cpus_only_is_reached_through_the_loader_the_streams_and_the_blas() -> None:
     doors = {
-        # For any device:
-        "mlxpaged.cpu.joined_linear": {
-            "models/adapters/adapted_layers.py",
-            "models/joins/fused_attention.py",
-            "models/joins/joins.py",
-        },
-        "mlxpaged.cpu.split_linear": {"models/joins/fused_attention.py"},
         "mlxpaged.cpu.float32": {
             *("models/adapters/adapters.py", "models/loader.py", "models/replacements.py", "models/files/weights.py"),
             *("models/sources/gguf/weights.py", "models/sources/model_files.py"),

@@ -1,7 +1,7 @@
 """`optimize_for_cpu` makes a loaded model's own operations faster on MLX's CPU backend.
 
-- Query, key and value projections are joined (joined_linear.py), and linear layers are split among CPU streams
-  (split_linear.py).
+- Query, key and value projections are joined (models/joins/joined_linear.py), and linear layers are split among CPU
+  streams (split_linear.py).
 - Rope takes cosines and sines from tables (rope_tables.py).
 - SwiGLU is computed with exp2: MLX's CPU backend takes 14 ns for an element of a sigmoid, on one core. That was a
   quarter of a decode step of an 80-million model on two cores. GELU is computed by polynomials (gelu.py).
@@ -24,10 +24,10 @@ from mlxpaged.attention.kv_cache import POOLS
 from mlxpaged.cpu import blas, streams
 from mlxpaged.cpu.exp2 import LOG2E, exp2
 from mlxpaged.cpu.gelu import gelu, gelu_of_mlx
-from mlxpaged.cpu.joined_linear import join_projections
 from mlxpaged.cpu.kv_pool import CpuPool
 from mlxpaged.cpu.rope_tables import tabulate_ropes
 from mlxpaged.cpu.split_linear import SplitFeedForward, split_linear_layers
+from mlxpaged.models.joins.joined_linear import join_projections
 from mlxpaged.process_memory import require_memory
 
 POOLS["cpu"] = CpuPool

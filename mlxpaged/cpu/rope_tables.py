@@ -14,7 +14,7 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.positional_encoding import RoPE
 from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 
-from mlxpaged.cpu.split_linear import precede
+from mlxpaged.models.joins.joined_linear import precede
 
 
 class Tables:

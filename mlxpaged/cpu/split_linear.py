@@ -23,13 +23,12 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlxpaged.cpu import small_products, streams
+from mlxpaged.models.joins.joined_linear import AXES, KINDS, OUTPUTS, InParts, precede
 from mlxpaged.trials import Trials, record_all
 
 WEIGHT_BYTE = 0.25e-9
 """Seconds for a byte of weights on one core: a few rows of float32, or one row of a smaller type."""
 
-OUTPUTS: Mapping[str, int] = {"weight": -2, "scales": -2, "biases": -2, "bias": -1}
-"""The output axis of each parameter of a linear layer."""
 INPUTS: Mapping[str, int] = {"weight": -1}
 
 TILE = 16
@@ -57,6 +56,10 @@ class LinearByInput(Linear):
         super().__setattr__(*(("matrix", value.T) if name == "weight" else (name, value)))
 
 
+KINDS.update((LinearByInput, small_products.LinearInTiles))
+AXES["matrix"] = -1
+
+
 class SplitLinear(Module):
     """A base class before that of a linear layer, or of a layer of experts. parts: layers of that class.
     [..., in] -> [..., out]"""
@@ -82,10 +85,8 @@ class SplitHead(Module):
         return on_streams([part.as_linear for part in self._parts], join, x)
 
 
-class SplitFeedForward(Module):
-    """`parts` are networks of the same class, each with some of the hidden units; [..., in] -> [..., in]"""
-
-    parts: list[Any]
+class SplitFeedForward(InParts):
+    """Its parts have some of the hidden units each; [..., in] -> [..., in]"""
 
     def __call__(self, x: mx.array, *args: Any, **more: Any) -> mx.array:
         return on_streams(self.parts, add, x, *args, **more)
@@ -159,7 +160,7 @@ def split_network(network: Module, trials: Trials[bool]) -> None:
     for name in list(network.children()):
         del network[name]
     network.parts = parts
-    precede(network, SplitFeedForward)
+    precede(network, SplitFeedForward, "Split")
 
 
 def add_up(network: Any, parts: Sequence[Any], x: mx.array) -> bool:
@@ -179,7 +180,7 @@ def split_layer(layer: Module) -> None:
     layer.parts = [part_of(layer, outputs, OUTPUTS) for outputs in slices]
     for name in list(layer.parameters().keys() & OUTPUTS.keys()):
         del layer[name]
-    precede(layer, SplitLinear)
+    precede(layer, SplitLinear, "Split")
 
 
 def split_head(embedding: Module) -> None:
@@ -188,13 +189,7 @@ def split_head(embedding: Module) -> None:
         choose_form(embedding)
         return
     embedding._parts = [part_of(embedding, outputs, OUTPUTS) for outputs in slices]
-    precede(embedding, SplitHead)
-
-
-def precede(module: Module, base: type[Module], prefix: str = "Split") -> None:
-    """Put `base` before the module's own class."""
-    own = type(module)
-    module.__class__ = type(f"{prefix}{own.__name__}", (base, own), {})
+    precede(embedding, SplitHead, "Split")
 
 
 def slices_of(length: int, layers: Sequence[Module]) -> list[slice]:

@@ -17,11 +17,11 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlxpaged.core.engine.core import EngineCore
-from mlxpaged.cpu.joined_linear import JoinedLinear, Joint
 from mlxpaged.engine.builder import load_core
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models import replacements
 from mlxpaged.models.joins import expert_rows, joins
+from mlxpaged.models.joins.joined_linear import JoinedLinear, Joint
 from mlxpaged.models.joins.joins import join, join_gate_and_up, name_rows
 from mlxpaged.models.loader import LoadOptions, load_model
 from tests.models.architectures import make_architecture

@@ -19,9 +19,9 @@ from mlx.nn.layers.quantized import QuantizedLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 from mlx_lm.tuner.dora import DoRALinear
 
-from mlxpaged.cpu.joined_linear import PROJECTIONS
 from mlxpaged.models.adapters.step_adapters import StepAdapters, as_column
 from mlxpaged.models.joins.fused_attention import FusedAttention
+from mlxpaged.models.joins.joined_linear import PROJECTIONS
 
 
 def choose(mask: mx.array, adapted: Any, base: Any) -> Any:

@@ -29,9 +29,8 @@ from mlxpaged.attention import precision
 from mlxpaged.attention.layer import PagedLayer
 from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.qkv import Norm, Qkv, Rope, row_size
-from mlxpaged.cpu.joined_linear import JOINT, PROJECTIONS, Join, make_joint
-from mlxpaged.cpu.split_linear import precede
 from mlxpaged.models.adapters.step_adapters import StepAdapters
+from mlxpaged.models.joins.joined_linear import JOINT, PROJECTIONS, Join, make_joint, precede
 from mlxpaged.models.turns import Turns
 from mlxpaged.progress import Stage
 from mlxpaged.trials import Trials, on_host, record

@@ -19,10 +19,10 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlxpaged.cpu.joined_linear import Join, are_of_one_kind, layers_by_name, make_joint
 from mlxpaged.models.checks.probe_steps import SHORT_PROMPT
 from mlxpaged.models.checks.reference import are_rounding
 from mlxpaged.models.joins.expert_rows import ExpertsOfRows
+from mlxpaged.models.joins.joined_linear import Join, are_of_one_kind, layers_by_name, make_joint
 from mlxpaged.models.joins.joined_norms import join_norms
 from mlxpaged.models.turns import Turns
 from mlxpaged.progress import Stage

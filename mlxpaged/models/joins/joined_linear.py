@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -19,16 +19,28 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlxpaged.cpu.small_products import LinearInTiles
-from mlxpaged.cpu.split_linear import OUTPUTS, LinearByInput, SplitFeedForward, precede
-
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 JOINT = "joint_proj"
 """The name of the joint layer in the module of these."""
 
-KINDS = (Linear, LinearByInput, LinearInTiles, QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
-AXES = {**OUTPUTS, "matrix": -1}
-"""The output axis of each parameter of these."""
+OUTPUTS: Mapping[str, int] = {"weight": -2, "scales": -2, "biases": -2, "bias": -1}
+"""The output axis of each parameter of a linear layer."""
+
+KINDS: set[type] = {Linear, QuantizedLinear, SwitchLinear, QuantizedSwitchLinear}
+AXES = dict(OUTPUTS)
+"""Layers that can be joined, and the output axis of each of their parameters. mlxpaged/cpu adds its own."""
+
+
+def precede(module: Module, base: type[Module], prefix: str) -> None:
+    """Put `base` before the module's own class."""
+    own = type(module)
+    module.__class__ = type(f"{prefix}{own.__name__}", (base, own), {})
+
+
+class InParts(Module):
+    """A network that is computed by `parts`, networks of its own class. Their layers are joined with no others."""
+
+    parts: list[Any]
 
 
 class Joint:
@@ -117,7 +129,7 @@ def join_projections(model: Module) -> None:
 def layers_by_name(model: Module, names: Sequence[str]) -> Iterator[tuple[str, Any, list[Any]]]:
     """The path of each module that has layers of these names, the module and the layers. Parts of networks that are
     split among CPU streams are left out."""
-    split = {id(part) for each in model.modules() if isinstance(each, SplitFeedForward) for part in each.parts}
+    split = {id(part) for each in model.modules() if isinstance(each, InParts) for part in each.parts}
     for path, module in model.named_modules():
         if id(module) not in split and all(isinstance(module.get(name), Module) for name in names):
             yield path, module, [module[name] for name in names]

@@ -11,8 +11,8 @@ import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from mlxpaged.cpu.joined_linear import JoinedLinear, join_projections
 from mlxpaged.cpu.split_linear import SplitLinear, split_linear_layers
+from mlxpaged.models.joins.joined_linear import JoinedLinear, join_projections
 
 SIZES = (96, 32, 32)
 
