@@ -20,7 +20,7 @@ from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import bearer, write_keys
 from tests.cli.helpers import Command, serving
 from tests.fuzz import bodies, wire
-from tests.fuzz.client import FaultError, Report, Target, canary, check_error, send_all, send_body, send_wire
+from tests.fuzz.client import LONGEST, FaultError, Report, Target, canary, check_error, send_all, send_body, send_wire
 from tests.support import RunningServer, running_server, wait_until, with_embeddings
 
 SEED = int(os.environ.get("MLXPAGED_FUZZ_SEED", "1"))
@@ -71,14 +71,14 @@ def check(target: Target, kind: str, numbers: range, log: Callable[[], str]) -> 
     at = new.find("Traceback")
     assert at < 0, new[max(0, at - 2000) : at + 6000]
     assert right >= 2
-    with httpx.Client(base_url=target.url, headers=bearer(target.key), trust_env=False, timeout=30) as client:
+    with httpx.Client(base_url=target.url, headers=bearer(target.key), trust_env=False, timeout=LONGEST) as client:
         assert client.get("/health").status_code == 200
 
         def is_idle() -> bool:
             status = client.get("/v1/status").json()
             return all(model.get("blocks", {}).get("used", 0) == 0 for model in status["models"])
 
-        wait_until(is_idle, 60, 0.1)
+        wait_until(is_idle, LONGEST, 0.1)
 
 
 @pytest.fixture(scope="module")
