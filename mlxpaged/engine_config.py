@@ -64,8 +64,7 @@ class EngineConfig:
     max_num_seqs: int = 32  # sequences in the running batch
     max_num_batched_tokens: int = 2048  # token budget of a step
     max_queue: int = 256  # sequences that may wait in addition to `max_num_seqs` running ones
-    prefill_mode: str = "mixed"  # "mixed": a step computes prompts and decodes; "separate": one of the two
-    decode_preference: float = 0.5  # share of a step's token budget (mixed) or of the steps (separate) for decoding
+    decode_preference: float = 0.5  # share of a step's token budget that is kept for decoding
     speculative: str = "auto"  # one of SPECULATIVE: what proposes draft tokens, which a step verifies together
     mtp: str | None = None  # file, directory or repository with the model's draft head; None: its own files
     draft_model: str | None = None  # a smaller model with the same vocabulary that drafts; None: there is none
@@ -199,7 +198,6 @@ class EngineConfig:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             prefix_caching=self.prefix_caching,
-            prefill_mode=self.prefill_mode,
             decode_preference=self.decode_preference,
             max_step_seconds=None if self.max_step_ms is None else self.max_step_ms / 1000,
             cache_seed=cache_seed,

@@ -9,7 +9,7 @@ from mlxpaged.attention.backends import BACKENDS
 from mlxpaged.cli import flags
 from mlxpaged.cli.flags import size
 from mlxpaged.core.blocks.block_pool import SUPPORTED_BLOCK_SIZES
-from mlxpaged.core.scheduling.config import MOST_MULTIPLE, PREFILL_MODES, step_multiple
+from mlxpaged.core.scheduling.config import MOST_MULTIPLE, step_multiple
 from mlxpaged.core.scheduling.sequence import Priority
 from mlxpaged.engine_config import CPU_DTYPES, KV_CACHE_DTYPES, SPECULATIVE, WIRED_MEMORY, EngineConfig
 
@@ -63,10 +63,7 @@ def add_engine_flags(groups: flags.Flags) -> None:
     steps.field("--max-num-seqs", flags.positive_int, "most sequences in the running batch")
     steps.switch("--no-batching", "run one request at a time, as --max-num-seqs 1 does")
     steps.field("--max-num-batched-tokens", flags.positive_int, "token budget of a step, prompts and answers together")
-    mode = "mixed: a step computes prompts and decodes; separate: a step does only one of the two"
-    steps.field("--prefill-mode", flags.one_of(*PREFILL_MODES), mode)
-    kept = "share of a step's tokens (mixed) or of the steps (separate) kept for decoding"
-    steps.field("--decode-preference", flags.fraction, kept)
+    steps.field("--decode-preference", flags.fraction, "share of a step's tokens that is kept for decoding")
     longest = f"{step_multiple(1)} to {MOST_MULTIPLE} times as long as a step without prompts"
     steps.field("--max-step-ms", flags.milliseconds, "longest step with prompts, in ms; 0: no limit", longest)
     drafted = (

@@ -28,7 +28,7 @@ def test_commands_flags_values_and_models_are_completed(tmp_path: Path, monkeypa
     assert completed("nonsense", "x") == []
     assert completed("--ver") == ["--version"]
     assert completed("serve", "--max-num-") == ["--max-num-seqs", "--max-num-batched-tokens"]
-    assert completed("serve", "--prefill-mode", "") == ["mixed", "separate"]
+    assert completed("serve", "--kv-cache-dtype", "i") == ["int8", "int4"]
     assert completed("serve", "--default-priority", "h") == ["high"]
     assert completed("serve", "--strict", "some") == ["someone/my--model"]
     assert completed("--config", "x", "pull", "qwen3.6:") == ["qwen3.6:27b", "qwen3.6:35b"]

@@ -160,7 +160,6 @@ def answers_in_mix(model: TinyModel, seed: int, **options: Any) -> tuple[dict[st
         block_size=block_size,
         max_num_seqs=rng.choice((2, 6, 16)),
         max_num_batched_tokens=chunk,
-        prefill_mode=rng.choice(("mixed", "separate")),
         prefix_caching=rng.random() < 0.8,
         **options,
     )

@@ -82,11 +82,10 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     [
         ({}, False),
         ({"max_num_batched_tokens": 24, "max_num_seqs": 12}, True),
-        ({"prefill_mode": "separate", "max_num_batched_tokens": 40}, False),
         (SMALL, True),
         (SMALL | {"swap_blocks": 40}, False),
     ],
-    ids=["plain", "chunks", "separate", "recompute", "swap"],
+    ids=["plain", "chunks", "recompute", "swap"],
 )
 @pytest.mark.rotated("models")
 def test_sixteen_answers_are_those_without_drafts(

@@ -58,8 +58,6 @@ def add_mix(core: EngineCore) -> None:
 POOLS = {"roomy": (100, 0), "recomputed": (6, 0), "swapped": (6, 12)}
 """Blocks of the pool and of its swap space."""
 
-MODES = ("mixed", "separate")
-
 
 @pytest.fixture(scope="module")
 def expected(served: ServedModel) -> dict[str, str]:
@@ -68,18 +66,17 @@ def expected(served: ServedModel) -> dict[str, str]:
     return texts_of(core)
 
 
-@pytest.mark.parametrize(("pool", "mode", "overlaps"), every(3, itertools.product(POOLS, MODES, (False, True))))
+@pytest.mark.parametrize(("pool", "overlaps"), every(2, itertools.product(POOLS, (False, True))))
 def test_answers_do_not_depend_on_overlap_preemption_or_failures(
     served: ServedModel,
     expected: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
     pool: str,
-    mode: str,
     overlaps: bool,
 ) -> None:
     blocks, swap = POOLS[pool]
     monkeypatch.setattr(ModelRunner, "overlaps", overlaps)
-    core = make_core(served, blocks, swap, prefill_mode=mode, max_num_batched_tokens=64)
+    core = make_core(served, blocks, swap, max_num_batched_tokens=64)
     let_steps_fail(core, monkeypatch)
     add_mix(core)
     assert texts_of(core) == expected

@@ -232,13 +232,10 @@ def test_the_kernels_move_blocks_as_well(served: ServedModel, undisturbed: list[
     assert stats.blocks_swapped_in_total > 0
 
 
-@pytest.mark.parametrize("mode", ["mixed", "separate"])
 @pytest.mark.parametrize("preference", [0.1, 0.9])
 @pytest.mark.rotated("models")
-def test_answers_do_not_depend_on_the_prefill_mode(
-    served: ServedModel, undisturbed: list[list[int]], overlaps: bool, mode: str, preference: float
+def test_answers_do_not_depend_on_what_is_kept_for_decoding(
+    served: ServedModel, undisturbed: list[list[int]], overlaps: bool, preference: float
 ) -> None:
-    core = make_core(
-        served, 100, max_num_batched_tokens=64, prefill_mode=mode, decode_preference=preference, prefix_caching=True
-    )
+    core = make_core(served, 100, max_num_batched_tokens=64, decode_preference=preference, prefix_caching=True)
     assert run_requests(core, PROMPTS, max_tokens=TOKENS) == undisturbed

@@ -27,7 +27,6 @@ def make_engine(model: TinyModel, rng: random.Random) -> EngineCore:
         num_checkpoints=rng.choice((0, 1, 2, 4, 30)),
         max_num_seqs=rng.choice((3, 6, 10)),
         max_num_batched_tokens=rng.choice((16, 40, 200)),
-        prefill_mode=rng.choice(("mixed", "mixed", "separate")),
         speculative=rng.choice(("off", "ngram")),
         prefix_caching=rng.random() < 0.9,
     )

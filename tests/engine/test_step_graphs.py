@@ -213,13 +213,12 @@ def test_states_are_replayed_in_any_order_of_the_batch(
             num_checkpoints=rng.choice((0, 2, 30)),
             max_num_seqs=rng.choice((3, 6)),
             max_num_batched_tokens=rng.choice((16, 40)),
-            prefill_mode=rng.choice(("mixed", "separate")),
             attention_backend="metal",
             attention_tuning="paged",
         )
 
-    play_all(hybrid, make_engine, range(4), 16)
-    assert len(replays) > 30
+    play_all(hybrid, make_engine, range(6), 16)
+    assert len(replays) > 20
 
 
 def test_steps_with_adapters_are_replayed(lazy: LazyKernels, tmp_path: Path) -> None:

@@ -52,7 +52,6 @@ def make_engine(model: TinyModel, rng: random.Random) -> EngineCore:
         num_checkpoints=rng.choice((0, 1, 4, 30)),
         max_num_seqs=rng.choice((2, 6, 10)),
         max_num_batched_tokens=chunk,
-        prefill_mode=rng.choice(("mixed", "mixed", "separate")),
         prefix_caching=rng.random() < 0.9,
         block_size=block_size,
         attention_backend=rng.choice(("gather", "cpu" if on_cpu else "gather")),

@@ -430,59 +430,11 @@ def test_a_cleared_cache_finds_nothing_and_running_sequences_continue() -> None:
     assert answer(running) == undisturbed(PROMPT, 1, 9)
 
 
-# -- steps that do either --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("decode_preference", "decodes_of_ten"), [(0.1, 1), (0.5, 5), (0.7, 7), (0.9, 9)])
-def test_separate_steps_do_either_and_decoding_gets_its_share(decode_preference: float, decodes_of_ten: int) -> None:
-    scheduler = make_scheduler(
-        num_blocks=4096,
-        max_num_seqs=16,
-        max_num_batched_tokens=16,
-        prefill_mode="separate",
-        decode_preference=decode_preference,
-    )
-    simulation = Simulation(scheduler)
-    simulation.add(sequence(0, 4, max_tokens=400))
-    simulation.step()
-    simulation.add(*(sequence(number, 2000, max_tokens=2) for number in (1, 2)))
-    decodes = 0
-    for _ in range(100):
-        batch = simulation.step()
-        prompts = {seq.sequence_id: seq.num_prompt_tokens for seq in simulation.added}
-        kinds = {row.start >= prompts[row.sequence_id] for row in batch.rows}
-        assert len(kinds) == 1
-        decodes += kinds == {True}
-        if kinds == {False}:
-            assert batch.num_tokens == 16, "the whole budget"
-    assert abs(decodes - 10 * decodes_of_ten) <= 1
-
-
-def test_separate_steps_decode_while_no_prompt_finds_room() -> None:
-    scheduler = make_scheduler(num_blocks=8, prefill_mode="separate", max_num_batched_tokens=32)
-    simulation = Simulation(scheduler)
-    simulation.add(sequence(1, 20, max_tokens=9))
-    simulation.step()
-    simulation.add(sequence(2, 20, max_tokens=9))
-    for _ in range(8):
-        assert simulation.step().sequence_ids == [1]
-    assert simulation.step().sequence_ids == [2]
-
-
-def test_several_decode_together_in_a_separate_step() -> None:
-    simulation = Simulation(make_scheduler(prefill_mode="separate"))
-    simulation.add(sequence(1, 3, max_tokens=3), sequence(2, 3, max_tokens=3))
-    simulation.run()
-    assert simulation.batches == [[(1, 3), (2, 3)], [(1, 1), (2, 1)], [(1, 1), (2, 1)]]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefill_mode": "both"}, "prefill_mode must be one of mixed, separate, got 'both'"),
         ({"decode_preference": 1.0}, "decode_preference must be at least 0 and below 1"),
         ({"decode_preference": -0.1}, "decode_preference must be at least 0 and below 1"),
-        ({"prefill_mode": "separate", "decode_preference": 0.0}, "nothing would decode"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
     ],
 )

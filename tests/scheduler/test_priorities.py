@@ -298,38 +298,6 @@ def test_a_blocked_sequence_runs_in_step_65_its_victim_is_queued_again_and_the_p
     assert simulation.scheduler.pool.usage().used == simulation.scheduler.stats().swap.used == 0
 
 
-@pytest.mark.parametrize("decode_preference", [0.01, 0.5, 0.9])
-def test_steps_that_only_decode_are_skipped_steps_too(decode_preference: float) -> None:
-    """The share of decoding does not change after how many steps without room a waiting sequence is admitted."""
-    options = {"prefill_mode": "separate", "decode_preference": decode_preference}
-    scheduler = make_scheduler(num_blocks=64, max_num_batched_tokens=256, **options)
-    simulation = Simulation(scheduler)
-    simulation.add(sequence(1, 128, max_tokens=100))
-    simulation.step()
-    simulation.add(sequence(2, 200, max_tokens=2))
-    waiting = scheduler.sequences[2]
-    while waiting.skipped_steps == 0:
-        simulation.step()
-    for skipped in range(2, STARVATION_BOUND + 1):
-        assert simulation.step().sequence_ids == [1]
-        assert waiting.skipped_steps == skipped
-    simulation.step()
-    assert waiting.status is SequenceStatus.RUNNING
-    assert scheduler.stats().starvation_admissions_total == 1
-
-
-def test_a_step_that_only_decodes_is_not_counted_for_a_sequence_that_waits_for_a_slot() -> None:
-    options = {"prefill_mode": "separate", "decode_preference": 0.9}
-    scheduler = make_scheduler(num_blocks=64, max_num_seqs=1, max_num_batched_tokens=256, **options)
-    simulation = Simulation(scheduler)
-    simulation.add(sequence(1, 20, max_tokens=80))
-    simulation.step()
-    simulation.add(sequence(2, 20, max_tokens=2))
-    for _ in range(STARVATION_BOUND + 5):
-        assert simulation.step().sequence_ids == [1]
-    assert scheduler.sequences[2].skipped_steps == 0
-
-
 @pytest.mark.parametrize("prompt", [125, 126, 127, 128])
 def test_the_next_block_of_a_victim_counts_as_room_too(prompt: int) -> None:
     """The waiting one needs the whole pool. At one of these lengths the running one is about to take one more block."""

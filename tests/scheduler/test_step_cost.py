@@ -322,11 +322,6 @@ def test_zero_is_no_limit() -> None:
     assert len(prompt_steps(timed, 200, 6000)) == 1
 
 
-def test_between_steps_that_decode_one_with_prompts_keeps_to_the_limit_too() -> None:
-    timed = with_streams(SLOW_CPU, prefill_mode="separate", decode_preference=0.5, max_step_seconds=0.3)
-    assert max(prompt_steps(timed, 200, 6000)) <= 0.3 * 1.05
-
-
 @pytest.mark.parametrize("seconds", [-1.0, math.inf, math.nan])
 def test_a_limit_that_is_none_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="max_step_seconds must be at least 0 and finite"):

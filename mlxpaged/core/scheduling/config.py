@@ -9,8 +9,6 @@ from mlxpaged.core.blocks.block_pool import DEFAULT_BLOCK_SIZE
 from mlxpaged.core.blocks.groups import CacheGroups
 from mlxpaged.core.scheduling.row_tiles import ANY_ROWS, RowTiles
 
-PREFILL_MODES = ("mixed", "separate")
-
 MOST_STATES = 8
 """Most sequences with drafts in a step of a model with recurrent states: the states before their rows are kept, which
 take 154 MB each in Qwen3.5-27B."""
@@ -58,11 +56,8 @@ class SchedulerConfig:
     max_prompt_logits: int = 2048
     """Prompt tokens of a step whose logits are computed, for prompt log-probabilities, and draft tokens, which take
     at most half. It limits the step's memory."""
-    prefill_mode: str = "mixed"
-    """Whether a step may contain both prompts and decoding sequences ("mixed") or one of the two ("separate")."""
     decode_preference: float = 0.5
-    """0 to below 1. mixed: share of the token budget that prompts may not use while sequences decode. separate: share
-    of the steps that decode while prompts wait."""
+    """0 to below 1: share of the token budget that prompts may not use while sequences decode."""
     max_step_seconds: float | None = None
     """Time limit of a step with prompts. It never cuts a chunk below LEAST_CHUNK tokens. 0: no limit. None: while
     sequences decode, `step_multiple` times a step without prompts."""
@@ -89,11 +84,7 @@ class SchedulerConfig:
             )
         if self.max_prompt_logits < 1:
             raise ValueError(f"max_prompt_logits must be at least 1, got {self.max_prompt_logits}")
-        if self.prefill_mode not in PREFILL_MODES:
-            raise ValueError(f"prefill_mode must be one of {', '.join(PREFILL_MODES)}, got {self.prefill_mode!r}")
         if not 0 <= self.decode_preference < 1:
             raise ValueError(f"decode_preference must be at least 0 and below 1, got {self.decode_preference}")
         if self.max_step_seconds is not None and not 0 <= self.max_step_seconds < math.inf:
             raise ValueError(f"max_step_seconds must be at least 0 and finite, got {self.max_step_seconds}")
-        if self.prefill_mode == "separate" and not self.decode_preference:
-            raise ValueError("decode_preference must be above 0 if prefill_mode is separate: else nothing would decode")

@@ -82,7 +82,6 @@ class Scheduler:
         self._preemption = Preemption(self.blocks, self.running, self.waiting, clock)
         self._admission = AdmissionControl(config.max_num_seqs, self._preemption, self._changed)
         self.times = PrefillLimits(config)
-        self._decode_credit = 0.0
         self.max_tokens = config.max_num_batched_tokens
         self.admits = True  # whether waiting sequences are admitted while others run, and drafts verified
         self._starvation_admissions = self._prefix_hit_tokens = self._prompt_tokens = 0
@@ -206,19 +205,8 @@ class Scheduler:
         self.blocks.size.forget_asked()
         self.blocks.give_back(self.running)
         self._preempt_for_waiting(builder)
-        if self.config.prefill_mode == "mixed":
-            self._add_decodes(builder)
-            self._add_prompts(builder)
-        elif self._is_turn_of_decodes():
-            self._add_decodes(builder)
-            if builder:
-                self._count_skipped_step()
-            else:
-                self._add_prompts(builder)
-        else:
-            self._add_prompts(builder)
-            if not builder:
-                self._add_decodes(builder)
+        self._add_decodes(builder)
+        self._add_prompts(builder)
         self.blocks.size.relieve()
         return Step(builder.build(self.tables_of), self.blocks.take_moves())
 
@@ -326,17 +314,6 @@ class Scheduler:
         return len(sequence.token_ids) - self.blocks.num_available_tokens(sequence)
 
     # -- decoding and prompts ------------------------------------------------------------------------------------
-
-    def _is_turn_of_decodes(self) -> bool:
-        """Whether this step decodes, in separate mode. If the chosen kind has nothing to run, the other kind runs."""
-        turns, self._decode_credit = divmod(self._decode_credit + self.config.decode_preference, 1)
-        return turns >= 1
-
-    def _count_skipped_step(self) -> None:
-        """Count a step without prompts for the waiting sequences that had no room in the last step with prompts."""
-        if self._admission.num_free_slots > 0:
-            for sequence in self._first_waiting(LOOK_AHEAD):
-                sequence.skipped_steps += sequence.skipped_steps > 0
 
     def _add_decodes(self, builder: ScheduleBuilder) -> None:
         decoding = list(filter(is_decoding, self.running))
