@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import os
 import random
 import re
 import sys
@@ -24,7 +25,11 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlxpaged.models.text.templates.renderer import MAX_IDLE
+from mlxpaged.api.image_threads import IMAGES
+from mlxpaged.api.server import BODIES, FILES, HUGE_BODIES
+from mlxpaged.models.text.templates import renderer
+from mlxpaged.parts.grammar.check import checker
+from mlxpaged.vision.decoding import decoder
 from tests.soak.cases import Case, make_cases
 from tests.soak.http_client import Connection, HungError, LeftError
 from tests.soak.jobs import JOBS, Client, Refused, Wrong, streaming
@@ -47,10 +52,13 @@ NUM_CASES = 6
 READ_SECONDS = 5.0
 MOST_SHOWN = 30
 """Faults. One mistake can be noticed thousands of times."""
-POOL_THREADS = 8
-"""More than before the load: 6 for files and 2 for large bodies, which stay once they are started."""
-PIPES = 2 * (MAX_IDLE - 1)
-"""Of processes that render chat templates, more than before the load, when there was one."""
+RULES = (BODIES, HUGE_BODIES, FILES, IMAGES)
+POOL_THREADS = min(32, (os.cpu_count() or 1) + 4) + sum(rules.at_once for rules in RULES) + 2
+"""More than before the load, which stay once they are started: those of asyncio, of large bodies, files and images, one
+for large answers, and one for batches."""
+PIPES = 2 * (renderer.MAX_IDLE - 1 + decoder.MAX_IDLE + checker.MAX_IDLE)
+"""Of processes that render chat templates, decode images and check grammars, more than before the load, when there was
+one."""
 MOST_GROWTH = 5e6
 """Bytes that resident memory may grow by in the second half."""
 FLAGS = (
