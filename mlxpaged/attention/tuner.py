@@ -1,7 +1,7 @@
 """Measures which choice is fastest on this machine, for each shape class of a model's layers.
 
-It takes a few seconds at the first start. Later starts read the times from a file (tuning_cache.py). It measures only
-on a Metal device. Other devices use the defaults.
+It takes a few seconds. `mlxpaged doctor` does it, and `mlxpaged serve --retune`; a start reads the times from a file
+(tuning_cache.py). It measures only on a Metal device. Other devices use the defaults.
 """
 
 from __future__ import annotations
@@ -283,9 +283,10 @@ def tune(
     cache: TuningCache | None = None,
     tuner: Tuner | None = None,
     report: ReportAmount = lambda done, total: None,
+    measures: bool = True,
 ) -> list[ShapeTimes]:
     """Times of each distinct shape: from the cache, else measured now and stored. retune: measure all. report: called
-    with the numbers of classes that are measured, and of all that are missing.
+    with the numbers of classes that are measured, and of all that are missing. measures: false if the cache must do.
 
     The times are empty if nothing can be measured here.
     """
@@ -296,7 +297,7 @@ def tune(
     for one in found:
         one.times = {} if retune else cache.load(cache_key(one.shape, limits), one.classes)
         one.cached = bool(one.times)
-    missing = [one for one in found if not one.cached]
+    missing = [one for one in found if not one.cached and measures]
     if missing:
         try:
             (tuner or Tuner()).measure(missing, limits, report)
@@ -322,7 +323,8 @@ def choose_tunings(
     retune: bool = False,
     report: ReportAmount = lambda done, total: None,
 ) -> Mapping[AttentionShape, Tuning]:
-    """The tuning of every shape for an engine that serves on `backend`. setting: value of `--attention-tuning`.
+    """The tuning of every shape for an engine that serves on `backend`. setting: value of `--attention-tuning`. retune:
+    measure now; otherwise what is not in the file has the defaults.
 
     Logs one line that says where the tuning comes from.
     """
@@ -334,7 +336,7 @@ def choose_tunings(
     if forced is not None:
         logger.info("attention tuning: %s, as configured", setting)
         return {shape: usable_tuning(shape, forced) for shape in dict.fromkeys(shapes)}
-    found = tune(shapes, limits, retune, report=report)
+    found = tune(shapes, limits, retune, report=report, measures=retune)
     level = logging.WARNING if retune and not can_measure() else logging.INFO
     logger.log(level, "attention tuning: %s", summary(found))
     return {one.shape: usable_tuning(one.shape, one.tuning) for one in found}
@@ -349,5 +351,7 @@ def summary(found: list[ShapeTimes]) -> str:
     cached = sum(len(one.times) for one in found if one.cached)
     changed = sum(one.choice(entry) != default_choice(entry) for one in found for entry in one.times)
     missing = classes - measured - cached
+    if not measured and not cached:
+        return "default; `mlxpaged doctor MODEL` measures which kernels are fastest on this Mac"
     cut = f"; {missing} were not measured in time and keep the default" if missing else ""
     return f"{measured} shape classes measured, {cached} cached, {changed} differ from the default{cut}"

@@ -79,7 +79,8 @@ def add_engine_flags(groups: flags.Flags) -> None:
     attention = groups.group("attention", DEFAULTS)
     attention.field("--attention-backend", flags.one_of(*BACKENDS), ", ".join(BACKENDS))
     choices = (
-        "auto: measured once on this machine; default, contiguous, matrix, paged, or paged:N for N keys per threadgroup"
+        "auto: as `mlxpaged doctor` has measured; default, contiguous, matrix, paged, or paged:N for N keys per "
+        "threadgroup"
     )
     attention.field("--attention-tuning", tuning, choices)
     add_retune(attention)
@@ -93,7 +94,7 @@ def add_block_size(groups: flags.Flags) -> None:
 
 
 def add_retune(groups: flags.Flags) -> None:
-    groups.switch("--retune", "measure the attention kernels again, instead of using the saved measurements")
+    groups.switch("--retune", "measure the attention kernels now, instead of using the saved measurements")
 
 
 def add_log_level(groups: flags.Flags, default: str) -> None:

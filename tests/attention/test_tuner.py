@@ -521,9 +521,15 @@ def real(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return device
 
 
-def test_auto_measures_at_the_first_start_and_says_so(real: FakeDevice, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_start_reads_what_was_measured_and_measures_only_when_it_is_asked_to(
+    real: FakeDevice, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    tunings = choose_tunings("metal", "auto", [SHAPE, SHAPE], SMALL)
+    assert choose_tunings("metal", "auto", [SHAPE, SHAPE], SMALL) == {SHAPE: DEFAULT_TUNING}
+    assert real.calls == []
+    assert "default; `mlxpaged doctor MODEL` measures" in caplog.text
+    caplog.clear()
+    tunings = choose_tunings("metal", "auto", [SHAPE, SHAPE], SMALL, retune=True)
     assert list(tunings) == [SHAPE]
     assert tunings[SHAPE].choice(LONE) == CONTIGUOUS
     assert [record.getMessage() for record in caplog.records] == [
@@ -533,8 +539,6 @@ def test_auto_measures_at_the_first_start_and_says_so(real: FakeDevice, caplog: 
     assert choose_tunings("metal", "auto", [SHAPE], SMALL) == tunings
     assert real.calls == []
     assert "0 shape classes measured, 6 cached" in caplog.text
-    choose_tunings("metal", "auto", [SHAPE], SMALL, retune=True)
-    assert real.calls
 
 
 @pytest.mark.parametrize(
@@ -711,7 +715,7 @@ def test_an_engine_measures_keeps_and_follows_what_is_fastest(
     monkeypatch.setattr(tuner, "REPETITIONS", 1)
     caplog.set_level(logging.INFO, "mlxpaged")
     expected = run_requests(engine(tmp_path / "m", attention_backend="gather"), PROMPTS, max_tokens=4)
-    first = engine(tmp_path / "m")
+    first = engine(tmp_path / "m", retune=True)
     assert first.runner.backend == "metal"
     assert run_requests(first, PROMPTS, max_tokens=4) == expected
     second = engine(tmp_path / "m")
@@ -719,9 +723,6 @@ def test_an_engine_measures_keeps_and_follows_what_is_fastest(
     assert len(first.runner.layers[0].kv.tuning.choices) == 6
     assert [text for text in caplog.messages if "6 shape classes measured, 0 cached" in text]
     assert [text for text in caplog.messages if "0 shape classes measured, 6 cached" in text]
-    caplog.clear()
-    engine(tmp_path / "m", retune=True)
-    assert [text for text in caplog.messages if "6 shape classes measured, 0 cached" in text]
 
 
 def test_an_engine_follows_an_override(
