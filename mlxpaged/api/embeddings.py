@@ -16,14 +16,14 @@ from starlette.requests import Request
 from mlxpaged.api.access.caller import caller_of
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.request_context import choose_id
-from mlxpaged.api.server import Server, server_of
+from mlxpaged.api.server import Server, program_of, server_of
 from mlxpaged.core.engine.errors import RequestCancelledError
 from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.models.encoders.embedding import EmbeddingFacts
 from mlxpaged.models.features import Feature
 from mlxpaged.models.files.kinds import Kind
-from mlxpaged.parts.embeddings.embedder import EmbeddingRequest
+from mlxpaged.parts.embeddings.embedding_line import EmbeddingRequest
 from mlxpaged.parts.embeddings.embedding_passes import Vectors
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ async def embed(
         await server.prepare(request, lambda: check_tokens(model, tokens))
 
     def made(request_id: str) -> EmbeddingRequest:
-        return EmbeddingRequest(request_id, tokens, size)
+        return EmbeddingRequest(request_id, tokens, size, client=program_of(request))
 
     _, vectors, seconds = await run_embedder(request, engine, "embd", tokenize, made, timeout)
     return Embeddings(model, vectors, sum(map(len, tokens)), seconds)

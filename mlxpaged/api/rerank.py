@@ -24,14 +24,14 @@ from mlxpaged.api.generation.check import ContextLengthError, check_text_length
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.generation.submission import start
 from mlxpaged.api.schema import Body
-from mlxpaged.api.server import server_of
+from mlxpaged.api.server import program_of, server_of
 from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.core.scheduling.admission import PromptTooLongError
 from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.info import EmbeddingInfo
 from mlxpaged.models.encoders.embedding import EmbeddingFacts
 from mlxpaged.models.features import Feature
-from mlxpaged.parts.embeddings.embedder import EmbeddingRequest
+from mlxpaged.parts.embeddings.embedding_line import EmbeddingRequest
 
 MAX_DOCUMENTS = 1000
 
@@ -224,7 +224,7 @@ async def judge_by_encoder(
 
     def made(request_id: str) -> EmbeddingRequest:
         tokens, seconds = zip(*inputs, strict=True)
-        return EmbeddingRequest(request_id, tokens, 1, seconds)
+        return EmbeddingRequest(request_id, tokens, 1, seconds, program_of(request))
 
     request_id, vectors, _ = await run_embedder(request, engine, id_prefix, tokenize, made, timeout)
     num_tokens = sum(len(tokens) for tokens, _ in inputs)

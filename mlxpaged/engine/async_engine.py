@@ -26,7 +26,7 @@ from mlxpaged.engine.engine_thread import Callbacks, EngineHost, EngineThread, F
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.engine.request_stream import RequestStream, raise_unless_complete
 from mlxpaged.engine_config import EngineConfig
-from mlxpaged.parts.embeddings.embedder import EmbeddingRequest
+from mlxpaged.parts.embeddings.embedding_line import EmbeddingRequest
 from mlxpaged.parts.embeddings.embedding_passes import Vectors
 from mlxpaged.progress import Progress
 

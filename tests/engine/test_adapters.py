@@ -32,7 +32,8 @@ from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import bytes_per_token, is_per_sequence
 from mlxpaged.models.loader import LoadOptions, ServedModel, load_model, own_embedding_model
-from mlxpaged.parts.embeddings.embedder import Embedder, EmbeddingRequest
+from mlxpaged.parts.embeddings.embedder import Embedder
+from mlxpaged.parts.embeddings.embedding_line import EmbeddingRequest
 from tests.answers import Answer, greedy_answer
 from tests.engine.hybrid import Run, request, run
 from tests.engine.test_drafting import use_oracle

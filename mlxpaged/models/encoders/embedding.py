@@ -27,6 +27,7 @@ from mlxpaged.models.files.transformers_fields import add_earlier_fields
 from mlxpaged.models.files.weight_names import known_classes
 from mlxpaged.models.sources.weight_headers import read_shapes
 from mlxpaged.models.text.tokenizer import Tokenizer
+from mlxpaged.models.token_cost import TokenCost, token_cost
 
 Vector = NDArray[np.float32]
 
@@ -143,11 +144,12 @@ class EmbeddingFacts:
 @dataclass(frozen=True)
 class EmbeddingModel(EmbeddingFacts):
     """A decoder. decode: tokens [B, T] and a cache of `make_cache` or None -> states [B, T, width]. kv_bytes: keys and
-    values of the longest input."""
+    values of the longest input. cost: of its tokens."""
 
     decode: Callable[[mx.array, list[Any] | None], mx.array]
     make_cache: Callable[[], list[Any]]
     kv_bytes: int
+    cost: TokenCost
 
 
 def embedding_spec(path: Path, dense: Callable[[Path], Dense] | None = None) -> EmbeddingSpec:
@@ -323,9 +325,17 @@ def embedding_model(
         context_length=context,
         max_tokens=most,
         kv_bytes=most * sum(map(bytes_per_token, cache)),
+        cost=token_cost(decoder, cache, facts_of(model)),
         weight_bytes=weight_bytes(model),
         is_reranker=False,
     )
+
+
+def facts_of(model: Module) -> dict[str, Any]:
+    """The fields of its text model's config.json that mlx-lm reads; nothing if it keeps none."""
+    config = dict(getattr(getattr(model, "args", None), "__dict__", {}))
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
 
 
 def check_dense(spec: EmbeddingSpec, width: int) -> None:

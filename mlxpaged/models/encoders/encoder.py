@@ -23,7 +23,7 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import LayerNorm
 
-from mlxpaged.models.encoders.ragged_attention import MAX_SCORES, Attention, plan_attention
+from mlxpaged.models.encoders.ragged_attention import MAX_SCORES, Attention, keys_per_query, plan_attention
 
 ACTIVATIONS: Mapping[str, Callable[[mx.array], mx.array]] = {
     "gelu": lambda x: gelu(x),  # by its name: `optimize_for_cpu` replaces it
@@ -105,6 +105,21 @@ class EncoderConfig:
     def head_size(self) -> int:
         return self.width // self.num_heads
 
+    @property
+    def projecting_cost(self) -> int:
+        """Multiply-adds of a token before the attention of a layer."""
+        return 3 * self.width * self.width
+
+    def mixing_cost(self, layer: int, length: int) -> int:
+        """Multiply-adds of a token in the attention of a layer and after it. length: of the text."""
+        keys = keys_per_query(length, self.windows[layer])
+        return self.width * (self.width + self.hidden * (2 if self.gate is None else 3) + 2 * keys)
+
+    def cost(self, length: int) -> int:
+        """Multiply-adds of a text of this length."""
+        mixing = sum(self.mixing_cost(layer, length) for layer in range(self.num_layers))
+        return length * (self.num_layers * self.projecting_cost + mixing)
+
     def step_bytes(self, num_tokens: int, item_size: int) -> int:
         """Bytes that a step of so many tokens takes beside the weights. item_size: bytes of an element of a state."""
         of_token = STATES * self.width + 3 * self.hidden * (1 if self.gate is None else 2)
@@ -114,21 +129,25 @@ class EncoderConfig:
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts of a step. tokens, types and positions[T]; types: 1 for the second text of a pair. ends: the row after
-    each text. attention: by the window of a layer."""
+    """The texts of a step. tokens, types and positions[T]; types: 1 for the second text of a pair. lengths: of each
+    text. ends: the row after each."""
 
     tokens: mx.array
     types: mx.array
     positions: mx.array
+    lengths: Sequence[int]
     ends: Sequence[int]
-    attention: Mapping[int | None, Attention]
+
+
+Projected = tuple[mx.array, mx.array, mx.array]
+"""Queries, keys and values of tokens in a layer, [T, heads, D] each."""
 
 
 class Layer(Module):
     def __init__(self, config: EncoderConfig, index: int) -> None:
         super().__init__()
         width, has_bias = config.width, config.biased.__contains__
-        self._config, self._window, rope = config, config.windows[index], config.ropes[index]
+        self._config, rope = config, config.ropes[index]
         self._periods = None if rope is None else rope.periods(config.head_size)
         self.qkv = Linear(width, 3 * width, bias=has_bias("qkv"))
         self.out = Linear(width, width, bias=has_bias("out"))
@@ -138,27 +157,35 @@ class Layer(Module):
             self.attention_norm = LayerNorm(width, config.eps, bias=has_bias("norm"))
         self.mlp_norm = LayerNorm(width, config.eps, bias=has_bias("norm"))
 
-    def __call__(self, x: mx.array, texts: Texts) -> mx.array:
+    def __call__(self, x: mx.array, positions: mx.array, attention: Attention) -> mx.array:
         """[T, width] -> [T, width]"""
-        if self._config.norms_first:
-            x = x + self._attend(self.attention_norm(x) if "attention_norm" in self else x, texts)
-            return x + self._feed_forward(self.mlp_norm(x))
-        x = self.attention_norm(x + self._attend(x, texts))
-        out: mx.array = self.mlp_norm(x + self._feed_forward(x))
-        return out
+        return self.mix(x, self.project(x, positions), attention)
 
-    def _attend(self, x: mx.array, texts: Texts) -> mx.array:
+    def project(self, x: mx.array, positions: mx.array) -> Projected:
+        """x: any rows [R, width] of the step. positions: theirs."""
+        if self._config.norms_first and "attention_norm" in self:
+            x = self.attention_norm(x)
         heads, size = self._config.num_heads, self._config.head_size
         qkv = self.qkv(x).reshape(-1, 3, heads, size)
         q, k, v = (qkv[:, index] for index in range(3))
         if self._periods is not None:
             both = qkv[:, :2].reshape(-1, 2 * heads, 1, size)  # each token is a row of a batch, with its own position
             rotated = mx.fast.rope(
-                both, size, traditional=False, base=None, scale=1.0, offset=texts.positions, freqs=self._periods
+                both, size, traditional=False, base=None, scale=1.0, offset=positions, freqs=self._periods
             )
             q, k = rotated[:, :heads, 0], rotated[:, heads:, 0]
-        mixed: mx.array = self.out(texts.attention[self._window](q, k, v, size**-0.5))
-        return mixed
+        return q, k, v
+
+    def mix(self, x: mx.array, projected: Projected, attention: Attention) -> mx.array:
+        """What follows the projections, [R, width]. x: the rows [R, width] that attend by `attention`, before the
+        layer. projected: of all rows of the step."""
+        mixed = self.out(attention(*projected, self._config.head_size**-0.5))
+        if self._config.norms_first:
+            x = x + mixed
+            return x + self._feed_forward(self.mlp_norm(x))
+        x = self.attention_norm(x + mixed)
+        out: mx.array = self.mlp_norm(x + self._feed_forward(x))
+        return out
 
     def _feed_forward(self, x: mx.array) -> mx.array:
         x, gate, act = self.up(x), self._config.gate, ACTIVATIONS[self._config.activation]
@@ -199,16 +226,18 @@ class Encoder(Module):
         types = np.zeros(len(positions), np.int32)
         if seconds and config.num_types > 1:
             types = (positions >= np.repeat(seconds, lengths)).astype(np.int32)
-        bias = self._bias if config.num_buckets else None
         return Texts(
             tokens=mx.array(np.concatenate(inputs).astype(np.int32)),
             types=mx.array(types),
             positions=mx.array(positions.astype(np.int32)),
+            lengths=lengths,
             ends=np.cumsum(lengths).tolist(),
-            attention={
-                window: plan_attention(lengths, config.num_heads, window, bias) for window in set(config.windows)
-            },
         )
+
+    def attention(self, lengths: Sequence[int], layer: int, rows: range | None = None) -> Attention:
+        """Attention of a layer in texts of these lengths. rows: those that attend; None for all."""
+        bias = self._bias if self.config.num_buckets else None
+        return plan_attention(lengths, self.config.num_heads, self.config.windows[layer], bias, rows)
 
     def embed(self, texts: Texts) -> mx.array:
         """The states [T, width] before the first layer."""
@@ -222,13 +251,11 @@ class Encoder(Module):
 
     def __call__(self, texts: Texts) -> mx.array:
         """The states [T, width] after the last layer."""
-        return self.finish(self.advance(self.embed(texts), texts, 0, len(self.layers)))
-
-    def advance(self, x: mx.array, texts: Texts, first: int, last: int) -> mx.array:
-        """Run layers `first` to `last`, without `last`. [T, width] -> [T, width]"""
-        for layer in self.layers[first:last]:
-            x = layer(x, texts)
-        return x
+        x, windows = self.embed(texts), self.config.windows
+        attention = {window: self.attention(texts.lengths, windows.index(window)) for window in set(windows)}
+        for layer, window in zip(self.layers, windows, strict=True):
+            x = layer(x, texts.positions, attention[window])
+        return self.finish(x)
 
     def finish(self, x: mx.array) -> mx.array:
         """What follows the last layer. [T, width] -> [T, width]"""

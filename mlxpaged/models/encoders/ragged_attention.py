@@ -35,6 +35,11 @@ class Block:
     key: int
     num_keys: int
 
+    def of(self, rows: range) -> Block | None:
+        """The same keys for those of its queries that are among `rows`; None if none is."""
+        first, last = max(self.query, rows.start), min(self.query + self.num_queries, rows.stop)
+        return Block(first, last - first, self.key, self.num_keys) if first < last else None
+
 
 @dataclass(frozen=True)
 class Group:
@@ -65,34 +70,41 @@ class Group:
 
 @dataclass(frozen=True)
 class Attention:
-    """The calls of one kind of layer in a step. order[T]: the row of each token in what they give one after the other;
-    None if it is the order of the step."""
+    """The calls of one kind of layer in a step, for R of its T rows. order[R]: the row of each in what they give one
+    after the other; None if it is the order of the step."""
 
     groups: Sequence[Group]
     order: mx.array | None
 
     def __call__(self, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
-        """q, k, v[T, heads, D] -> [T, heads * D]"""
+        """q, k, v[T, heads, D] -> [R, heads * D]"""
         found = [group.attend(q, k, v, scale) for group in self.groups]
         joined = found[0] if len(found) == 1 else mx.concatenate(found)
         return joined if self.order is None else joined[self.order]
 
 
 def plan_attention(
-    lengths: Sequence[int], heads: int, window: int | None = None, bias: Bias | None = None
+    lengths: Sequence[int],
+    heads: int,
+    window: int | None = None,
+    bias: Bias | None = None,
+    rows: range | None = None,
 ) -> Attention:
     """lengths: of the step's texts, in tokens. window: the most positions between a token and one that it attends to;
-    None for the whole text. bias: what relative positions add to the scores."""
+    None for the whole text. bias: what relative positions add to the scores. rows: those that attend, None for all;
+    the result has these only."""
+    rows = range(sum(lengths)) if rows is None else rows
     found: list[Block] = []
     for start, length in zip(np.cumsum([0, *lengths[:-1]]).tolist(), lengths, strict=True):
-        found += blocks_of(start, length, heads, window)
+        found += (part for block in blocks_of(start, length, heads, window) if (part := block.of(rows)) is not None)
     found.sort(key=lambda block: (-block.num_keys, -block.num_queries, block.query))
-    groups, places, end = [], np.zeros(sum(lengths), np.int32), 0
+    groups, places, end = [], np.zeros(len(rows), np.int32), 0
     for blocks in near(found, heads):
         groups.append(group_of(blocks, window, bias))
         for index, block in enumerate(blocks):
             first = end + index * groups[-1].num_queries
-            places[block.query : block.query + block.num_queries] = np.arange(first, first + block.num_queries)
+            query = block.query - rows.start
+            places[query : query + block.num_queries] = np.arange(first, first + block.num_queries)
         end += groups[-1].size * groups[-1].num_queries
     in_order = end == len(places) and bool((places == np.arange(end)).all())
     return Attention(groups, None if in_order else mx.array(places))
@@ -102,7 +114,7 @@ def blocks_of(start: int, length: int, heads: int, window: int | None) -> Iterat
     """The blocks of a text whose first row is `start`: one, unless most keys are outside of the window, or there are
     more scores than MAX_SCORES."""
     size, reach = max(1, MAX_SCORES // (heads * length)), length
-    if window is not None and length > 4 * window:
+    if window is not None and keys_per_query(length, window) < length:
         size, reach = 2 * window, window
     if size >= length:
         size = length
@@ -110,6 +122,11 @@ def blocks_of(start: int, length: int, heads: int, window: int | None) -> Iterat
         last = min(first + size, length)
         begin, end = max(0, first - reach), min(length, last + reach)
         yield Block(start + first, last - first, start + begin, end - begin)
+
+
+def keys_per_query(length: int, window: int | None) -> int:
+    """Keys that are computed for a token of a text of this length, those outside of the window included."""
+    return length if window is None else min(length, 4 * window)
 
 
 def near(blocks: Sequence[Block], heads: int) -> Iterator[Sequence[Block]]:
@@ -133,19 +150,21 @@ def group_of(blocks: Sequence[Block], window: int | None, bias: Bias | None) -> 
         for name in ("query", "num_queries", "key", "num_keys")
     )
     queries, keys = np.arange(num_queries.max()), np.arange(num_keys.max())
-    shifts = first_keys - first_queries
-    shifts = shifts[:1] if (shifts == shifts[0]).all() else shifts
-    distances = (shifts[:, :, None] + keys[None, None, :] - queries[None, :, None]).astype(np.int32)
     mask = None
     if (num_keys != num_keys.max()).any():
         mask = (keys[None] < num_keys)[:, None, None, :]
-    if window is not None and np.abs(distances).max() > window:
-        inside = (np.abs(distances) <= window)[:, None]
-        mask = inside if mask is None else mask & inside
-    shown = None if mask is None else mx.array(mask)
-    if bias is not None:
-        added = bias(mx.array(distances))
-        shown = added if shown is None else mx.where(shown, added, mx.array(-mx.inf, added.dtype))
+    shown = None
+    if window is not None or bias is not None:  # otherwise distances do not count, and there may be many
+        shifts = first_keys - first_queries
+        shifts = shifts[:1] if (shifts == shifts[0]).all() else shifts
+        distances = (shifts[:, :, None] + keys[None, None, :] - queries[None, :, None]).astype(np.int32)
+        if window is not None and np.abs(distances).max() > window:
+            inside = (np.abs(distances) <= window)[:, None]
+            mask = inside if mask is None else mask & inside
+        shown = None if bias is None else bias(mx.array(distances))
+    if mask is not None:
+        allowed = mx.array(mask)
+        shown = allowed if shown is None else mx.where(allowed, shown, mx.array(-mx.inf, shown.dtype))
     # Rows after the end of a text are those of its last token: their scores are hidden, and their states dropped.
     return Group(
         queries=rows_of(first_queries + np.minimum(queries, num_queries - 1)),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+import sys
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -18,30 +17,21 @@ from mlxpaged.cpu.streams import synchronize
 from mlxpaged.library_errors import public_reason
 from mlxpaged.models.encoders.embedding import EmbeddingModel
 from mlxpaged.models.encoders.encoder_model import EncoderModel
-from mlxpaged.parts.embeddings.embedding_passes import DecoderPasses, EncoderPasses, Input, Passes, Vectors
+from mlxpaged.parts.embeddings.embedding_line import EmbeddingOutput, EmbeddingRequest, Job, Line, Row
+from mlxpaged.parts.embeddings.embedding_passes import DecoderPasses, EncoderPasses, Passes
 from mlxpaged.process_memory import is_out_of_memory, require_memory
 
 logger = logging.getLogger(__name__)
 
 STEP_TOKENS = 256
 """Tokens of a forward pass, padding included, while other requests generate. It delays them about as much as a prompt
-chunk of this size. Longer inputs are computed alone, in parts. Shorter inputs are computed together."""
+chunk of this size. Shorter inputs are computed together. Longer ones are computed alone, in parts that each cost as
+much."""
 
 
-@dataclass(frozen=True)
-class EmbeddingOutput:
-    vectors: Vectors | None  # [inputs, dimensions], float32; None if the request failed
-    finish_reason: FinishReason = FinishReason.STOP
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class EmbeddingRequest:
-    request_id: str
-    inputs: Sequence[Sequence[int]]  # token ids, at least one per input
-    dimensions: int  # the vectors are cut to this length
-    seconds: Sequence[int] = ()  # where the second text of each input begins, if they are pairs
-    reply: Future[EmbeddingOutput] = field(default_factory=Future)  # cancelled if the client has left
+MEDIUM_TOKENS = 2048
+"""Inputs up to this length do not wait for the parts of longer ones. One of them may hold a state beside a longer one,
+and the memory for that is reserved."""
 
 
 @dataclass(frozen=True)
@@ -57,51 +47,34 @@ class EmbedderStats:
 NO_EMBEDDINGS = EmbedderStats()
 
 
-class Job:
-    """A request that is not complete. short, long: indices of inputs that are not started, the longest first."""
-
-    def __init__(self, request: EmbeddingRequest, step_tokens: int) -> None:
-        self.request = request
-        self.vectors: Vectors = np.zeros((len(request.inputs), request.dimensions), np.float32)
-        self.num_left = len(request.inputs)
-        order = sorted(range(len(request.inputs)), key=lambda i: len(request.inputs[i]), reverse=True)
-        self.long = [i for i in order if len(request.inputs[i]) > step_tokens]
-        self.short = deque(order[len(self.long) :])
-
-
-@dataclass
-class Row(Input):
-    """One input of a job."""
-
-    job: Job = field(kw_only=True)
-    index: int = field(kw_only=True)
-
-
-def row_of(job: Job, index: int) -> Row:
-    tokens, seconds = job.request.inputs[index], job.request.seconds
-    return Row(tokens, seconds[index] if seconds else len(tokens), job=job, index=index)
-
-
 class Embedder:
-    """Runs inputs of all requests in turn. At most one long input holds a state between two passes."""
+    """Runs one forward pass at a time. Short inputs, those of medium length and long ones wait in lines of their own,
+    and the lines that have inputs take turns. In each, clients do. At most one medium and one long input hold a state
+    between two passes."""
 
     def __init__(self, model: EmbeddingModel | EncoderModel, max_step_tokens: int) -> None:
         """max_step_tokens: tokens of a forward pass while no request generates."""
         self.model = model
+        held_tokens = model.max_tokens + (MEDIUM_TOKENS if model.max_tokens > MEDIUM_TOKENS else 0)
         self._passes: Passes = (
-            EncoderPasses(model, max_step_tokens) if isinstance(model, EncoderModel) else DecoderPasses(model)
+            EncoderPasses(model, max(max_step_tokens, held_tokens))
+            if isinstance(model, EncoderModel)
+            else DecoderPasses(model, held_tokens)
         )
         self.step_bytes = self._passes.step_bytes
         self._max_step_tokens = max_step_tokens
         self._step_tokens = min(STEP_TOKENS, max_step_tokens)
-        self._jobs: deque[Job] = deque()
-        self._long: Row | None = None
-        self._long_is_next = False
+        self._jobs: list[Job] = []
+        self._short = Line(-1, self._step_tokens)
+        self._lines = [self._short, Line(self._step_tokens, MEDIUM_TOKENS), Line(MEDIUM_TOKENS, sys.maxsize)]
         self._requests = self._tokens = self._steps = 0
         self.step_size = StepSize(0, 0, None)  # of the latest forward pass
 
     def add(self, request: EmbeddingRequest) -> None:
-        self._jobs.append(Job(request, self._step_tokens))
+        job = Job(request)
+        self._jobs.append(job)
+        for line in self._lines:
+            line.add(job)
 
     def has_work(self) -> bool:
         return bool(self._jobs)
@@ -124,35 +97,17 @@ class Embedder:
         """Run one forward pass. alone: whether no request generates."""
         for job in [job for job in self._jobs if job.request.reply.cancelled()]:
             self._drop(job)
-        if self._long is None and (first := next((job for job in self._jobs if job.long), None)) is not None:
-            self._long = row_of(first, first.long.pop())
-            self._move_to_the_end(first)
-        has_short = any(job.short for job in self._jobs)
+        line = next((line for line in self._lines if line.has_work), None)
+        if line is None:
+            return
+        self._lines.remove(line)
+        self._lines.append(line)
         budget = self._max_step_tokens if alone else self._step_tokens
-        if self._long is not None and (self._long_is_next or not has_short):
-            self._long_is_next = False
-            self._run([self._long], budget)
-        elif has_short:
-            self._long_is_next = True
-            self._run(self._next_rows(budget), budget)
-
-    def _next_rows(self, budget: int) -> list[Row]:
-        """Short inputs, perhaps of several jobs, that have at most `budget` tokens in a pass."""
-        rows: list[Row] = []
-        lengths: list[int] = []
-        for job in self._jobs:
-            while job.short:
-                lengths.append(len(job.request.inputs[job.short[0]]))
-                if self._passes.num_tokens(lengths) > budget:
-                    lengths.pop()
-                    break
-                rows.append(row_of(job, job.short.popleft()))
-        self._move_to_the_end(rows[0].job)
-        return rows
-
-    def _move_to_the_end(self, job: Job) -> None:
-        self._jobs.remove(job)
-        self._jobs.append(job)
+        if line is self._short:
+            self._run(line.take(lambda lengths: self._passes.num_tokens(lengths) <= budget), budget)
+        else:
+            line.held = line.held or line.take_one()
+            self._run([line.held], budget)
 
     def _run(self, rows: Sequence[Row], budget: int) -> None:
         """Compute short inputs, or the next part of a long one. If inputs of several requests fail together, each
@@ -183,8 +138,9 @@ class Embedder:
     def _finish(self, row: Row) -> None:
         job, vector = row.job, row.vector
         assert vector is not None
-        if row is self._long:
-            self._long = None
+        for line in self._lines:
+            if line.held is row:
+                line.held = None
         for dense in self.model.spec.dense:
             vector = dense(vector)
         vector = vector[: job.request.dimensions]
@@ -207,5 +163,5 @@ class Embedder:
 
     def _drop(self, job: Job) -> None:
         self._jobs.remove(job)
-        if self._long is not None and self._long.job is job:
-            self._long = None
+        for line in self._lines:
+            line.remove(job)

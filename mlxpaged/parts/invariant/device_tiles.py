@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import mlx.core as mx
 from mlx.nn.layers.quantized import QuantizedLinear
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlxpaged.attention.precision import has_neural_accelerators
 from mlxpaged.core.scheduling.row_tiles import ANY_ROWS, RowTiles
 from mlxpaged.models.files.json_files import model_config
 from mlxpaged.models.loader import ServedModel
+from mlxpaged.models.token_cost import experts_per_token, is_of_experts
 
 QUANTIZED_TILE, PLAIN_TILE = 32, 64
 """Rows of a tile of MLX's matrix kernels: bm of qmm in backend/metal/quantized.cpp, GEMM_TPARAM_MACRO in matmul.cpp."""
@@ -18,11 +19,6 @@ LEAST_ON_ACCELERATORS = 128
 them."""
 ROWS_PER_EXPERT = 4
 """With fewer rows for each expert, gather_qmm reads an expert's weights once for each row."""
-EXPERTS_PER_TOKEN = (
-    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_topk"),
-    *("moe_top_k", "moe_k"),
-)
-"""Names of this number in the config.json of mlx-lm's models."""
 
 
 def device_tiles(served: ServedModel) -> RowTiles:
@@ -37,12 +33,3 @@ def device_tiles(served: ServedModel) -> RowTiles:
         config = model_config(served.path)
         least = max(least, ROWS_PER_EXPERT * experts // experts_per_token({**config, **config.get("text_config", {})}))
     return RowTiles(QUANTIZED_TILE if quantized else PLAIN_TILE, least)
-
-
-def is_of_experts(module: object) -> bool:
-    return isinstance(module, (SwitchLinear, QuantizedSwitchLinear))
-
-
-def experts_per_token(config: dict[str, object]) -> int:
-    """config: of the text model."""
-    return next((value for name in EXPERTS_PER_TOKEN if isinstance(value := config.get(name), int) and value > 0), 1)
