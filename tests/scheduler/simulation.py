@@ -47,12 +47,13 @@ def sequence(
     ttft_deadline: float = math.inf,
     deadline: float = math.inf,
     logprobs: bool = False,
+    client: str = "",
 ) -> Sequence:
     """A prompt given by its length consists of tokens that no other sequence has. logprobs: those of the prompt."""
     tokens = [number * 1000 + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     stop_ids = frozenset() if stop is None else frozenset({stop})
     seq = Sequence(number, tokens, max_tokens, stop_ids, priority, arrival_time)
-    seq.fork_of = fork_of
+    seq.client, seq.fork_of = client, fork_of
     seq.ttft_deadline, seq.deadline = ttft_deadline, deadline
     seq.logits_from = 0 if logprobs and len(tokens) > 1 else None
     return seq
@@ -181,7 +182,8 @@ class Simulation:
         known = self.unfinished
         preemptions = {seq.sequence_id: seq.num_preemptions for seq in known}
         orders = {seq.sequence_id: seq.order for seq in known}
-        starving = [seq for seq in known if seq.skipped_steps >= scheduler_module.STARVATION_BOUND]
+        bound, shut_out = scheduler_module.STARVATION_BOUND, scheduler_module.SHUT_OUT_BOUND
+        starving = [seq for seq in known if seq.skipped_steps >= bound or seq.steps_shut_out >= shut_out]
         was_running = set(self.scheduler.running)
         batch, before = self.scheduler.schedule(), self.in_flight
         served = sequences_of(self.scheduler, batch.rows)

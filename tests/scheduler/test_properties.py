@@ -93,6 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         seconds=st.sampled_from([math.inf, 1.0, 10.0, 100.0]),
         logprobs=st.sampled_from([False, False, True]),
         images=st.lists(st.tuples(st.integers(0, 9), st.integers(2, 12)), max_size=3),
+        client=st.sampled_from("aaab"),
     )
     def submit(
         self,
@@ -103,6 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         seconds: float,
         logprobs: bool = False,
         images: Iterable[tuple[int, int]] = (),
+        client: str = "a",
     ) -> None:
         """Only the first of several answers to a prompt computes its log-probabilities. images: the tokens before
         each, and its own, which fit a step beside all that may decode."""
@@ -115,7 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for i in range(1 + forks):
             number, wanted = len(self.accepted) + 1, logprobs and i == 0
             seq = sequence(number, prompt, max_tokens, None, priority, now, parent, now + seconds, logprobs=wanted)
-            seq.spans = spans
+            seq.spans, seq.client = spans, client
             try:
                 self.sim.add(seq)
             except PromptTooLongError:
@@ -135,7 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = parent.token_ids[: parent.num_prompt_tokens]
         number = len(self.accepted) + 1
         seq = sequence(number, prompt, max_tokens, None, parent.priority, parent.arrival_time, parent)
-        seq.spans = parent.spans
+        seq.spans, seq.client = parent.spans, parent.client
         try:
             self.sim.add(seq)
         except PromptTooLongError:

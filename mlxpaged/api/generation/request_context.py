@@ -10,7 +10,7 @@ from mlxpaged.api.access.caller import Caller, caller_of
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.request_id import HEADER, VALID, new_id
-from mlxpaged.api.server import server_of
+from mlxpaged.api.server import program_of, server_of
 from mlxpaged.core.scheduling.sequence import Priority
 from mlxpaged.engine_config import EngineConfig
 
@@ -22,12 +22,14 @@ PROGRESS_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class RequestContext:
-    """service_tier: the granted one, as the response names it. timeout, ttft_timeout: seconds; None for no limit.
-    timeline: whether the client gets one. progress: whether a stream has data about the request's progress.
-    keep_alive_seconds: how long a stream may be silent. cache_scope: only requests of the same one share prefixes."""
+    """client: who takes turns with others. service_tier: the granted one, as the response names it. timeout,
+    ttft_timeout: seconds; None for no limit. timeline: whether the client gets one. progress: whether a stream has data
+    about the request's progress. keep_alive_seconds: how long a stream may be silent. cache_scope: only requests of the
+    same one share prefixes."""
 
     request_id: str
     caller: Caller | None
+    client: str
     priority: Priority
     service_tier: str
     timeout: float | None
@@ -47,6 +49,7 @@ def context_of(http: Request, request: GenerationRequest, config: EngineConfig, 
     return RequestContext(
         request_id=choose_id(http, id_prefix),
         caller=caller,
+        client=program_of(http),
         priority=priority,
         service_tier=service_tier,
         timeout=config.request_timeout if request.timeout is None else request.timeout,

@@ -20,6 +20,7 @@ class Request:
     params: SamplingParams
     arrival_time: float  # seconds on the engine's clock
     priority: Priority = Priority.NORMAL
+    client: str = ""  # none keeps all blocks and sequence slots from another one
     fork_of: str | None = None  # an earlier request with the same prompt, whose blocks this one shares
     timeout: float | None = None  # seconds from arrival to the complete answer
     ttft_timeout: float | None = None  # seconds from arrival to the first token

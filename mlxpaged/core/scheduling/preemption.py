@@ -4,14 +4,15 @@ A running sequence is preempted when another one needs its blocks or its slot:
 - A running sequence that grows preempts those after it in order, unless they are in the step already.
 - The first waiting sequence preempts those of a lower class that are after it in order.
 - A waiting sequence that has reached the starvation bound preempts any.
-The last in order is preempted first. A sequence that was admitted by the starvation bound is not preempted for a
-waiting one: several sequences that reached the bound would keep preempting each other.
+- A waiting sequence of a client that is shut out preempts those of clients that have several.
+The last in order is preempted first. A sequence that was admitted by one of the two bounds is not preempted for a
+waiting one: several sequences that reached a bound would keep preempting each other.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
@@ -41,6 +42,23 @@ class Preemption:
             return [other for other in reversed(self.running) if not other.admitted_by_starvation_bound]
         return [other for other in reversed(self.running) if may_preempt(sequence, other)]
 
+    def candidates_of_others(self, sequence: Sequence) -> list[Sequence]:
+        """Running sequences that may be preempted for one of a client that has none running, the first to be preempted
+        first: those of its class and lower ones, of the client that has most blocks then. Each client keeps the first
+        one of its own, so that it gets on."""
+        of_client = defaultdict[str, list[Sequence]](list)
+        for other in self.running:
+            of_client[other.client].append(other)
+        blocks = {client: sum(map(num_blocks, others)) for client, others in of_client.items()}
+        found: list[Sequence] = []
+        while several := [client for client, others in of_client.items() if len(others) > 1]:
+            client = max(several, key=blocks.__getitem__)
+            other = of_client[client].pop()
+            blocks[client] -= num_blocks(other)
+            if other.priority >= sequence.priority and not other.admitted_by_starvation_bound:
+                found.append(other)
+        return found
+
     def victims(self, sequence: Sequence, candidates: ListOf[Sequence], free_slots: int) -> list[Sequence] | None:
         """The first candidates whose preemption gives a waiting sequence a slot and enough blocks. None if preempting
         all candidates would not be enough."""
@@ -68,8 +86,14 @@ class Preemption:
         return victims
 
     def victim_for_growth(self, sequence: Sequence, builder: ScheduleBuilder) -> Sequence | None:
-        """The running sequence to preempt next so that `sequence` can grow. None if `sequence` itself is the last."""
+        """The running sequence to preempt next so that `sequence` can grow. None if `sequence` itself is the last. The
+        only one of a client is not preempted for another client that has several, unless its class is lower."""
         last = next(other for other in reversed(self.running) if other not in builder)
+        counts = Counter(other.client for other in self.running)
+        is_only = last.client != sequence.client and counts[last.client] == 1 < counts[sequence.client]
+        if is_only and last.priority <= sequence.priority:
+            own = (other for other in reversed(self.running) if other.client == sequence.client)
+            last = next(other for other in own if other not in builder)
         return None if last is sequence else last
 
     def reserved_blocks(self, sequence: Sequence) -> int:
@@ -133,6 +157,10 @@ class Preemption:
     def _lose_swapped(self, sequence: Sequence) -> None:
         sequence.transition(SequenceStatus.PREEMPTED)
         self.blocks.drop_swapped(sequence)
+
+
+def num_blocks(sequence: Sequence) -> int:
+    return len(sequence.kv.table or ())
 
 
 def may_preempt(sequence: Sequence, other: Sequence) -> bool:

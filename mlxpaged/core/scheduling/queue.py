@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from operator import attrgetter
 
 from mlxpaged.core.scheduling.sequence import Priority, Sequence
@@ -92,6 +92,18 @@ class WaitingQueue(SequenceQueue):
         super().__init__()
         self._num_left = num_left
         self._by_turn: defaultdict[tuple[Priority, bool], list[Sequence]] = defaultdict(list)
+        self._clients: Counter[str] = Counter()
+
+    def first_of_others(self, clients: Container[str]) -> list[Sequence]:
+        """The first sequence in order of each client that is not one of `clients`, if none of a higher class waits."""
+        if all(client in clients for client in self._clients):
+            return []
+        highest = min(priority for (priority, _), sequences in self._by_turn.items() if sequences)
+        found: dict[str, Sequence] = {}
+        for sequence in self:
+            if sequence.client not in clients and sequence.priority == highest:
+                found.setdefault(sequence.client, sequence)
+        return list(found.values())
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self.first(len(self)))
@@ -111,6 +123,7 @@ class WaitingQueue(SequenceQueue):
 
     def add(self, sequence: Sequence) -> None:
         super().add(sequence)
+        self._clients[sequence.client] += 1
         deadline = sequence.next_deadline
         sequence.has_queued_deadline = deadline < math.inf
         sequence.turn = deadline if deadline < math.inf else turn_of(sequence, self._num_left(sequence))
@@ -118,5 +131,8 @@ class WaitingQueue(SequenceQueue):
 
     def remove(self, sequence: Sequence) -> None:
         super().remove(sequence)
+        self._clients[sequence.client] -= 1
+        if not self._clients[sequence.client]:
+            del self._clients[sequence.client]
         others = self._by_turn[sequence.priority, sequence.has_queued_deadline]
         del others[bisect.bisect_left(others, TURN_ORDER(sequence), key=TURN_ORDER)]

@@ -46,6 +46,11 @@ logger = logging.getLogger(__name__)
 STARVATION_BOUND = 64
 """A waiting sequence that had no room in this many steps in a row may preempt running ones of any class."""
 
+SHUT_OUT_BOUND = 4
+"""A client is shut out if it has a waiting sequence and none that runs, while others run. After this many steps, its
+first waiting sequence may preempt those of clients that have several. Blocks that become free in these steps cost
+nothing."""
+
 LOOK_AHEAD = 4
 """A step stops admitting after this many waiting sequences without room. So a small one may overtake a large one. Those
 that need a larger pool do not count while it cannot grow."""
@@ -78,6 +83,7 @@ class Scheduler:
         self._forks: dict[int, list[Sequence]] = {}  # by parent: forks that wait until its prompt is computed
         self.held = defaultdict[Wait, dict[int, Sequence]](dict)  # by what they wait for first, and by id
         self.valuable_seconds = math.inf  # a prefix that takes longer to compute is worth storing
+        self._shut_out: ListOf[Sequence] = ()  # the first waiting sequences of clients that are, in this step
         self._changed: set[int] = set()  # sequences whose blocks get their contents in the step being scheduled
         self._preemption = Preemption(self.blocks, self.running, self.waiting, clock)
         self._admission = AdmissionControl(config.max_num_seqs, self._preemption, self._changed)
@@ -204,6 +210,7 @@ class Scheduler:
         self._changed.clear()
         self.blocks.size.forget_asked()
         self.blocks.give_back(self.running)
+        self._find_shut_out()
         self._preempt_for_waiting(builder)
         self._add_decodes(builder)
         self._add_prompts(builder)
@@ -336,6 +343,10 @@ class Scheduler:
         prompt without enough blocks: the next ones would take the blocks that it waits for."""
         prefilling = [sequence for sequence in self.running if sequence.num_uncomputed_tokens > 1]
         waiting = self._first_waiting(self._admission.num_free_slots + LOOK_AHEAD)
+        if shut_out := [
+            each for each in self._shut_out if each.status is not SequenceStatus.RUNNING and each not in waiting
+        ]:
+            waiting = sorted([*waiting, *shut_out], key=ORDER)
         if not prefilling and not waiting:
             self.times.forget()
             return
@@ -358,7 +369,11 @@ class Scheduler:
                     return
                 if num_tokens:
                     self._add(builder, sequence, num_tokens)
-            elif refused == LOOK_AHEAD or sequence.sequence_id in builder.preempted or self._admits_none():
+            elif (
+                (refused >= LOOK_AHEAD and sequence not in self._shut_out)
+                or sequence.sequence_id in builder.preempted
+                or self._admits_none()
+            ):
                 continue
             elif self._admit(sequence):
                 num_tokens = budget.take_chunk(sequence)
@@ -414,7 +429,7 @@ class Scheduler:
         self.waiting.remove(sequence)
         sequence.transition(SequenceStatus.RUNNING)
         sequence.num_computed_tokens = sequence.num_committed_tokens = self.blocks.start(sequence, reuse)
-        sequence.skipped_steps = 0
+        sequence.skipped_steps = sequence.steps_shut_out = 0
         self.running.add(sequence)
         self._changed.add(sequence.sequence_id)
         if first_time:
@@ -430,36 +445,66 @@ class Scheduler:
             logger.debug(message, sequence.label, blocks, blocks * self.config.block_size, count)
         return True
 
+    def _find_shut_out(self) -> None:
+        """Find the clients that are shut out, and count the step for the first waiting sequence of each. If nothing
+        runs now, they are those that were: the end of the last one is their turn."""
+        running = {sequence.client for sequence in self.running}
+        others = self.waiting.first_of_others(running)
+        for sequence in others if running else ():
+            sequence.steps_shut_out += 1
+        self._shut_out = [sequence for sequence in others if sequence.steps_shut_out]
+
     def _preempt_for_waiting(self, builder: ScheduleBuilder) -> None:
         """Admit one waiting sequence, and preempt running ones for it if it may: the first that has reached the
-        starvation bound, or else the first in order."""
-        first = [each for each in self._first_waiting(LOOK_AHEAD) if not self._waits_for_growth(each)]
-        if not first or self._admits_none():
+        starvation bound, or else the first that was shut out for too long, or else the first in order."""
+        if self._admits_none():
             return
-        starving = next((sequence for sequence in first if sequence.skipped_steps >= STARVATION_BOUND), None)
-        sequence = starving or first[0]
+        first = [each for each in self._first_waiting(LOOK_AHEAD) if not self._waits_for_growth(each)]
+        overdue = [each for each in self._shut_out if each.steps_shut_out > SHUT_OUT_BOUND]
+        overdue = [each for each in overdue if not self._waits_for_growth(each)]
+        starving = next((each for each in (*overdue, *first) if each.skipped_steps >= STARVATION_BOUND), None)
+        if starving is None:
+            for each in overdue:
+                others = self._preemption.candidates_of_others(each)
+                if self._admit_by_preempting(each, others, builder) is not None:
+                    each.admitted_by_starvation_bound = True
+                    logger.info("admitted %s: its client had none running", each.label)
+                    return
+        else:  # others are preempted in any case; for those that are shut out it is their turn
+            starving = next((each for each in overdue if each.priority <= starving.priority), starving)
+        sequence = starving or next(iter(first), None)
+        if sequence is None:
+            return
         candidates = self._preemption.candidates(sequence, starving is not None)
         if not candidates and not starving:
             return
+        victims = self._admit_by_preempting(sequence, candidates, builder)
+        if starving and victims is not None:
+            sequence.admitted_by_starvation_bound = True
+            if victims:
+                self._starvation_admissions += 1
+                message = "preempted sequences for %s, which reached the starvation bound: %s"
+                logger.info(message, sequence.label, sequence.describe_priority(self.clock()))
+
+    def _admit_by_preempting(
+        self, sequence: Sequence, candidates: ListOf[Sequence], builder: ScheduleBuilder
+    ) -> ListOf[Sequence] | None:
+        """Admit a waiting sequence, and preempt those of the candidates that its room needs. Returns them. None if it
+        waits: for the pool to grow, or because all of them are not enough."""
         has_room = self._admission.find_room(sequence) is not None
         free_slots = self._admission.num_free_slots
         if not has_room and free_slots and self.blocks.size.can_grow:
-            return  # the pool grows instead
+            return None  # the pool grows instead
         victims = [] if has_room else self._preemption.victims(sequence, candidates, free_slots)
         if victims is None:
-            return
+            return None
         for victim in victims:
             self._preempt(victim, builder)
         admitted = self._admit(sequence)
         assert admitted, f"no room for {sequence}"
         # Take the blocks of its first chunk now: otherwise growing sequences would take them.
         self.blocks.grow(sequence, min(self.max_tokens, sequence.num_uncomputed_tokens))
-        if starving:
-            sequence.admitted_by_starvation_bound = True
-            if victims:
-                self._starvation_admissions += 1
-                message = "preempted sequences for %s, which reached the starvation bound: %s"
-                logger.info(message, sequence.label, sequence.describe_priority(self.clock()))
+        return victims
 
     def _admits_none(self) -> bool:
         """Whether a sequence of a step that failed on the device runs again. Such sequences are admitted one at a time,

@@ -94,6 +94,7 @@ class Sequence:
         self.max_tokens = max_tokens
         self.stop_token_ids = stop_token_ids
         self.priority = priority
+        self.client = ""  # whose request it is: none keeps all blocks and slots from another one
         self.arrival_time = arrival_time  # seconds on the scheduler's clock, as are the deadlines
         self.ttft_deadline = math.inf  # of the first token
         self.deadline = math.inf  # of the complete answer
@@ -113,6 +114,7 @@ class Sequence:
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it was first admitted
         self.num_preemptions = 0
         self.skipped_steps = 0  # steps in a row that had no room for it
+        self.steps_shut_out = 0  # steps in which it was the first of a client that had none running
         self.admitted_by_starvation_bound = False  # and not preempted since
         self.arrival_number = -1
         self.finish_reason: FinishReason | None = None
