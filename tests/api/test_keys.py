@@ -281,6 +281,25 @@ def test_of_the_keys_that_a_request_presents_two_are_tried(
         assert list(dict.fromkeys(tried)) == ["first", "unknown-0"]
 
 
+def test_the_engine_knows_whose_requests_it_has(
+    server: RunningServer, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No client keeps all blocks from another one."""
+    seen: list[str] = []
+    submit = server.engine.host.submit
+
+    def noting(slot: Any, requests: Any) -> None:
+        seen.extend(request.client for request in requests)
+        submit(slot, requests)
+
+    monkeypatch.setattr(server.engine.host, "submit", noting)
+    with raw(server) as client:
+        for key in ("low", "normal"):
+            body = run_on("x", 3) | {"n": 2, "max_tokens": 1}
+            assert client.post("/v1/completions", json=body, headers=bearer(keys[key])).status_code == 200
+    assert seen == ["low", "low", "normal", "normal"]
+
+
 def test_no_key_fills_the_queue(server: RunningServer, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """There are 6 places. A key that asks for more gets half of them while it is alone."""
     monkeypatch.setattr(server.engine, "config", replace(server.engine.config, max_queue=5))
