@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 LOOK_SECONDS = 0.5
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Delays:
@@ -40,6 +42,28 @@ def thread_delays(pid: int) -> dict[str, float]:
     with contextlib.suppress(OSError):  # the process or a thread has just ended
         for thread in Path(f"/proc/{pid}/task").iterdir():
             found[thread.name] = int((thread / "schedstat").read_text().split()[1]) / 1e9
+    return found
+
+
+def processor_seconds(pid: int) -> float:
+    """That a process and its children have used, those that have ended included. Linux counts hundredths."""
+    with contextlib.suppress(OSError):  # it has just ended
+        return (sum(ticks_of(pid)) + sum(sum(ticks_of(each)[:2]) for each in children_of(pid))) / TICKS
+    return 0.0
+
+
+def ticks_of(pid: int) -> list[int]:
+    """utime, stime, and those of its children that it has waited for (proc_pid_stat(5)); nothing if it has ended."""
+    with contextlib.suppress(OSError):
+        return [int(each) for each in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]]
+    return []
+
+
+def children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            found += map(int, (thread / "children").read_text().split())
     return found
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import subprocess
 import sys
+import time
 
 import pytest
 
 from tests.faults import patience
-from tests.faults.patience import Delays, thread_delays, within
+from tests.faults.patience import Delays, processor_seconds, thread_delays, within
 
 
 async def late(seconds: float) -> str:
@@ -62,3 +64,20 @@ def test_the_sum_of_delays_does_not_sink_when_the_process_ends(monkeypatch: pyte
     second = delays.of(os.getpid())
     assert first <= second < first + 60
     assert delays.of(2**22 + 1) == second
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
+def test_the_work_of_a_process_and_of_its_children_counts_and_their_sleep_does_not() -> None:
+    work = "import time\nwhile time.process_time() < {}: pass\nprint(flush=True)\ninput()"
+    with subprocess.Popen(
+        [sys.executable, "-c", work.format(0.5)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdout.readline()
+        running = processor_seconds(os.getpid())
+        assert running - time.process_time() >= 0.4
+        assert processor_seconds(child.pid) >= 0.4
+        child.stdin.write("\n")
+    assert processor_seconds(os.getpid()) >= running - 0.05, "what a child has used is kept after its end"
+    assert processor_seconds(2**22 + 1) == 0.0

@@ -3,8 +3,12 @@
 They run in a process of their own, because what plays an attack has no time left to measure. The first client streams
 long answers, one after the other. The second one asks for short answers. For each line on standard input, one line of
 JSON says what both have seen since the last one: the largest gap between two tokens of a stream and the longest wait
-for a first token of the second client, in seconds, how many answers were right, and what was wrong. Of these seconds,
-those in which a thread of the server or of this process had work but no core do not count: a busy machine has many.
+for a first token of the second client, how many answers were right, and what was wrong. Both are given twice:
+
+- gap, first: in seconds, without those in which a thread of the server or of this process had work but no core.
+- gap_work, first_work: each wait counts as the processor time that the server and its children used in it, if that is
+  less. What the server does instead of answering takes processor time, and other programs take none of the server's.
+  On a busy machine, one thread waits for a core after the other, and the first measure finds only the longest wait.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from tests.faults.patience import thread_delays
+from tests.faults.patience import processor_seconds, thread_delays
 from tests.faults.wire import Address, Answer, answer_of, read_reply, request_bytes
 
 PATH = "/v1/completions"
@@ -34,15 +38,18 @@ SHORT = body_of([20 + 11 * i % 400 for i in range(12)], 2)
 
 @dataclass(frozen=True)
 class Moment:
-    """seconds: of the clock. delays: of the threads of the server, and of this process, up to then."""
+    """seconds: of the clock. delays: of the threads of the server, and of this process, up to then. work: processor
+    seconds of the server and its children."""
 
     seconds: float
     delays: list[dict[str, float]]
+    work: float
 
     @classmethod
     def now(cls, pid: int) -> Moment:
         """pid: of the server."""
-        return cls(time.monotonic(), [thread_delays(each) for each in (pid, os.getpid())])
+        delays = [thread_delays(each) for each in (pid, os.getpid())]
+        return cls(time.monotonic(), delays, processor_seconds(pid))
 
     def since(self, then: Moment) -> float:
         """Seconds from then to now, without those for which a thread waited for a core."""
@@ -62,7 +69,7 @@ class Client:
         self._known: Answer | None = None
         self._waits_since: Moment | None = None
         self._has_first = False
-        self.first = self.gap = 0.0
+        self.first = self.gap = self.first_work = self.gap_work = 0.0
         self.num_right = 0
         self.problems: list[str] = []
 
@@ -99,17 +106,20 @@ class Client:
         now = Moment.now(self._pid)
         if self._waits_since is not None:
             seconds = now.since(self._waits_since)
+            work = min(seconds, now.work - self._waits_since.work)
             if self._has_first:
-                self.gap = max(self.gap, seconds)
+                self.gap, self.gap_work = max(self.gap, seconds), max(self.gap_work, work)
             else:
-                self.first = max(self.first, seconds)
+                self.first, self.first_work = max(self.first, seconds), max(self.first_work, work)
         return now
 
     def take(self) -> dict[str, Any]:
         """What was seen since the last call."""
         self.note_wait()
-        found = {"first": self.first, "gap": self.gap, "right": self.num_right, "problems": self.problems[:3]}
-        self.first, self.gap, self.num_right, self.problems = 0.0, 0.0, 0, []
+        found: dict[str, Any] = {"first": self.first, "first_work": self.first_work, "gap": self.gap}
+        found |= {"gap_work": self.gap_work, "right": self.num_right, "problems": self.problems[:3]}
+        self.first = self.gap = self.first_work = self.gap_work = 0.0
+        self.num_right, self.problems = 0, []
         return found
 
 
@@ -122,8 +132,9 @@ async def main(host: str, port: str, pid: str, *keys: str) -> None:
     while await asyncio.to_thread(sys.stdin.readline):
         stream, short = (client.take() for client in clients)
         problems = stream["problems"] + short["problems"]
-        found = {"gap": stream["gap"], "first": short["first"], "right": stream["right"] + short["right"]}
-        print(json.dumps(found | {"problems": problems}), flush=True)
+        found = {"gap": stream["gap"], "gap_work": stream["gap_work"], "problems": problems}
+        found |= {"first": short["first"], "first_work": short["first_work"], "right": stream["right"] + short["right"]}
+        print(json.dumps(found), flush=True)
     for task in running:
         task.cancel()
 
