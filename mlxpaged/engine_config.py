@@ -117,7 +117,7 @@ class EngineConfig:
             raise ValueError(f"kv_cache_dtype must be one of {known}, got {self.kv_cache_dtype!r}")
         if self.cpu_dtype not in CPU_DTYPES:
             raise ValueError(f"cpu_dtype must be one of {', '.join(CPU_DTYPES)}, got {self.cpu_dtype!r}")
-        if self.tool_parser not in (None, *FORMATS):
+        if self.tool_parser is not None and self.tool_parser not in FORMATS:
             raise ValueError(f"tool_parser must be one of {', '.join(FORMATS)}, got {self.tool_parser!r}")
         self._check_adapters()
         lengths = "embedding_max_model_len", "max_model_len"

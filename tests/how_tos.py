@@ -77,7 +77,7 @@ from mlxpaged.api.endpoints import ENDPOINTS
 assert found.method == "GET"
 """,
         {
-            "api/endpoints.py": (
+            "api/server_api.py": (
                 before('    get("/health", status.health,', '    get("/v1/hello", hello.respond, "A greeting"),\n'),
                 ("import downloadable, openapi,", "import downloadable, hello, openapi,"),
             ),
@@ -101,9 +101,8 @@ from mlxpaged.formats import FORMATS, format_of
 assert format_of("{{ '<run>' }}", ()) is FORMATS["run_tags"]
 """,
         {
-            "formats/__init__.py": (
-                before("from mlxpaged.formats.seed import", "from mlxpaged.formats.run_tags import RUN_TAGS\n"),
-                ("        *(HARMONY, MINIMAX_M3,", "        *(RUN_TAGS, HARMONY, MINIMAX_M3,"),
+            "addons.py": (
+                before('            harmony="harmony:HARMONY",\n', '            run_tags="run_tags:RUN_TAGS",\n'),
             ),
         },
         {

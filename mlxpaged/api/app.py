@@ -16,15 +16,11 @@ from starlette.middleware.cors import CORSMiddleware
 from mlxpaged.api import ignored_fields
 from mlxpaged.api.access.local_names import LOCAL_ORIGIN
 from mlxpaged.api.access.middleware import KeyCheck, Origins, RequestLimit
-from mlxpaged.api.batches.runner import BatchRunner
-from mlxpaged.api.batches.store import Store
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.api.endpoints import ENDPOINTS, OPEN_PATHS
+from mlxpaged.api.endpoints import APIS, ENDPOINTS, OPEN_PATHS
 from mlxpaged.api.errors import HANDLED, NO_RETRY, Errors, handle_api_error, handle_http_exception
-from mlxpaged.api.openai.responses.store import ResponseStore
 from mlxpaged.api.request_id import RequestIds
 from mlxpaged.api.server import Server
-from mlxpaged.api.status_stream import StatusStream
 from mlxpaged.api.web import files as web
 from mlxpaged.registry.registry import Registry
 
@@ -56,24 +52,20 @@ def create_app(
     Raises KeyFileError; DataDirInUseError or OSError if the directory cannot be used.
     """
     server = Server(registry, clock, http or HttpConfig())
-    store = None if data_dir is None else Store(data_dir)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        runner = None
         if registry is not None:
             if registry.loop is None:
                 registry.start()
             registry.watch()
-            runner = app.state.batch_runner = None if store is None else BatchRunner(app, registry, store)
-        yield
-        if registry is None or registry.loaded:  # after a failed start there is nothing to stop
-            logger.info("HTTP closed; stopping the engine thread")
-        if runner is not None:
-            await runner.stop()
+        async with contextlib.AsyncExitStack() as stack:
+            for context in contexts:
+                await stack.enter_async_context(context)
+            yield
+            if registry is None or registry.loaded:  # after a failed start there is nothing to stop
+                logger.info("HTTP closed; stopping the engine thread")
         await server.close()
-        if store is not None:
-            store.close()
 
     app = Starlette(
         routes=[*(route for endpoint in ENDPOINTS for route in endpoint.routes()), *web.routes()],
@@ -83,9 +75,8 @@ def create_app(
     )
     app.state.endpoints = ENDPOINTS
     app.state.server = server
-    app.state.store = store
-    app.state.responses = ResponseStore()
-    app.state.status_stream = StatusStream(server)
+    app.state.data_dir = data_dir
+    contexts = [api.start(app) for api in APIS.values()]
     return app
 
 

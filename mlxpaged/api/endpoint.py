@@ -1,19 +1,25 @@
-"""Defines what an endpoint is. `endpoints.py` lists all endpoints of the server."""
+"""Defines what an endpoint is, and an API. `endpoints.py` has all endpoints of the server."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
+from typing import Any
 
 from pydantic import BaseModel
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from mlxpaged.api.access.caller import caller_of
-from mlxpaged.api.error_format import without_version
+from mlxpaged.api.error_format import ErrorFormat, without_version
 from mlxpaged.api.errors import ApiError
+from mlxpaged.api.streaming import EVENTS, LINES, Beginning, Model, Respond, handler
 
 JSON, FORM, BYTES = "application/json", "multipart/form-data", "application/octet-stream"
 TEXT, HTML = "text/plain", "text/html"
@@ -55,6 +61,44 @@ class Endpoint:
         handler = restrict(self.handler, self.access) if restricted else self.handler
         paths = dict.fromkeys((self.path, without_version(self.path)))
         return [Route(path, handler, methods=[self.method]) for path in paths]
+
+
+get, post, delete = (partial(Endpoint, method) for method in ("GET", "POST", "DELETE"))
+
+
+def reads(
+    path: str,
+    respond: Respond[Model],
+    summary: str,
+    body: type[Model],
+    streams: str | None = None,
+    begin: type[Beginning] | None = None,
+    **options: Any,
+) -> Endpoint:
+    """Returns an endpoint that reads a body. Its work ends when the client leaves. begin: as in `handler`."""
+    return post(path, handler(body, respond, streams, begin), summary, body, streams=streams, **options)
+
+
+generates = partial(reads, streams=EVENTS, cancellable=True)
+answers = partial(reads, streams=LINES, cancellable=True)
+
+
+def start_nothing(app: Starlette) -> AbstractAsyncContextManager[None]:
+    return contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class Api:
+    """Endpoints that belong together.
+
+    errors: how an error looks at their paths; None for OpenAI's format. start: called when the application is made; it
+    may set fields of `app.state`. The context is that of the time in which the application runs. What it raises ends
+    the start of the server.
+    """
+
+    endpoints: tuple[Endpoint, ...]
+    errors: ErrorFormat | None = None
+    start: Callable[[Starlette], AbstractAsyncContextManager[None]] = start_nothing
 
 
 def by_header(name: str, theirs: Handler, ours: Handler) -> Handler:

@@ -1,186 +1,90 @@
-"""Lists all endpoints. The router and /openapi.json are both made from this table."""
+"""All endpoints, of all APIs. The router and /openapi.json are both made from this table."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+import dataclasses
+from itertools import takewhile
 
-from mlxpaged.api import downloadable, openapi, requests, rerank, status, status_stream, tokenize
-from mlxpaged.api.anthropic import messages
-from mlxpaged.api.anthropic import models as anthropic_models
-from mlxpaged.api.anthropic.schema import CountTokensRequest, MessagesRequest
-from mlxpaged.api.batches import routes as batches
-from mlxpaged.api.batches.records import BatchRecord, FileRecord
-from mlxpaged.api.endpoint import BYTES, FORM, HTML, TEXT, Access, Endpoint, by_header
-from mlxpaged.api.ollama import models as ollama_models
-from mlxpaged.api.ollama import pull as ollama_pull
-from mlxpaged.api.ollama import renderer as ollama_renderer
-from mlxpaged.api.ollama import routes as ollama
-from mlxpaged.api.ollama import schema as ollama_schema
-from mlxpaged.api.openai import chat, completions, embeddings, models
-from mlxpaged.api.openai.responses import routes as responses
-from mlxpaged.api.openai.responses.beginning import ResponseBeginning
-from mlxpaged.api.openai.responses.schema import InputTokensRequest, ItemList, ResponseRequest
-from mlxpaged.api.openai.schema import ChatRequest, CompletionRequest
-from mlxpaged.api.page import PageQuery
-from mlxpaged.api.streaming import EVENTS, LINES, Beginning, Model, Respond, handler
-from mlxpaged.api.tokenize import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-    TokenizerInfo,
-)
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message
+
+from mlxpaged import addons
+from mlxpaged.api import openapi
+from mlxpaged.api.body import MAX_DISCARDED_BYTES, too_large
+from mlxpaged.api.endpoint import Access, Api, Endpoint
+from mlxpaged.api.error_format import FORMATS
+from mlxpaged.api.server import server_of
 from mlxpaged.api.web import files as web
 
-get, post, delete = (partial(Endpoint, method) for method in ("GET", "POST", "DELETE"))
+
+def problem(name: str, api: Api) -> str | None:
+    """Says why an API of another package cannot be served beside those before it: it has a path that is there already,
+    one without a key, one outside of its format of errors or inside of another one, or a model with the name of another
+    model in /openapi.json."""
+    before = [APIS[each] for each in takewhile(name.__ne__, addons.everything("apis")) if each in APIS]
+    known = [endpoint for each in before for endpoint in each.endpoints]
+    models = {model.__name__: model for each in before for model in models_of(each)}
+    for endpoint in api.endpoints:
+        what, routes = f"{endpoint.method} {endpoint.path}", endpoint.routes()
+        taken = [route for each in known if each.method == endpoint.method for route in each.routes()]
+        if any(overlap(route, other) for route in routes for other in (*taken, *web.routes())):
+            return f"{what} is there already"
+        if api.errors is not None and not api.errors.has(endpoint.path):
+            return f"{what} does not begin with {api.errors.prefix}/"
+        if endpoint.access is Access.OPEN:
+            return f"{what} needs no key"
+    if api.errors is not None and any(api.errors.has(endpoint.path) for endpoint in known):
+        return f"the paths of another API begin with {api.errors.prefix}/"
+    for model in models_of(api):
+        if models.setdefault(model.__name__, model) is not model:
+            return f"there is another model with the name {model.__name__}"
+    openapi.document([*known, *api.endpoints], needs_key=True)  # raises an error if a model has no schema
+    return None
 
 
-def reads(
-    path: str,
-    respond: Respond[Model],
-    summary: str,
-    body: type[Model],
-    streams: str | None = None,
-    begin: type[Beginning] | None = None,
-    **options: Any,
-) -> Endpoint:
-    """Returns an endpoint that reads a body. Its work ends when the client leaves. begin: as in `handler`."""
-    return post(path, handler(body, respond, streams, begin), summary, body, streams=streams, **options)
+def models_of(api: Api) -> list[type[BaseModel]]:
+    """The models of /openapi.json."""
+    found = [model for each in api.endpoints for model in (each.body, each.answer, each.query) if model is not None]
+    return found if api.errors is None else [*found, api.errors.model]
 
 
-generates = partial(reads, streams=EVENTS, cancellable=True)
-answers = partial(reads, streams=LINES, cancellable=True)
+def overlap(one: Route, other: Route) -> bool:
+    """Whether a request can be for both."""
+    return bool(one.path_regex.match(other.path) or other.path_regex.match(one.path))
 
 
-ENDPOINTS = (
-    generates("/v1/chat/completions", chat.respond, "Answer a conversation", ChatRequest, begin=chat.ChatBeginning),
-    generates(
-        "/v1/completions",
-        completions.respond,
-        "Continue one or more prompts",
-        CompletionRequest,
-        begin=completions.CompletionBeginning,
-    ),
-    generates(
-        "/v1/responses",
-        responses.respond,
-        "Answer, and remember the conversation",
-        ResponseRequest,
-        begin=ResponseBeginning,
-    ),
-    reads("/v1/responses/input_tokens", responses.input_tokens, "Count a conversation's tokens", InputTokensRequest),
-    get("/v1/responses/{response_id}", responses.retrieve, "A stored response"),
-    delete("/v1/responses/{response_id}", responses.delete, "Delete a stored response"),
-    get("/v1/responses/{response_id}/input_items", responses.input_items, "Input items of a response", query=ItemList),
-    post("/v1/responses/{response_id}/cancel", responses.cancel, "Always refused: no response runs in the background"),
-    generates("/v1/messages", messages.respond, "Answer a conversation, as Anthropic's API does", MessagesRequest),
-    reads("/v1/messages/count_tokens", messages.count_tokens, "Count a conversation's tokens", CountTokensRequest),
-    reads(
-        "/v1/embeddings",
-        embeddings.respond,
-        "Embed texts or tokens",
-        embeddings.EmbeddingsRequest,
-        answer=embeddings.EmbeddingsResponse,
-        cancellable=True,
-    ),
-    reads(
-        "/v1/rerank",
-        rerank.rerank,
-        "Order documents by their relevance",
-        rerank.RerankRequest,
-        answer=rerank.RerankResponse,
-        cancellable=True,
-    ),
-    reads(
-        "/v1/score",
-        rerank.score,
-        "How well texts fit queries",
-        rerank.ScoreRequest,
-        answer=rerank.ScoreResponse,
-        cancellable=True,
-    ),
-    get(
-        "/v1/models",
-        by_header(anthropic_models.HEADER, anthropic_models.list_models, models.list_models),
-        "The models that are served or on this machine",
-    ),
-    get(
-        "/v1/models/{model:path}",
-        by_header(anthropic_models.HEADER, anthropic_models.get_model, models.get_model),
-        "One model",
-    ),
-    post("/v1/models/{model:path}/load", models.load, "Load a model", access=Access.ADMIN),
-    post("/v1/models/{model:path}/unload", models.unload, "Unload a model that runs nothing", access=Access.ADMIN),
-    get("/v1/downloads", downloadable.list_downloads, "The models that can be downloaded by a short name"),
-    reads("/tokenize", tokenize.tokenize, "The tokens of a prompt or a chat", TokenizeRequest, answer=TokenizeResponse),
-    reads("/detokenize", tokenize.detokenize, "The text of tokens", DetokenizeRequest, answer=DetokenizeResponse),
-    get("/tokenizer_info", tokenize.tokenizer_info, "The tokenizer's tokens and template", answer=TokenizerInfo),
-    # The id is a path, so that an empty id gets a 404 and no redirect to the endpoint that ends all requests.
-    delete("/v1/requests/{request_id:path}", requests.cancel, "End one request that is being answered"),
-    delete("/v1/requests", requests.cancel_all, "End every request that is being answered"),
-    post("/v1/files", batches.create_file, "Upload a file", batches.FileUpload, FileRecord, body_type=FORM),
-    get("/v1/files", batches.list_files, "Files, the newest first", query=batches.FileList),
-    get("/v1/files/{file_id}", batches.get_file, "One file", answer=FileRecord),
-    delete("/v1/files/{file_id}", batches.delete_file, "Delete a file"),
-    get("/v1/files/{file_id}/content", batches.get_content, "The content of a file", answer_type=BYTES),
-    post("/v1/batches", batches.create_batch, "Run the requests of a file", batches.BatchCreate, BatchRecord),
-    get("/v1/batches", batches.list_batches, "Batches, the newest first", query=PageQuery),
-    get("/v1/batches/{batch_id}", batches.get_batch, "One batch", answer=BatchRecord),
-    post("/v1/batches/{batch_id}/cancel", batches.cancel_batch, "Cancel a batch", answer=BatchRecord),
-    answers(
-        "/api/chat",
-        ollama.chat,
-        "Answer a conversation, as Ollama's API does",
-        ollama_schema.OllamaChatRequest,
-        begin=ollama_renderer.ChatBeginning,
-    ),
-    answers(
-        "/api/generate",
-        ollama.generate,
-        "Answer a prompt, as Ollama's API does",
-        ollama_schema.OllamaGenerateRequest,
-        begin=ollama_renderer.GenerateBeginning,
-    ),
-    reads("/api/embed", ollama.embed_inputs, "Embed texts", ollama_schema.OllamaEmbedRequest, cancellable=True),
-    reads(
-        "/api/embeddings", ollama.embed_prompt, "Embed a text", ollama_schema.OllamaEmbeddingsRequest, cancellable=True
-    ),
-    get("/api/tags", ollama_models.tags, "The models that are served, and those on this machine"),
-    get("/api/ps", ollama_models.ps, "The models that are loaded"),
-    reads("/api/show", ollama_models.show, "One model", ollama_schema.OllamaShowRequest),
-    get("/api/version", ollama_models.version, "The version of Ollama's API"),
-    reads(
-        "/api/pull",
-        ollama_pull.pull,
-        "Download a model, with --allow-downloads",
-        ollama_schema.OllamaPullRequest,
-        answer_type=LINES,
-    ),
-    post("/api/push", ollama_models.refuse, "Always refused"),
-    post("/api/create", ollama_models.refuse, "Always refused"),
-    post("/api/copy", ollama_models.refuse, "Always refused"),
-    delete("/api/delete", ollama_models.refuse, "Always refused"),
-    get(
-        "/",
-        ollama_models.root,
-        "The page; on the port of --ollama-port: whether Ollama runs",
-        answer_type=HTML,
-        access=Access.OPEN,
-    ),
-    get("/docs", web.docs, "This document, readable", answer_type=HTML, access=Access.OPEN),
-    get("/v1/status", status.status, "Requests and memory in the engine", access=Access.ADMIN),
-    get(
-        "/v1/status/stream",
-        status_stream.stream,
-        "The status twice a second, as events",
-        answer_type=EVENTS,
-        access=Access.ADMIN,
-    ),
-    post("/v1/cache/clear", status.clear_cache, "Empty the prefix cache", access=Access.ADMIN),
-    get("/health", status.health, "Whether the server takes requests", access=Access.OPEN),
-    get("/metrics", status.metrics, "Prometheus metrics", answer_type=TEXT, access=Access.METRICS),
-    get("/openapi.json", openapi.openapi, "This document"),
-)
+def limited(endpoint: Endpoint) -> Endpoint:
+    """An endpoint whose handler gets no more of a body than the server's limit, however it reads it."""
+
+    async def handle(request: Request) -> Response:
+        limit, received = server_of(request).http.max_body_bytes, 0
+
+        async def receive() -> Message:
+            nonlocal received
+            while True:
+                message = await request.receive()
+                received += len(message.get("body", b""))
+                if received <= limit:
+                    return message
+                if not message.get("more_body") or received > limit + MAX_DISCARDED_BYTES:
+                    raise too_large(limit)
+
+        return await endpoint.handler(Request(request.scope, receive))
+
+    return dataclasses.replace(endpoint, handler=handle)
+
+
+def endpoints_of(name: str, api: Api) -> tuple[Endpoint, ...]:
+    return api.endpoints if name in addons.ours("apis") else tuple(map(limited, api.endpoints))
+
+
+APIS: addons.Table[Api] = addons.Table("apis", Api, problem)
+
+ENDPOINTS = tuple(endpoint for name, api in APIS.items() for endpoint in endpoints_of(name, api))
+
+FORMATS += [api.errors for api in APIS.values() if api.errors is not None]
 
 OPEN_PATHS = web.PATHS | {endpoint.path for endpoint in ENDPOINTS if endpoint.access is Access.OPEN}

@@ -19,14 +19,17 @@ class ErrorFormat:
     body: Callable[[Any, str], dict[str, Any]]
     model: type[BaseModel]
 
+    def has(self, path: str) -> bool:
+        """Whether the errors at a path have this format."""
+        return f"{without_version(path)}/".startswith(f"{self.prefix}/")
+
 
 FORMATS: list[ErrorFormat] = []
-"""Each API adds its own when it is imported."""
+"""Those of all APIs, which endpoints.py adds."""
 
 
 def format_of(path: str) -> ErrorFormat | None:
-    short = without_version(path)
-    return next((each for each in FORMATS if short == each.prefix or short.startswith(f"{each.prefix}/")), None)
+    return next((each for each in FORMATS if each.has(path)), None)
 
 
 def without_version(path: str) -> str:

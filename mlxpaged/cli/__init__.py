@@ -1,4 +1,4 @@
-"""The `mlxpaged` command. Each subcommand is a module of this folder, and a line in COMMANDS.
+"""The `mlxpaged` command. Each subcommand is a module of this folder, and a line in addons.py.
 
 These modules import no engine before they run.
 """
@@ -6,38 +6,23 @@ These modules import no engine before they run.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from mlxpaged import addons
 from mlxpaged.cli.config_file import ConfigFile, ConfigFileError
 from mlxpaged.cli.parser import INTERRUPTED, Parser
 
-COMMANDS = {
-    "serve": ("serve", "serve a model over the OpenAI, Anthropic and Ollama APIs"),
-    "chat": ("chat.command", "chat with a model in the terminal"),
-    "run": ("run_prompt", "print the answer to one prompt"),
-    "ps": ("ps", "list the loaded models of the running server"),
-    "stop": ("stop", "unload a model, or end the running server"),
-    "launch": ("launch", "start a coding agent on the server"),
-    "service": ("service.command", "start the server at login, and keep it running"),
-    "pull": ("pull", "download a model, after saying whether it fits this machine"),
-    "ls": ("ls", "list the downloaded models"),
-    "rm": ("rm", "delete a downloaded model"),
-    "cache": ("cache", "show or delete the prefixes that servers have stored on a disk"),
-    "bench": ("bench.flags", "measure how fast this machine serves a model"),
-    "doctor": ("doctor.flags", "check the attention kernels on this machine, or a model's tool calls"),
-    "keys": ("keys.flags", "make, list and remove API keys"),
-    "config": ("config", "show the configuration, and where each value comes from"),
-    "completion": ("completion", "print a script that completes words in a shell"),
-    "help": ("help", "show the help of a command"),
-    "version": ("version", "show the version"),
-}
-"""Name -> (module, summary for the help)."""
+COMMANDS = addons.ours("commands")
+"""Our own. Those of other packages are looked for if a word is none of these."""
+
+PARSERS: addons.Table[Any] = addons.Table("commands", Callable)
+
+NO_ADDONS = "--no-addons"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,12 +50,18 @@ def run(argv: Sequence[str]) -> int:
     chosen, file = chosen_command(argv)
     if chosen is None:
         chosen, argv = "help", [*argv, "help"]
-    is_help = any(word in ("-h", "--help") for word in takewhile("--".__ne__, argv))
+    flags = list(takewhile("--".__ne__, argv))
+    if NO_ADDONS in flags:  # anywhere: what the flags of the command may be can depend on it
+        os.environ[addons.OFF] = "1"
+        argv = [*(word for word in flags if word != NO_ADDONS), *argv[len(flags) :]]
+    is_help = "-h" in flags or "--help" in flags
     config = ConfigFile() if is_help else ConfigFile.read(file)  # a broken file does not hide the help
-    parser = make_parser([chosen] if chosen in COMMANDS else [], config)
-    parser.check_command(chosen, COMMANDS)
-    if not config.keys <= keys_of(parser):
-        config.check_keys(keys_of(make_parser(COMMANDS)))
+    commands = COMMANDS if chosen in COMMANDS else addons.everything("commands")
+    parser = make_parser([chosen], config, commands)
+    parser.check_command(chosen, parser.commands)
+    if not config.keys <= keys_of(parser) and not config.keys <= keys_of(make_parser(COMMANDS)):
+        every = addons.everything("commands")
+        config.check_keys(keys_of(make_parser(every, known=every)))
     args = parser.parse_args(argv)
     status: int = args.run(args)
     return status
@@ -89,8 +80,11 @@ def chosen_command(argv: Sequence[str]) -> tuple[str | None, str | None]:
     return None, file
 
 
-def make_parser(names: Iterable[str], config: ConfigFile | None = None) -> Parser:
-    """The whole parser. Only the commands in `names` have their flags: the others are not imported."""
+def make_parser(
+    names: Iterable[str], config: ConfigFile | None = None, known: Mapping[str, addons.Named] = COMMANDS
+) -> Parser:
+    """The whole parser, of the commands that are known. Only those in `names` have their flags: the others are not
+    imported. One of another package that cannot be used is left out."""
     parser = Parser(
         prog="mlxpaged",
         description="Serve language models to all programs of one Mac, and use them in the terminal.",
@@ -98,12 +92,14 @@ def make_parser(names: Iterable[str], config: ConfigFile | None = None) -> Parse
     )
     parser.add_argument("--version", action=Version, help="show the version and exit")
     parser.add_argument("--config", metavar="FILE", help="configuration file, before the command [MLXPAGED_CONFIG]")
+    off = f"use no add-ons of other packages, with any command [{addons.OFF}]"
+    parser.add_argument(NO_ADDONS, action="store_true", help=off)
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
-    for name, (module, summary) in COMMANDS.items():
-        if name in names:
-            importlib.import_module(f"mlxpaged.cli.{module}").add_parser(commands)
-        else:
-            commands.add_parser(name, help=summary)
+    for name, named in known.items():
+        if name not in names:
+            commands.add_parser(name, help=named.summary)
+        elif name in PARSERS:
+            PARSERS[name](commands)
     return parser
 
 

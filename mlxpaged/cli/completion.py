@@ -97,7 +97,7 @@ def candidates(before: Sequence[str], current: str) -> Iterable[tuple[str, str]]
 
     command, _ = chosen_command(before)
     if command is None and not current.startswith("-"):
-        return [(name, summary) for name, (_, summary) in COMMANDS.items()]
+        return [(name, named.summary) for name, named in COMMANDS.items()]
     parser = make_parser([command] if command in COMMANDS else [])
     for word in before:
         parser = parser.commands.get(word, parser)

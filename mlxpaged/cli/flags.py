@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
@@ -206,8 +206,9 @@ CHOICES: dict[Kind, tuple[str, ...]] = {}
 """The values of the kinds that `one_of` makes, for the completion in shells."""
 
 
-def one_of(*choices: str) -> Kind:
-    kind = fitting(str.lower, f"one of {', '.join(choices)}", choices.__contains__)
+def one_of(*choices: str, more: Callable[[], Container[str]] = tuple) -> Kind:
+    """more: finds further choices, if the value is none of these."""
+    kind = fitting(str.lower, f"one of {', '.join(choices)}", lambda value: value in choices or value in more())
     CHOICES[kind] = choices
     return kind
 

@@ -32,8 +32,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     with heavy_imports():
         from mlxpaged.models.sources.downloads import downloads
-        from mlxpaged.models.sources.other_apps import app_models
-    rows = [row_of(download) for download in [*downloads(), *app_models()]]
+        from mlxpaged.models.sources.source import source_models
+    rows = [row_of(download) for download in [*downloads(), *source_models()]]
     if args.json:
         print(json.dumps(rows, indent=1))
         return 0

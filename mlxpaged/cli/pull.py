@@ -102,10 +102,10 @@ def run(args: argparse.Namespace) -> int:
 def is_here(name: str) -> bool:
     """Whether a name is that of a bundled model, a directory, a file, or a model of another app. Raises
     ModelNotFoundError if that app does not have it."""
-    from mlxpaged.models.sources.other_apps import app_path
+    from mlxpaged.models.sources.source import source_path
 
     try:
-        return name in BUNDLED or app_path(name) is not None or Path(name).expanduser().exists()
+        return name in BUNDLED or source_path(name) is not None or Path(name).expanduser().exists()
     except (OSError, RuntimeError):  # the name is too long, or there is no such user
         return False
 

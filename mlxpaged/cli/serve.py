@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import ipaddress
+import logging
 import math
 import os
 import resource
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlxpaged import addons
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import flags
 from mlxpaged.cli.background_server import end_with_standard_input
@@ -27,7 +29,6 @@ from mlxpaged.cli.parser import heavy_imports
 from mlxpaged.cli.running_servers import registered
 from mlxpaged.cli.service.manager import SERVICE_DIRECTORY, SERVICE_VARIABLE
 from mlxpaged.engine_config import KV_CACHE_DTYPES
-from mlxpaged.formats import FORMATS
 from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.models.files.generation_config import LIMITS
 from mlxpaged.models.sources.short_names import without_address
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from mlxpaged.engine_config import EngineConfig
     from mlxpaged.registry.model import Model
     from mlxpaged.registry.registry import Registry
+
+logger = logging.getLogger(__name__)
 
 NO_MODEL = "none"
 BACKLOG = 2048
@@ -60,8 +63,9 @@ def add_parser(commands: Any) -> None:
 
     model = groups.group("model", DEFAULTS)
     model.field("--served-model-name", str, "name of the first model in the API", "MODEL as given")
-    formats = f"tool call format: {', '.join(sorted(FORMATS))}"
-    model.field("--tool-parser", flags.one_of(*sorted(FORMATS)), formats, "by the chat template")
+    formats = sorted(addons.ours("formats"))
+    known = flags.one_of(*formats, more=lambda: addons.everything("formats"))
+    model.field("--tool-parser", known, f"tool call format: {', '.join(formats)}", "by the chat template")
     template = "file with a chat template in Jinja for the first model"
     model.field("--chat-template", flags.file, template, "the model's own")
     model.switch("--reranker", "MODEL is a reranker like Qwen3-Reranker, for /v1/rerank, whatever its name is")
@@ -319,6 +323,8 @@ def of(config: EngineConfig, model: str, name: str, **fields: Any) -> EngineConf
 
 def run(args: argparse.Namespace) -> int:
     set_up(args.log_level)
+    for addon in addons.from_outside():
+        logger.info("add-on %s: %s", addon.name, addon.contents)
     try:
         registry = server_models(args)
     except ValueError as error:

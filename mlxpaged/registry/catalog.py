@@ -1,4 +1,4 @@
-"""Finds models on this machine that no flag names: repositories of the hub, directories, and models of other apps."""
+"""Finds models on this machine that no flag names: repositories of the hub, directories, and models of sources."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mlxpaged.models.sources.completeness import has_safetensors, missing_files
 from mlxpaged.models.sources.downloads import repositories, whole_snapshot
 from mlxpaged.models.sources.gguf.choice import begins_model, choose, gguf_sizes, split_name
 from mlxpaged.models.sources.gguf.file import split_paths
-from mlxpaged.models.sources.other_apps import OLLAMA, app_models, app_path
 from mlxpaged.models.sources.preflight import GGUF, local_file_sizes, weight_files
 from mlxpaged.models.sources.resolve import MODELS
-from mlxpaged.models.sources.short_names import BUNDLED, LATEST, full_name
+from mlxpaged.models.sources.short_names import BUNDLED, full_name
+from mlxpaged.models.sources.source import SOURCES, is_inside, source_models, source_path
 
 MAX_SEARCHED = 5_000
 """Directories that are searched for models below one of the user's."""
@@ -51,15 +51,15 @@ class Catalog:
 
     def find(self, name: str) -> Found | None:
         """A name is that of a repository (OWNER/NAME, or OWNER/NAME:Q4_K_M of GGUF files), its short name, that of a
-        directory or a GGUF file, or that of a model of Ollama or LM Studio. What is found has the name that `all` has:
-        with the tag `latest` if it is Ollama's, and without it otherwise, though clients of Ollama add it."""
+        directory or a GGUF file, or that of a model of a source, such as Ollama. What is found has the name that `all`
+        has: with the tag `latest` if it is Ollama's, and without it otherwise, though clients of Ollama add it."""
         path = Path(name)
         if path.is_absolute() or ".." in path.parts or not path.parts:
             return None
         for directory in self._directories:  # "a/./b" and "a/b/" are the model "a/b"
             if (found := described(str(path), directory / path)) is not None:
                 return found
-        if (found := of_another_app(name)) is not None:
+        if is_inside(name.partition(":")[2]) and (found := of_source(name)) is not None:
             return found
         name = full_name(name)
         repository, wanted = split_name(name)
@@ -83,7 +83,9 @@ class Catalog:
             path, directory = Path(source).expanduser(), Path(plain).expanduser()
             if path.exists():
                 return described(source, path)
-            return described(source, directory, wanted) if directory.is_dir() else self.find(source)
+            if directory.is_dir():
+                return described(source, directory, wanted)
+            return of_source(source) or self.find(source)
         except (OSError, RuntimeError):  # the name is too long, or there is no such user: the load says so
             return None
 
@@ -96,7 +98,7 @@ class Catalog:
             if (each := described(str(path.relative_to(directory)), path)) is not None
         ]
         names = sorted(repository.repo_id for repository in repositories())
-        names += [model.name for model in app_models()]
+        names += [model.name for model in source_models()]
         found += [each for name in names if (each := self.find(name)) is not None]
         return list({each.name: each for each in found}.values())
 
@@ -152,20 +154,20 @@ def described(name: str, path: Path, wanted: str = "") -> Found | None:
         return None
 
 
-def of_another_app(name: str) -> Found | None:
-    """A model of Ollama or LM Studio."""
+def of_source(name: str) -> Found | None:
+    """A model of Ollama, for example. A file can have any name there."""
+    prefix, _, own = name.partition(":")
     try:
-        found = app_path(name)
-    except ModelNotFoundError:
+        path = source_path(name)
+    except (ModelNotFoundError, OSError):
         return None
-    if found is None:
+    if path is None:
         return None
-    path = Path(found)
-    if name.startswith(OLLAMA):
-        tagged = name if ":" in name.removeprefix(OLLAMA).rpartition("/")[2] else name + LATEST
-        return Found(tagged, path, path.stat().st_size)
-    plain, wanted = (found, "") if path.exists() else split_name(found)
-    return described(name.removesuffix(LATEST), Path(plain), wanted)
+    listed = f"{prefix}:{SOURCES[prefix].listed(own)}"
+    if path.is_file() and not path.suffix:
+        return Found(listed, path, path.stat().st_size)
+    plain, wanted = (str(path), "") if path.exists() else split_name(str(path))
+    return described(listed, Path(plain), wanted)
 
 
 def gguf_bytes(path: Path) -> int:

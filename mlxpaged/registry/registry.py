@@ -24,8 +24,8 @@ from mlxpaged.engine.watchdog import StallLimits, Watchdog
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.errors import ModelNotFoundError
 from mlxpaged.models.files.kinds import Kind
-from mlxpaged.models.sources.other_apps import app_path
 from mlxpaged.models.sources.short_names import LATEST, full_name, without_address
+from mlxpaged.models.sources.source import source_path
 from mlxpaged.progress import Progress
 from mlxpaged.registry.catalog import Catalog, Found
 from mlxpaged.registry.errors import LoadFailedError, ModelBusyError, ModelUnknownError, NoRoomError
@@ -514,7 +514,7 @@ def is_same(model: Model, found: Found) -> bool:
     try:
         if found.path == model.path_on_disk or full_name(source) == found.name:
             return True
-        return Path(app_path(source) or source).expanduser().samefile(found.path)
+        return Path(source_path(source) or source).expanduser().samefile(found.path)
     except (OSError, RuntimeError, ModelNotFoundError):  # there is no such file, or no such user: a repository
         return False
 

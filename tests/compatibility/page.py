@@ -21,29 +21,28 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "POST /v1/embeddings": embeddings.TABLE,
     "POST /v1/rerank": rerank.RERANK,
     "POST /v1/score": rerank.SCORE,
+    TOKENIZE: others.TOKENIZE,
+    "POST /detokenize": others.DETOKENIZE,
+    "POST /v1/files": others.FILES,
+    "POST /v1/batches": others.BATCHES,
     "POST /api/chat": ollama.CHAT,
     "POST /api/generate": ollama.GENERATE,
     "POST /api/embed": ollama.EMBED,
     "POST /api/embeddings": ollama.EMBEDDINGS,
     "POST /api/show": ollama.SHOW,
     "POST /api/pull": ollama.PULL,
-    TOKENIZE: others.TOKENIZE,
-    "POST /detokenize": others.DETOKENIZE,
-    "POST /v1/files": others.FILES,
-    "POST /v1/batches": others.BATCHES,
 }
 
 
 def tables() -> dict[str, tuple[Claim, ...]]:
     """Returns the claims of each endpoint that reads a body, in the order of the page."""
+    bodies = {f"{each.method} {each.path}": each.body for each in ENDPOINTS if each.body is not None}
     found = {}
-    for endpoint in ENDPOINTS:
-        if endpoint.body is not None:
-            name = f"{endpoint.method} {endpoint.path}"
-            rows = [of_row(row) for row in getattr(endpoint.body, "table", Table()).rows]
-            if name == TOKENIZE:
-                rows = [others.without_prompt(row) for row in rows]
-            found[name] = (*CLAIMS.get(name, ()), *rows)
+    for name in dict.fromkeys((*CLAIMS, *bodies)):
+        rows = [of_row(row) for row in getattr(bodies[name], "table", Table()).rows]
+        if name == TOKENIZE:
+            rows = [others.without_prompt(row) for row in rows]
+        found[name] = (*CLAIMS.get(name, ()), *rows)
     return found
 
 

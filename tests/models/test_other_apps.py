@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mlxpaged.models.errors import ModelNotFoundError
-from mlxpaged.models.sources.other_apps import app_models
 from mlxpaged.models.sources.resolve import resolve
+from mlxpaged.models.sources.source import source_models
 
 DIGEST = "0a" * 32
 
@@ -55,20 +55,20 @@ def pull(root: Path, place: str, gguf: Path, digest: str = DIGEST) -> Path:
 def test_a_model_of_ollama_is_used_where_it_is(place: str, name: str, listed: str, home: Path, gguf: Path) -> None:
     blob = pull(home / ".ollama" / "models", place, gguf)
     assert (resolve(name).directory / "model.gguf").readlink() == blob
-    assert [(each.name, each.path, each.bytes) for each in app_models()] == [(listed, blob, gguf.stat().st_size)]
+    assert [(each.name, each.path, each.bytes) for each in source_models()] == [(listed, blob, gguf.stat().st_size)]
 
 
 def test_the_directory_of_ollama_can_be_another(home: Path, gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OLLAMA_MODELS", str(home / "other"))
     blob = pull(home / "other", "registry.ollama.ai/library/tiny/latest", gguf)
-    assert [each.path for each in app_models()] == [blob]
+    assert [each.path for each in source_models()] == [blob]
 
 
 def test_a_folder_that_cannot_be_read_has_no_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of another user. Root can read all, so the name is one that no user can read."""
     for variable in ("HOME", "OLLAMA_MODELS"):
         monkeypatch.setenv(variable, f"/{'x' * 300}")
-    assert app_models() == []
+    assert source_models() == []
 
 
 @pytest.mark.parametrize(("folder", "other"), [(".lmstudio", ".cache/lm-studio"), (".cache/lm-studio", None)])
@@ -84,7 +84,7 @@ def test_models_of_lm_studio_are_used_where_they_are(
         shutil.copy(gguf, files / name)
     (files / "._tiny-Q8_0.gguf").write_bytes(b"Mac OS X")  # as on a disk of another system
     names = [f"lmstudio:someone/tiny-GGUF/tiny-{kind}.gguf" for kind in ("Q4_K_M", "Q8_0")]
-    assert [each.name for each in app_models()] == [*names, "lmstudio:someone/tiny-mlx"]
+    assert [each.name for each in source_models()] == [*names, "lmstudio:someone/tiny-mlx"]
     assert resolve("lmstudio:someone/tiny-mlx").directory == models / "someone" / "tiny-mlx"
     for name in (names[0], "lmstudio:someone/tiny-GGUF:Q4_K_M"):
         assert (resolve(name).directory / "model.gguf").readlink() == files / "tiny-Q4_K_M.gguf"
@@ -115,7 +115,7 @@ DAMAGED = [
 
 def test_weights_that_are_gone_are_no_model(home: Path, gguf: Path) -> None:
     pull(home / ".ollama" / "models", "registry.ollama.ai/library/tiny/latest", gguf).unlink()
-    assert app_models() == []
+    assert source_models() == []
     with pytest.raises(ModelNotFoundError, match="Ollama has no model tiny"):
         resolve("ollama:tiny")
 
@@ -124,6 +124,6 @@ def test_weights_that_are_gone_are_no_model(home: Path, gguf: Path) -> None:
 def test_a_damaged_manifest_is_no_model(content: str, home: Path, gguf: Path) -> None:
     pull(home / ".ollama" / "models", "registry.ollama.ai/library/tiny/latest", gguf)
     (home / ".ollama/models/manifests/registry.ollama.ai/library/tiny/latest").write_text(content)
-    assert app_models() == []
+    assert source_models() == []
     with pytest.raises(ModelNotFoundError):
         resolve("ollama:tiny")

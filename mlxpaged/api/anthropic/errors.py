@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from mlxpaged.api.error_format import FORMATS, ErrorFormat
+from mlxpaged.api.error_format import ErrorFormat
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.fields.messages import THREAD_REFUSED
 
@@ -46,4 +46,4 @@ def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     return {"type": "error", "error": found, "request_id": request_id}
 
 
-FORMATS.append(ErrorFormat("/messages", id_header="Request-Id", body=error_body, model=AnthropicErrorResponse))
+ERRORS = ErrorFormat("/messages", id_header="Request-Id", body=error_body, model=AnthropicErrorResponse)

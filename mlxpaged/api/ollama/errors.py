@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from mlxpaged.api.error_format import FORMATS, ErrorFormat
+from mlxpaged.api.error_format import ErrorFormat
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.request_id import HEADER
 
@@ -19,4 +19,4 @@ def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     return {"error": error.message}
 
 
-FORMATS.append(ErrorFormat("/api", id_header=HEADER, body=error_body, model=OllamaErrorResponse))
+ERRORS = ErrorFormat("/api", id_header=HEADER, body=error_body, model=OllamaErrorResponse)

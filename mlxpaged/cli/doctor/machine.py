@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import mlx.core as mx
 
-from mlxpaged import __version__
+from mlxpaged import __version__, addons
 from mlxpaged.attention.precision import forbids_tf32, has_neural_accelerators, uses_neural_accelerators
 from mlxpaged.attention.tuning_cache import Machine
 from mlxpaged.cpu import blas
@@ -26,6 +26,7 @@ def machine() -> list[tuple[str, str]]:
         ("packages", f"{packages}, Python {platform.python_version()}"),
         ("kernels", found.kernels),
         ("BLAS", blas.describe()),
+        *((f"add-on {addon.name}", addon.contents) for addon in addons.from_outside()),
     ]
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mlxpaged.addons import OFF
 from mlxpaged.cli.arguments import keep_after_dashes
 from mlxpaged.cli.config_file import ConfigFile
 from mlxpaged.cli.running_servers import server_of
@@ -18,8 +19,9 @@ from mlxpaged.cli.service.systemd import Systemd
 from mlxpaged.interpreter import PYTHON
 
 HUB = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CACHE_HOME")
-KEPT = (*HUB, "OLLAMA_MODELS", "XDG_CONFIG_HOME", "MLXPAGED_CONFIG")
-"""Variables that say where models and settings are. A service sees no other variables of the user's shell."""
+KEPT = (*HUB, "OLLAMA_MODELS", "XDG_CONFIG_HOME", "MLXPAGED_CONFIG", OFF)
+"""Variables that say where models and settings are, and whether add-ons are used. A service sees no others of the
+user's shell."""
 
 END_SECONDS = 30
 """Time that a server has to end after its --drain-timeout. Without a limit, launchd kills it after 20 s."""

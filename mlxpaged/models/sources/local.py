@@ -1,4 +1,4 @@
-"""Finds the files of a model on this machine: in a directory, a GGUF file, or another app's folder."""
+"""Finds the files of a model on this machine: in a directory, a GGUF file, or a source such as another app's folder."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mlxpaged.models.sources.completeness import has_safetensors
 from mlxpaged.models.sources.gguf.choice import choose, gguf_sizes, split_name
 from mlxpaged.models.sources.gguf.directory import gguf_directory
 from mlxpaged.models.sources.gguf.file import MAGIC
-from mlxpaged.models.sources.other_apps import app_path
 from mlxpaged.models.sources.preflight import FileSizes, Reserved, check_directory
 from mlxpaged.models.sources.short_names import near_names
+from mlxpaged.models.sources.source import source_path
 
 
 def local_path(name: str) -> Path | None:
-    """The directory of a model that a path names, or that another app has; None for a hub repository. Raises
+    """The directory of a model that a path names, or that a source has; None for a hub repository. Raises
     ModelNotFoundError or UnsupportedModelError."""
     try:
         return found_path(name)
@@ -28,7 +28,7 @@ def local_path(name: str) -> Path | None:
 def found_path(name: str) -> Path | None:
     """Does what `local_path` does. Raises OSError too."""
     try:
-        path = Path(app_path(name) or name).expanduser()
+        path = Path(source_path(name) or name).expanduser()
     except RuntimeError:
         raise ModelNotFoundError(f"there is no such home directory: {name}") from None
     if path.is_file():

@@ -16,9 +16,8 @@ from pathlib import Path
 from mlxpaged.models.errors import ModelNotFoundError
 from mlxpaged.models.sources.downloads import Download
 from mlxpaged.models.sources.gguf.choice import begins_model, split_name
-
-OLLAMA, LM_STUDIO = "ollama:", "lmstudio:"
-"""What the names of their models begin with here."""
+from mlxpaged.models.sources.short_names import LATEST
+from mlxpaged.models.sources.source import Source, is_inside
 
 WEIGHTS = "application/vnd.ollama.image.model"
 DEFAULT_PLACE = "registry.ollama.ai/library/"
@@ -36,21 +35,6 @@ def lm_studio_directory() -> Path:
     """Older versions have another one."""
     own, old = (Path.home() / place / "models" for place in (".lmstudio", ".cache/lm-studio"))
     return old if os.path.isdir(old) and not os.path.isdir(own) else own
-
-
-def app_path(name: str) -> str | None:
-    """The path of a model of another app, with the quantization if one is named; None for any other name. Raises
-    ModelNotFoundError."""
-    if name.startswith(OLLAMA):
-        return str(ollama_path(name.removeprefix(OLLAMA)))
-    if name.startswith(LM_STUDIO):
-        return str(lm_studio_path(name.removeprefix(LM_STUDIO)))
-    return None
-
-
-def is_inside(name: str) -> bool:
-    """Whether a name can be a path within a folder. A request from another machine may have it."""
-    return not name.startswith("/") and ".." not in name.split("/")
 
 
 def lm_studio_path(name: str) -> Path:
@@ -92,12 +76,6 @@ def blob_of(manifest: Path) -> Path | None:
     return blobs[0] if blobs and os.path.isfile(blobs[0]) else None
 
 
-def app_models() -> list[Download]:
-    """The models of other apps, in the order of their names."""
-    found = {each.name: each for models in (ollama_models(), lm_studio_models()) for each in models}
-    return [found[name] for name in sorted(found)]
-
-
 def ollama_models() -> Iterator[Download]:
     root = ollama_directory() / "manifests"
     for manifest in files_in(root, "*/*/*/*"):
@@ -105,7 +83,7 @@ def ollama_models() -> Iterator[Download]:
         if blob is not None:
             place, tag = manifest.parent.relative_to(root).as_posix(), manifest.name
             name = place.removeprefix(DEFAULT_PLACE).removeprefix(DEFAULT_PLACE.split("/")[0] + "/")
-            yield Download(f"{OLLAMA}{name}:{tag}", blob, blob.stat().st_size)
+            yield Download(f"ollama:{name}:{tag}", blob, blob.stat().st_size)
 
 
 def lm_studio_models() -> Iterator[Download]:
@@ -113,10 +91,10 @@ def lm_studio_models() -> Iterator[Download]:
     for config in files_in(root, "*/*/config.json"):
         sizes = [path.stat().st_size for path in config.parent.glob("*.safetensors")]
         if sizes:
-            yield Download(LM_STUDIO + config.parent.relative_to(root).as_posix(), config.parent, sum(sizes))
+            yield Download(f"lmstudio:{config.parent.relative_to(root).as_posix()}", config.parent, sum(sizes))
     for path in files_in(root, "*/*/*.gguf"):
         if begins_model(path.name):
-            yield Download(LM_STUDIO + path.relative_to(root).as_posix(), path, path.stat().st_size)
+            yield Download(f"lmstudio:{path.relative_to(root).as_posix()}", path, path.stat().st_size)
 
 
 def files_in(root: Path, pattern: str) -> list[Path]:
@@ -126,3 +104,11 @@ def files_in(root: Path, pattern: str) -> list[Path]:
         return sorted(path for path, _ in zip(found, range(MAX_MODELS), strict=False))
     except OSError:
         return []
+
+
+def with_tag(name: str) -> str:
+    return name if ":" in name.rpartition("/")[2] else name + LATEST
+
+
+OLLAMA = Source(ollama_path, ollama_models, with_tag)
+LM_STUDIO = Source(lm_studio_path, lm_studio_models)
