@@ -15,7 +15,7 @@ TOOLS := $(VENV)/tools
 LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
 	--custom-compile-command 'make lock' $(ARGS)
 
-.PHONY: serve test test-more test-real test-kernels test-models test-gguf test-encoders test-mlx-vlm test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults test-reliability soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-gguf bench-real bench-real-quality bench-hostile-images bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
+.PHONY: serve test test-more test-addon test-real test-kernels test-models test-gguf test-encoders test-mlx-vlm test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults test-reliability soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-gguf bench-real bench-real-quality bench-hostile-images bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
 
 serve: $(SERVE_STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -41,6 +41,10 @@ test: lint
 # and kernels, and a real model. CI runs it after `make test`.
 test-more: $(REAL)/.installed
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m "more or real"
+
+# All tests of one add-on, as ADDON=gguf. tests/README.md has a table of them.
+test-addon: $(STAMP)
+	tests=$$($(BIN)/python -m tests.addons.jobs $(ADDON)) && $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --more $$tests $(ARGS)
 
 # A real model, SmolLM2-135M-Instruct from PyPI, as the GGUF file that it is and as a directory in float32 (0.6 GB).
 test-real: $(REAL)/.installed
