@@ -36,7 +36,7 @@ MAX_ID = 2000
 SAMPLED = {"attention", "cluster", "engine", "formats", "models", "scheduler", "vision"}
 """Folders whose tests have dear parameters: models, layouts, backends, formats."""
 
-NOT_BY_DEFAULT = ("cluster", "encoders", "faults", "llamacpp", "mlxvlm", "models", "more", "real", "slow")
+NOT_BY_DEFAULT = {"cluster", "encoders", "faults", "llamacpp", "mlxvlm", "models", "more", "real", "slow"}
 """Marks of tests in these folders that `make test` leaves out."""
 
 
@@ -88,7 +88,8 @@ def rotate(items: list[pytest.Item]) -> None:
     first values together, then the second ones; a shorter list begins again. The others get the mark that is named."""
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("rotated") and not any(map(item.get_closest_marker, NOT_BY_DEFAULT)):
+        marks = marks_of(item)
+        if "rotated" in marks and marks.isdisjoint(NOT_BY_DEFAULT):
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for tests in grids.values():
         combinations = [parameters_of(test) for test in tests]
@@ -105,10 +106,15 @@ def sample(items: list[pytest.Item]) -> None:
     seen = set()
     for item in items:
         test, _, parameters = item.nodeid.partition("[")
-        if parameters and item.path.parent.name in SAMPLED and not any(map(item.get_closest_marker, NOT_BY_DEFAULT)):
+        if parameters and test.split("/")[-2] in SAMPLED and marks_of(item).isdisjoint(NOT_BY_DEFAULT):
             if test in seen:
                 item.add_marker("more")
             seen.add(test)
+
+
+def marks_of(item: pytest.Item) -> set[str]:
+    """Names. There are 20,000 tests in each process."""
+    return {mark.name for mark in item.iter_markers()}
 
 
 def parameters_of(test: Any) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -92,13 +93,15 @@ async def bomb(context: Context, i: int) -> Outcome:
     return judge(path, await context.post(path, body), None, (200, 400, 413))
 
 
-KEYS = "{" + ",".join(f'"{n}":1' for n in range(900_000)) + "}"
-"""Thirteen megabytes of JSON."""
+@functools.cache
+def keys() -> str:
+    """Thirteen megabytes of JSON."""
+    return "{" + ",".join(f'"{n}":1' for n in range(900_000)) + "}"
 
 
 @fault("a body of a million keys", 12, parallel=2, seconds=60)
 async def many_keys(context: Context, i: int) -> Outcome:
-    place = ('"metadata":%s', '"tools":[{"type":"function","function":{"name":"f","parameters":%s}}]')[i % 2] % KEYS
+    place = ('"metadata":%s', '"tools":[{"type":"function","function":{"name":"f","parameters":%s}}]')[i % 2] % keys()
     body = f'{{"model":"tiny","messages":[{{"role":"user","content":"x"}}],{place}}}'
     return refused(CHAT, await context.post(CHAT, body.encode()), 400, code="too_many_keys")
 

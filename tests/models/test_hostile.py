@@ -29,6 +29,7 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 """Of an added token."""
 SECONDS = 2.0
 """In which a directory is refused."""
+MANY_ENDS = f'{{"eos_token_id": [{"1, " * 999_999}1]}}'
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +245,7 @@ DIRECTORIES = {
     "a tokenizer that is a list": (write("tokenizer.json", "[]"), r"its tokenizer\.json is not an object"),
     "deep tokenizer": (write("tokenizer.json", "[" * 100_000), "cannot be loaded: "),
     "a million ends": (
-        write("generation_config.json", json.dumps({"eos_token_id": [1] * 10**6})),
+        write("generation_config.json", MANY_ENDS),
         r"its generation_config\.json has 3\.0 MB; such a file has at most 1\.0 MB",
     ),
     "deep defaults": (write("generation_config.json", "[" * 100_000), "cannot be loaded: "),
