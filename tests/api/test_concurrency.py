@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,28 +89,29 @@ def test_32_concurrent_streams_equal_the_same_requests_one_by_one(one_by_one: li
     assert after["mlxpaged_engine_steps_total"] < after["mlxpaged_generated_tokens_total"] / 4
 
 
-def test_without_batching_the_texts_are_the_same(one_by_one: list[str]) -> None:
-    after = check_same_texts(EngineConfig(kv_cache_bytes=32_000_000, max_num_seqs=1), one_by_one)
-    assert after["mlxpaged_engine_steps_total"] >= after["mlxpaged_generated_tokens_total"]
-
-
 def test_without_prefix_cache_the_texts_are_the_same(one_by_one: list[str]) -> None:
     after = check_same_texts(EngineConfig(kv_cache_bytes=64_000_000, prefix_caching=False), one_by_one)
     assert after["mlxpaged_prefix_hit_tokens_total"] == 0
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
-def test_a_pool_too_small_for_all_preempts_and_gives_the_same_texts(
-    demo_server: RunningServer, one_by_one: list[str], prefix_caching: bool
+def test_a_pool_too_small_for_all_swaps_and_gives_the_same_texts(
+    demo_server: RunningServer, one_by_one: list[str], tmp_path: Path
 ) -> None:
+    """Other sizes of pools and kinds of swap space: tests/engine/test_pressure.py."""
+    block = block_bytes(demo_server)
     config = EngineConfig(
-        kv_cache_bytes=9 * block_bytes(demo_server),
-        prefix_caching=prefix_caching,
+        kv_cache_bytes=9 * block,
+        swap_space_bytes=100 * block,
+        swap_dir=tmp_path,
+        prefix_caching=False,
         max_num_batched_tokens=64,
     )
     # In one order of arrival, the pool runs out at the same places every time.
     after = check_same_texts(config, one_by_one, stream_in_order)
     assert after["mlxpaged_preemptions_total"] > 0
+    out, back = (after[f"mlxpaged_kv_blocks_swapped_{way}_total"] for way in ("out", "in"))
+    assert out == back > 0
+    assert (after["mlxpaged_swap_blocks|used"], after["mlxpaged_swap_blocks|free"]) == (0, 100)
 
 
 def test_sixteen_requests_that_arrive_together_compute_their_prefix_once() -> None:

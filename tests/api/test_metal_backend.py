@@ -23,6 +23,7 @@ def questions() -> list[dict[str, Any]]:
     return [*bodies, ask("What is 17 + 25?", max_tokens=6, response_format=choice)]
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("metal")
 def test_requests_over_http_get_the_answers_of_the_reference_backend() -> None:
     answers = []
