@@ -132,7 +132,7 @@ def check(body: dict[str, Any], got: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(14), pytest.param(range(14, 80), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("make", [demo_with_tools, thinking_model])
+@pytest.mark.parametrize("make", [pytest.param(demo_with_tools, marks=pytest.mark.slow), thinking_model])
 def test_every_answer_is_what_its_request_requires(tmp_path: Path, make: Any, seeds: range) -> None:
     bodies = {seed: random_request(seed, make) for seed in seeds}
     with crowded_server(make(tmp_path), BLOCKS[make]) as server:
