@@ -642,7 +642,7 @@ def test_a_batch_whose_failure_cannot_be_saved_does_not_hold_up_the_next_one(
 
 
 def test_a_batch_goes_on_after_a_restart_and_runs_nothing_twice(tmp_path: Path) -> None:
-    lengths = [6, 6, 6, 200, 200, 200]
+    lengths = [6, 6, 6, 80, 80, 80]
     bodies = [run_on(f"Once {i}", length) for i, length in enumerate(lengths)]
     with running_server(CONFIG, data_dir=tmp_path) as server, server.client() as client, StepGate(server) as gate:
         batch = submit(client, jsonl(bodies))

@@ -66,7 +66,7 @@ def by_api(server: RunningServer, question: str) -> dict[str, list[tuple[str, An
     return found
 
 
-@pytest.mark.parametrize("form", every(4, FORMATS))
+@pytest.mark.parametrize("form", every(7, FORMATS))
 def test_every_api_has_the_call_and_can_enforce_one(tmp_path: Path, form: str) -> None:
     script = {"Rome?": WRITTEN[form]("weather", ROME), "Talk?": TALK}
     with scripted_server(tmp_path, form, script, tool_parser="kimi_k3" if form == "kimi_k3" else None) as server:

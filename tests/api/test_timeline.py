@@ -102,8 +102,7 @@ def test_chat_has_timelines_too_and_the_wait_is_in_them(server: RunningServer, s
     assert add_up(timeline)
 
 
-@pytest.mark.parametrize("swap_blocks", [0, 20])
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("stream", "swap_blocks"), [(True, 0), (False, 20)])
 def test_a_preemption_is_a_phase_of_its_own(demo_server: RunningServer, stream: bool, swap_blocks: int) -> None:
     block = block_bytes(demo_server)
     config = EngineConfig(

@@ -223,8 +223,7 @@ def test_a_flag_can_be_a_variable_and_the_flag_wins(
 
 
 @pytest.mark.parametrize(("flag", "name", "value"), SWITCHES)
-@pytest.mark.parametrize("on", ["1", "true", "YES", " on "])
-@pytest.mark.parametrize("off", ["0", "false", "", "No"])
+@pytest.mark.parametrize(("on", "off"), [("1", "0"), ("true", "false"), ("YES", ""), (" on ", "No")])
 def test_a_switch_can_be_a_variable(
     started: dict[str, Any], monkeypatch: pytest.MonkeyPatch, flag: str, name: str, value: Any, on: str, off: str
 ) -> None:
