@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -76,9 +75,13 @@ def random_answer(grammars: Grammars, form: StructuredOutput, served: ServedMode
 
 
 def check(
-    name: str, served: ServedModel, seeds: range, new_schema: Callable[[random.Random], Any] = random_object
+    name: str,
+    served: ServedModel,
+    grammars: Grammars,
+    seeds: range,
+    new_schema: Callable[[random.Random], Any] = random_object,
 ) -> None:
-    form, grammars = FORMATS[name], Grammars(served.tokenizer, served.vocab_size)
+    form = FORMATS[name]
     assert form.written is not None
     for seed in seeds:
         rng = random.Random(seed)
@@ -98,13 +101,17 @@ def check(
         assert not errors, f"{where}: {arguments} {errors}"
 
 
-@pytest.fixture(params=ENFORCED)
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, ServedModel]:
-    make_scripted_model(tmp_path, request.param)
-    return request.param, load_model(str(tmp_path))
+Model = tuple[str, ServedModel, Grammars]
 
 
-def test_enforced_arguments_are_valid(model: tuple[str, ServedModel]) -> None:
+@pytest.fixture(scope="module", params=ENFORCED)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Of a format. Tests are grouped by it: to make one takes longer than most tests."""
+    served = load_model(str(make_scripted_model(tmp_path_factory.mktemp("model"), request.param)))
+    return request.param, served, Grammars(served.tokenizer, served.vocab_size)
+
+
+def test_enforced_arguments_are_valid(model: Model) -> None:
     check(*model, range(6))
 
 
@@ -123,7 +130,7 @@ REFERRING = {
 }
 
 
-def test_an_argument_may_refer_to_any_part_of_the_schema(model: tuple[str, ServedModel]) -> None:
+def test_an_argument_may_refer_to_any_part_of_the_schema(model: Model) -> None:
     check(*model, range(2), lambda rng: REFERRING)
 
 
@@ -141,7 +148,7 @@ WRITE: dict[str, Any] = {
 }
 
 
-def test_a_grammar_allows_what_models_write(model: tuple[str, ServedModel]) -> None:
+def test_a_grammar_allows_what_models_write(model: Model) -> None:
     """Otherwise it would force them to write what they were not trained for. Llama 3 may leave out its first tag, which
     a grammar needs to tell calls from text. In Python, texts are in double quotes. MiniCPM5's numbers are bare."""
     check_allowed(*model, WRITE, ARGUMENTS)
@@ -160,14 +167,14 @@ NULLABLE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("value", [None, "cat"])
-def test_an_optional_text_may_be_null(model: tuple[str, ServedModel], value: str | None) -> None:
-    name, _ = model
+def test_an_optional_text_may_be_null(model: Model, value: str | None) -> None:
+    name, *_ = model
     if name not in ("pythonic", "llama4"):  # where models write Python's null; a grammar allows that of JSON
         check_allowed(*model, NULLABLE, dict.fromkeys(NULLABLE["properties"], value))
 
 
 @pytest.mark.parametrize("text", ["catx", "hotdog", "cat"])
-def test_each_alternative_of_a_pattern_has_its_own_anchor(model: tuple[str, ServedModel], text: str) -> None:
+def test_each_alternative_of_a_pattern_has_its_own_anchor(model: Model, text: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^cat|dog$"}}, "required": ["a"]}
     check_allowed(*model, schema, {"a": text})
 
@@ -183,7 +190,7 @@ def test_each_alternative_of_a_pattern_has_its_own_anchor(model: tuple[str, Serv
     ],
 )
 def test_formats_and_look_ahead_hold_in_each_format(
-    model: tuple[str, ServedModel], schema: dict[str, Any], text: str, other: str | None
+    model: Model, schema: dict[str, Any], text: str, other: str | None
 ) -> None:
     for value in ({"type": "string", **schema}, {"anyOf": [{"type": "string", **schema}, {"type": "null"}]}):
         tool = {"type": "object", "properties": {"a": value}, "required": ["a"]}
@@ -193,8 +200,10 @@ def test_formats_and_look_ahead_hold_in_each_format(
                 check_allowed(*model, tool, {"a": other})
 
 
-def check_allowed(name: str, served: ServedModel, schema: dict[str, Any], arguments: dict[str, Any]) -> None:
-    form, grammars = FORMATS[name], Grammars(served.tokenizer, served.vocab_size)
+def check_allowed(
+    name: str, served: ServedModel, grammars: Grammars, schema: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    form = FORMATS[name]
     calls = (ToolCallForm(form.pieces("write_file", schema)),)
     held = StructuredOutput("never", "", "", None, form.call_start, calls, one_call=True)
     matcher, before = grammars.start(held, ignore_eos=False), ""
@@ -234,7 +243,7 @@ def test_required_need_not_be_a_list(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_enforced_arguments_of_500_schemas_are_valid(model: tuple[str, ServedModel]) -> None:
+def test_enforced_arguments_of_500_schemas_are_valid(model: Model) -> None:
     check(*model, range(6, 500))
 
 
