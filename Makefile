@@ -15,7 +15,7 @@ TOOLS := $(VENV)/tools
 LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
 	--custom-compile-command 'make lock' $(ARGS)
 
-.PHONY: serve test test-more test-addon test-real test-kernels test-models test-gguf test-encoders test-mlx-vlm test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults test-reliability soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-gguf bench-real bench-real-quality bench-hostile-images bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
+.PHONY: serve test test-all test-more test-addon test-real test-kernels test-models test-gguf test-encoders test-mlx-vlm test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults test-reliability soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-gguf bench-real bench-real-quality bench-hostile-images bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
 
 serve: $(SERVE_STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -32,15 +32,22 @@ audit: $(TOOLS)/.installed
 
 # Types are checked beside the tests. Their errors are printed after the tests. Files begin in the order of their names:
 # the last ones, of tests/vision, are short. xdist begins those with few tests last, which are often long.
-test: lint
-	@($(BIN)/mypy && $(BIN)/mypy --config-file tests/mypy.ini) > $(VENV)/types.log 2>&1 & types=$$!; \
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder; tests=$$?; \
+TESTS = $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+TESTS_AND_TYPES = @($(BIN)/mypy && $(BIN)/mypy --config-file tests/mypy.ini) > $(VENV)/types.log 2>&1 & types=$$!; \
+	$(TESTS) $(1); tests=$$?; \
 	wait $$types || { cat $(VENV)/types.log; exit 1; }; exit $$tests
 
+test: lint
+	$(call TESTS_AND_TYPES,)
+
+# `make test` and `make test-more` in one run, as in CI: files are imported once, and the models of a file are made once.
+test-all: lint $(REAL)/.installed
+	$(call TESTS_AND_TYPES,--more --real)
+
 # What is too dear for ten minutes on two cores: whole commands and benchmarks, and further parameters of engines, models
-# and kernels, and a real model. CI runs it after `make test`.
+# and kernels, and a real model.
 test-more: $(REAL)/.installed
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m "more or real"
+	$(TESTS) -m "more or real"
 
 # All tests of one add-on, as ADDON=gguf. tests/README.md has a table of them.
 test-addon: $(STAMP)

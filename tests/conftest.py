@@ -44,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     text = "a number, or random: files, tests in them and hypothesis' examples are in the order of this seed"
     parser.addoption("--seed", help=text)
     parser.addoption("--more", action="store_true", help="with the tests that `make test-more` runs")
+    parser.addoption("--real", action="store_true", help="with those of a real model; `make test-real` installs it")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,8 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("mlxpaged")
     if seed is not None:
         config.option.hypothesis_seed = seed
-    if config.option.more:
-        config.option.markexpr = config.option.markexpr.removesuffix(" and not more")
+    for mark in ("more", "real"):
+        if config.getoption(mark):
+            config.option.markexpr = config.option.markexpr.replace(f" and not {mark}", "")
     stay_on_a_core()
 
 
