@@ -13,7 +13,7 @@ import pytest
 
 from mlxpaged.attention import gather
 from mlxpaged.attention.kv_cache import LayerKVCache, resolve_backend
-from mlxpaged.attention.layout import AttentionShape, KVLayout
+from mlxpaged.attention.layout import KVLayout
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.pool import Locality, Options
 from tests.attention import scenes
@@ -530,13 +530,6 @@ def test_a_layout_knows_its_bytes_and_makes_a_cache(backend: str) -> None:
     assert LayerKVCache(5, 2, 16, mx.float16, 8, backend).layout == layout
 
 
-def test_a_layout_counts_keys_and_values_of_their_own_sizes() -> None:
-    layout = KVLayout(num_kv_heads=3, key_size=24, value_size=8, dtype=mx.float32, block_size=16)
-    assert layout.bytes_per_token == 3 * (24 + 8) * 4
-    assert [plane.nbytes for plane in layout.planes] == [16 * 3 * 24 * 4, 16 * 3 * 8 * 4]
-    assert layout.bytes_per_block == 16 * layout.bytes_per_token
-
-
 def test_a_latent_layout_stores_its_row_once(backend: str) -> None:
     layout = KVLayout(num_kv_heads=1, key_size=24, value_size=16, dtype=mx.float16, block_size=8, latent=True)
     assert layout.bytes_per_token == 24 * 2
@@ -544,14 +537,6 @@ def test_a_latent_layout_stores_its_row_once(backend: str) -> None:
     kv = LayerKVCache.from_layout(5, layout, backend)
     assert kv.layout == layout != replace(layout, latent=False)
     assert kv.nbytes == sum(array.nbytes for array in kv.arrays) == 5 * layout.bytes_per_block
-
-
-@pytest.mark.parametrize(
-    ("heads", "key_size", "value_size"), [(2, 24, 16), (1, 16, 16)], ids=["two heads", "values as large as rows"]
-)
-def test_a_latent_layout_that_cannot_be_is_refused(heads: int, key_size: int, value_size: int) -> None:
-    with pytest.raises(ValueError, match="a latent layout has one KV head, and rows that are longer than values"):
-        KVLayout(heads, key_size, value_size, mx.float16, 8, latent=True)
 
 
 def test_whole_blocks_of_a_latent_layout_have_one_plane(backend: str) -> None:
@@ -582,19 +567,6 @@ def test_a_latent_layout_takes_rows_and_queries_in_two_parts_and_others_do_not(b
             latent.attend(latents, meta, scale=1.0, q_pe=q_pe)
     with pytest.raises(ValueError, match="q_pe must be None, got"):
         plain.attend(rows, meta, scale=1.0, q_pe=pe)
-
-
-def test_the_text_of_a_shape_tells_layouts_apart() -> None:
-    layouts = [
-        KVLayout(1, 24, 24, mx.float16, 8),
-        KVLayout(1, 24, 16, mx.float16, 8),
-        KVLayout(1, 24, 16, mx.float16, 8, latent=True),
-    ]
-    assert [str(AttentionShape(4, layout)).split(",")[0] for layout in layouts] == [
-        "4 query heads on 1 KV heads of 24",
-        "4 query heads on 1 KV heads of 24/16",
-        "4 query heads on latents of 24/16",
-    ]
 
 
 def one_sequence(**changed: Any) -> tuple[LayerKVCache, AttentionMetadata]:

@@ -428,16 +428,3 @@ def test_a_cleared_cache_finds_nothing_and_running_sequences_continue() -> None:
     simulation.run()
     assert again.num_cached_tokens == 0
     assert answer(running) == undisturbed(PROMPT, 1, 9)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"decode_preference": 1.0}, "decode_preference must be at least 0 and below 1"),
-        ({"decode_preference": -0.1}, "decode_preference must be at least 0 and below 1"),
-        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(options: dict[str, int | str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_scheduler(**options)

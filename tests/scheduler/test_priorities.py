@@ -1,4 +1,4 @@
-"""The order of service: classes, aging, preemption for a higher class, the starvation bound."""
+"""The order of service: classes, aging, the starvation bound. Who is preempted: test_preemption.py."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import random
 
 import pytest
 
-from mlxpaged.core.scheduling.admission import PromptTooLongError
 from mlxpaged.core.scheduling.scheduler import LOOK_AHEAD, STARVATION_BOUND
-from mlxpaged.core.scheduling.sequence import FinishReason, Priority, Sequence, SequenceStatus
+from mlxpaged.core.scheduling.sequence import FinishReason, Priority, SequenceStatus
 from tests.scheduler.simulation import FakeClock, Simulation, answer, make_scheduler, sequence, undisturbed
 
 HIGH, NORMAL, LOW = Priority
@@ -89,174 +88,6 @@ def test_log_lines_carry_priority_and_effective_value(caplog: pytest.LogCaptureF
     assert "admitted sequence 1: priority LOW, effective 0.75, 12.5 s old, preempted 0 times" in messages
     assert "preempted sequence 1: priority LOW, effective 0.75, 12.5 s old, preempted 1 times" in messages
     assert "admitted sequence 2: priority HIGH, effective 0.00, 0.0 s old, preempted 0 times" in messages
-
-
-# -- preemption for a higher class -----------------------------------------------------------------------------------
-
-
-def filled(priority: Priority, count: int, **options: int | bool) -> Simulation:
-    """`count` sequences of 3 blocks each in a pool of as many, decoding."""
-    scheduler = make_scheduler(num_blocks=3 * count, max_num_batched_tokens=64, **options)
-    simulation = Simulation(scheduler)
-    simulation.add(*(sequence(number, 9, max_tokens=4, priority=priority) for number in range(1, count + 1)))
-    simulation.step()
-    return simulation
-
-
-def test_a_higher_class_preempts_no_more_of_a_lower_one_than_it_needs() -> None:
-    simulation = filled(LOW, 4)
-    simulation.add(sequence(9, 20, max_tokens=2, priority=HIGH))
-    simulation.step()
-    assert [seq.sequence_id for seq in simulation.scheduler.running] == [9, 1, 2], "the newest two were preempted"
-    simulation.run()
-    assert len(simulation.ended) == 5
-
-
-@pytest.mark.parametrize(("running", "fresh", "at"), [(NORMAL, NORMAL, 0.0), (NORMAL, LOW, 0.0), (LOW, HIGH, 20.0)])
-def test_no_sequence_is_preempted_for_its_own_or_a_lower_class_or_for_one_after_it(
-    running: Priority, fresh: Priority, at: float
-) -> None:
-    simulation = filled(running, 2)
-    simulation.add(sequence(9, 9, max_tokens=4, priority=fresh, arrival_time=at))
-    simulation.run()
-    assert simulation.scheduler.stats().preemptions_total == 0
-
-
-def test_no_sequence_is_preempted_in_vain() -> None:
-    """Two LOW ones could be preempted, but the running HIGH one holds what the waiting one would still lack."""
-    scheduler = make_scheduler(num_blocks=12, max_num_batched_tokens=64)
-    simulation = Simulation(scheduler)
-    simulation.add(
-        sequence(1, 20, max_tokens=8, priority=HIGH), sequence(2, 9, priority=LOW), sequence(3, 5, priority=LOW)
-    )
-    simulation.step()
-    assert len(scheduler.running) == 3
-    simulation.add(sequence(4, 28, max_tokens=4, priority=HIGH))
-    simulation.step()
-    assert scheduler.stats().preemptions_total == 0
-    simulation.run()
-    assert len(simulation.ended) == 4
-
-
-def test_blocks_that_two_victims_share_count_when_both_are_preempted() -> None:
-    """Each of the LOW ones holds 10 shared blocks and one of its own: preempting one frees a single block."""
-    scheduler = make_scheduler(num_blocks=14, max_num_batched_tokens=64)
-    simulation = Simulation(scheduler)
-    prompt = list(range(40))
-    simulation.add(*(sequence(number, [*prompt, 100 + number], max_tokens=2, priority=LOW) for number in (1, 2)))
-    simulation.step()
-    assert scheduler.pool.usage().used == 12
-    simulation.add(sequence(3, [200 + i for i in range(20)], max_tokens=1, priority=HIGH))
-    simulation.step()
-    assert [seq.sequence_id for seq in scheduler.running] == []
-    assert scheduler.stats().preemptions_total == 2
-    simulation.run()
-
-
-def test_a_prefix_that_only_victims_hold_is_no_room_for_a_sequence_that_shares_it() -> None:
-    """HIGH shares the prefix of the LOW one, so preempting that one frees 1 block for it, not 11."""
-    scheduler = make_scheduler(num_blocks=13, max_num_batched_tokens=64)
-    simulation = Simulation(scheduler)
-    prompt = list(range(40))
-    simulation.add(sequence(1, 8, max_tokens=1))
-    simulation.add(sequence(2, [*prompt, 100], max_tokens=8, priority=LOW))
-    simulation.step()
-    simulation.add(sequence(3, 5, max_tokens=3, priority=HIGH))
-    simulation.step()
-    assert scheduler.pool.num_free == 0
-    simulation.add(sequence(4, [*prompt, *range(200, 208)], max_tokens=2, priority=HIGH))
-    assert 4 not in simulation.step().sequence_ids
-    assert scheduler.sequences[2].num_preemptions == 0
-    assert scheduler.sequences[3].num_preemptions == 0
-    simulation.run()
-
-
-def test_a_higher_class_preempts_for_a_sequence_slot_too() -> None:
-    simulation = Simulation(make_scheduler(max_num_seqs=2))
-    simulation.add(sequence(1, 4, priority=LOW), sequence(2, 4, priority=LOW))
-    simulation.step()
-    simulation.add(sequence(3, 4, priority=HIGH))
-    simulation.step()
-    assert [seq.sequence_id for seq in simulation.scheduler.running] == [3, 1]
-
-
-def test_a_sequence_that_room_was_made_for_gets_its_blocks_before_others_grow() -> None:
-    """The blocks of the preempted LOW one must not go to the LOW one that stays."""
-    for prompt in range(5, 13):
-        scheduler = make_scheduler(num_blocks=9, max_num_batched_tokens=64)
-        simulation = Simulation(scheduler)
-        simulation.add(*(sequence(number, 12, max_tokens=3, priority=LOW) for number in (1, 2)))
-        simulation.step()
-        simulation.add(sequence(3, prompt, priority=HIGH))
-        batch = simulation.step()
-        assert 3 in batch.sequence_ids
-        simulation.run()
-
-
-def test_the_last_in_order_is_preempted_lowest_class_first_then_the_newest() -> None:
-    scheduler = make_scheduler(num_blocks=8, max_num_batched_tokens=64)
-    simulation = Simulation(scheduler)
-    simulation.add(
-        sequence(1, 7, max_tokens=9, priority=LOW),
-        sequence(2, 7, max_tokens=9, priority=HIGH),
-        sequence(3, 7, max_tokens=9, priority=NORMAL),
-        sequence(4, 7, max_tokens=9, priority=NORMAL),
-    )
-    gone = []
-    while scheduler.has_unfinished():
-        before = {seq.sequence_id: seq.num_preemptions for seq in [*scheduler.running, *scheduler.waiting]}
-        simulation.step()
-        gone += [seq.sequence_id for seq in scheduler.waiting if seq.num_preemptions > before[seq.sequence_id]]
-    assert gone[:2] == [1, 4]
-
-
-def test_the_last_decoding_sequence_keeps_its_blocks_while_it_waits_for_one_more() -> None:
-    """The first answer ends with the token in flight: one step later it frees the block that the second waits for."""
-    simulation = Simulation(make_scheduler(num_blocks=4), overlap=True)
-    simulation.add(sequence(1, 6, max_tokens=3), sequence(2, 7, max_tokens=6))
-    simulation.run()
-    assert simulation.scheduler.stats().preemptions_total == 0
-
-
-# -- admission -------------------------------------------------------------------------------------------------------
-
-
-def admitted(scheduler_options: dict[str, int], running: list[Sequence], new: Sequence) -> bool:
-    """Whether a sequence that arrives one step after others is in the next step."""
-    simulation = Simulation(make_scheduler(**scheduler_options))
-    if running:
-        simulation.add(*running)
-        simulation.step()
-    simulation.add(new)
-    return new.sequence_id in simulation.step().sequence_ids
-
-
-def test_admission_is_ok_later_or_impossible() -> None:
-    options = {"num_blocks": 6, "max_num_seqs": 2, "max_num_batched_tokens": 64}
-
-    def beside_another(new: Sequence) -> bool:
-        return admitted(options, [sequence(1, 8, max_tokens=5)], new)
-
-    assert admitted(options, [], sequence(2, 20, max_tokens=5))
-    with pytest.raises(PromptTooLongError):
-        admitted(options, [], sequence(2, 20, max_tokens=6))
-    assert beside_another(sequence(2, 11, max_tokens=9)), "3 blocks, and 1 for the first one's next token"
-    assert not beside_another(sequence(2, 12, max_tokens=9)), "no room for its first answer token"
-    assert beside_another(sequence(2, 12, max_tokens=1)), "it needs none"
-    two = [sequence(1, 8, max_tokens=5), sequence(3, 1, max_tokens=5)]
-    assert not admitted(options, two, sequence(4, 1, max_tokens=1)), "no sequence slot"
-
-
-def test_a_new_sequence_leaves_to_running_prompts_what_they_still_need() -> None:
-    options = {"num_blocks": 12, "max_num_batched_tokens": 20}
-
-    def beside_a_low_prompt(length: int, priority: Priority, arrival_time: float = 0.0) -> bool:
-        low = sequence(1, 32, max_tokens=4, priority=LOW)
-        return admitted(options, [low], sequence(2, length, 2, priority=priority, arrival_time=arrival_time))
-
-    assert beside_a_low_prompt(11, HIGH, 60.0)
-    assert not beside_a_low_prompt(12, HIGH, 60.0), "the LOW one is before it in order"
-    assert beside_a_low_prompt(12, HIGH), "the LOW one would be preempted"
 
 
 # -- the starvation bound --------------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from mlxpaged.core.scheduling.admission import PromptTooLongError
-from mlxpaged.core.scheduling.config import SchedulerConfig
 from mlxpaged.core.scheduling.sequence import FinishReason, Priority, SequenceStatus
 from tests.scheduler.simulation import Simulation, answer, make_scheduler, next_token, sequence, undisturbed
 
@@ -128,36 +126,11 @@ def test_each_row_has_the_exact_blocks_of_its_sequence() -> None:
     assert tables == [[[0, 1, 2]], [[3, -1, -1]]]
 
 
-# -- admission -------------------------------------------------------------------------------------------------------
-
-
-def test_what_could_never_fit_is_refused_at_once_with_size_and_limit() -> None:
-    scheduler = make_scheduler(num_blocks=4, block_size=4)
-    scheduler.add(sequence(1, 10, max_tokens=7))
-    with pytest.raises(PromptTooLongError, match=r"\(5 blocks\).* pool .*\(4 blocks\).*--kv-cache-memory"):
-        scheduler.add(sequence(2, 10, max_tokens=8))
-    assert scheduler.stats().waiting == 1
-
-
-def test_what_does_not_fit_now_waits_and_runs_later() -> None:
-    simulation = Simulation(make_scheduler(num_blocks=4, max_num_batched_tokens=32))
-    simulation.add(sequence(1, 12, max_tokens=3), sequence(2, 12, max_tokens=3))
-    simulation.step()
-    assert simulation.batches[-1] == [(1, 12)]
-    simulation.run()
-    assert set(simulation.ended) == {1, 2}
-
-
 def test_two_sequences_of_one_id_are_refused() -> None:
     scheduler = make_scheduler()
     scheduler.add(sequence(1, 2))
     with pytest.raises(ValueError, match="already queued"):
         scheduler.add(sequence(1, 2))
-
-
-def test_a_budget_smaller_than_the_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_num_batched_tokens"):
-        SchedulerConfig(num_blocks=1, max_num_seqs=8, max_num_batched_tokens=7)
 
 
 # -- preemption ------------------------------------------------------------------------------------------------------
