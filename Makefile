@@ -179,7 +179,7 @@ SEED ?= 1
 FIRST ?= 0
 
 test-fuzz: $(STAMP)
-	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_batch_invariant.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_overlap.py tests/registry tests/test_demo_model.py
+	$(BIN)/python -m pytest -m "slow or not slow" tests/api/test_structured_fuzz.py tests/api/test_structured_output_fuzz.py tests/engine/test_batch_invariant.py tests/engine/test_deadlines.py tests/engine/test_grammar.py tests/engine/test_step_loop.py tests/registry tests/test_demo_model.py
 	MLXPAGED_FUZZ_SCHEMAS=$(SCHEMAS) MLXPAGED_FUZZ_SEED=$(SEED) MLXPAGED_FUZZ_FIRST=$(FIRST) $(BIN)/python -m pytest -n auto -m slow tests/engine/test_json_grammar.py
 	MLXPAGED_FUZZ_DEEP=$(DEEP) MLXPAGED_FUZZ_CASES=$(CASES) MLXPAGED_FUZZ_SEED=$(SEED) MLXPAGED_FUZZ_FIRST=$(FIRST) $(BIN)/python -m pytest -s -m slow tests/fuzz tests/vision $(ARGS)
 
