@@ -141,6 +141,18 @@ def test_the_rooms_are_wired_no_closer_than_before() -> None:
         assert len(found) == WIRING[title], f"{title}: {len(found)} now. Lower the number in this test."
 
 
+def test_each_module_of_the_core_that_decides_something_has_a_test_file_of_its_name() -> None:
+    """Records without a branch are tested where they are used."""
+    wiring = Wiring(PACKAGE)
+    branches = ast.If | ast.For | ast.While | ast.IfExp | ast.BoolOp | ast.Try | ast.comprehension
+    deciding = [
+        each for each in wiring.core if any(isinstance(node, branches) for node in ast.walk(wiring.trees[each]))
+    ]
+    names = {path.stem for path in (PACKAGE.parent / "tests").rglob("test_*.py")}
+    named = [each for each in deciding if f"test_{each.rpartition('.')[2]}" in names]
+    assert sorted(set(deciding) - set(named)) == ["scheduler.sequence_kv"]  # its one branch is for type checkers
+
+
 def test_the_server_starts_its_engine_before_the_api_is_imported() -> None:
     """The import takes a second, in which the engine thread reads weights."""
     todo, seen = ["mlxpaged.cli.serve", "mlxpaged.engine.async_engine"], set[str]()

@@ -7,14 +7,17 @@ from collections import Counter
 import pytest
 
 from mlxpaged.core.engine.core import EngineCore
+from mlxpaged.core.engine.part import Part
+from mlxpaged.core.engine.request import EndedRequest, Request
+from mlxpaged.core.engine.request_table import WEIGHTS, RequestTable
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.scheduling.sequence import FinishReason, Priority, Sequence, SequenceStatus
 from tests.engine.llama import core, served, submit
 
 __all__ = ["core", "served"]
 
 
-pytestmark = pytest.mark.usefixtures("overlaps")
-
-
+@pytest.mark.usefixtures("overlaps")
 def test_every_request_ends_exactly_once_under_aborts(core: EngineCore) -> None:
     ends: Counter[str] = Counter()
     for i in range(12):
@@ -27,3 +30,79 @@ def test_every_request_ends_exactly_once_under_aborts(core: EngineCore) -> None:
         ends.update(output.request_id for output in outputs if output.finish_reason is not None)
     assert ends == {str(i): 1 for i in range(12)}
     assert core.scheduler.pool.usage().used == 0
+
+
+def table_of(core: EngineCore, **requests: Priority) -> RequestTable:
+    for name, priority in requests.items():
+        params = SamplingParams(max_tokens=3)
+        core.add(Request(name, [1, 2, 3], params, 0.0, priority=priority))
+    return core.requests
+
+
+def test_cancelling_tells_how_far_each_request_was_and_skips_unknown_ids(core: EngineCore) -> None:
+    table = table_of(core, a=Priority.NORMAL, b=Priority.NORMAL)
+    ended, outputs = table.cancel(["a", "unknown", "a"])
+    assert ended == [EndedRequest("a", SequenceStatus.WAITING, 0)]
+    assert [(each.request_id, each.finish_reason, each.error) for each in outputs] == [
+        ("a", FinishReason.CANCELLED, "the request was cancelled")
+    ]
+    assert [each.request.request_id for each in table.by_sequence.values()] == ["b"]
+
+
+def test_an_abort_with_a_reason_is_an_error_and_one_without_is_none(core: EngineCore) -> None:
+    table = table_of(core, a=Priority.NORMAL, b=Priority.NORMAL, c=Priority.NORMAL)
+    [output] = table.abort("a")
+    assert (output.finish_reason, output.error) == (FinishReason.ABORT, None)
+    assert [(each.request_id, each.finish_reason, each.error) for each in table.abort_all("the end")] == [
+        ("b", FinishReason.ERROR, "the end"),
+        ("c", FinishReason.ERROR, "the end"),
+    ]
+    assert not table.by_sequence
+    assert table.abort("a") == []
+
+
+def test_the_weight_is_that_of_the_highest_class_that_is_left(core: EngineCore) -> None:
+    table = table_of(core)
+    weights = [table.weight]
+    table_of(core, low=Priority.LOW)
+    weights.append(table.weight)
+    table_of(core, high=Priority.HIGH)
+    weights.append(table.weight)
+    table.abort("high")
+    weights.append(table.weight)
+    assert weights == [WEIGHTS[each] for each in (Priority.NORMAL, Priority.LOW, Priority.HIGH, Priority.LOW)]
+
+
+def test_of_requests_that_arrive_together_those_that_cannot_run_are_refused_alone(core: EngineCore) -> None:
+    requests = [
+        Request(name, [1] * length, SamplingParams(max_tokens=1), 0.0) for name, length in (("a", 9_999), ("b", 3))
+    ]
+    [refusal] = core.requests.submit(requests)
+    assert (refusal.request_id, refusal.finish_reason) == ("a", FinishReason.ERROR)
+    assert refusal.error is not None
+    assert "raise --kv-cache-memory" in refusal.error
+    assert [each.request.request_id for each in core.requests.by_sequence.values()] == ["b"]
+
+
+class Refusing(Part):
+    """Admits no request, and notes whose sequences it is told to forget."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[int] = []
+
+    def admit(self, request: Request, sequence: Sequence) -> None:
+        raise ValueError("not here")
+
+    def forget(self, sequence_id: int) -> None:
+        self.forgotten.append(sequence_id)
+
+
+def test_a_request_that_a_part_refuses_leaves_nothing_behind(core: EngineCore) -> None:
+    part = Refusing()
+    table = RequestTable(core.served, core.scheduler, core.grammars, core.sampler, lambda: 0.0, [part])
+    with pytest.raises(ValueError, match="not here"):
+        table.add(Request("a", [1, 2, 3], SamplingParams(max_tokens=3), 0.0))
+    assert part.forgotten == [0]
+    assert not table.by_sequence
+    assert not core.scheduler.sequences
+    assert table.abort("a") == []
