@@ -60,7 +60,7 @@ test-real: $(REAL)/.installed
 test-kernels: $(STAMP)
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "slow or not slow" tests/attention tests/metal_on_cpu
 
-MODELS_OF_ENGINE := metal_backend warm_start recurrent_fuzz window_fuzz pool_resizer seeing_families drafting_states draft_head drafting step_graphs pressure images recurrent adapters embedding_passes
+MODELS_OF_ENGINE := metal_backend warm_start recurrent_fuzz window_fuzz pool_resizer seeing_families drafting_states draft_head draft_model drafting step_graphs pressure images recurrent adapters embedding_passes
 
 test-models: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not mlxvlm and not encoders" tests/models $(addprefix tests/engine/test_,$(addsuffix .py,$(MODELS_OF_ENGINE)))

@@ -51,6 +51,12 @@ def core_of(paths: tuple[Path, Path], drafts: bool = True, **options: Any) -> En
     return core
 
 
+@pytest.fixture(scope="module")
+def expected(paths: tuple[Path, Path]) -> dict[str, tuple[int, ...]]:
+    """The answers without drafts."""
+    return tokens_of(answers(core_of(paths, drafts=False), requests()))
+
+
 def continuation(model: Any, tokens: list[int], count: int) -> list[int]:
     """What a model gives after these tokens."""
     cache, found, given = make_prompt_cache(model), list[int](), tokens
@@ -65,13 +71,13 @@ def continuation(model: Any, tokens: list[int], count: int) -> list[int]:
     [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 8}, {"blocks": 24}, {"blocks": 24, "swap_blocks": 60}],
     ids=["plain", "chunks", "recompute", "swap"],
 )
+@pytest.mark.rotated("models")
 def test_drafts_are_the_small_models_tokens_and_answers_those_without(
-    paths: tuple[Path, Path], options: dict[str, Any]
+    paths: tuple[Path, Path], expected: dict[str, tuple[int, ...]], options: dict[str, Any]
 ) -> None:
-    expected = answers(core_of(paths, drafts=False), requests())
     core = core_of(paths, **options)
     drafts = logged(core)
-    assert tokens_of(answers(core, requests())) == tokens_of(expected)
+    assert tokens_of(answers(core, requests())) == expected
     model: Any = load_plain_model(paths[1])[0]
     greedy = [each for each in drafts if each[0] in ("r0", "r4")]
     assert sum(len(found) == 4 for _, _, found in greedy) > 8, "fewer at the end of an answer, and where few are right"
