@@ -76,10 +76,11 @@ def choices(schema: Schema) -> list[Any]:
     return [each for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list) for each in schema[word]]
 
 
-def required(schema: Schema) -> list[Any]:
-    """Returns the keys that an object must have. Some clients write `true`, as in JSON Schema's third draft."""
+def required(schema: Schema) -> list[str]:
+    """Returns the keys that an object must have. Some clients write `true`, as in JSON Schema's third draft; what is no
+    key is left out."""
     given = schema.get("required")
-    return given if isinstance(given, list) else []
+    return [name for name in given if isinstance(name, str)] if isinstance(given, list) else []
 
 
 IN_PLACE = {"$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "not"}

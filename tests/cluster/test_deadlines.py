@@ -115,7 +115,7 @@ def test_a_request_whose_deadline_passes_while_the_ranks_start_again_ends(scene:
         "late": {"timeout": 50},
         "no_token": {"ttft_timeout": 50},
         "begun": {"ttft_timeout": 50},
-        "in_time": {"timeout": 1000},
+        "in_time": {"timeout": 1e6},
         "none": {},
     }
     scene.submit(*limits, **limits)

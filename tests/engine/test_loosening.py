@@ -13,6 +13,7 @@ from mlxpaged.formats import FORMATS
 from mlxpaged.formats.schemas import closed
 from mlxpaged.models.loader import load_model
 from mlxpaged.parts.grammar.grammar import Grammars
+from mlxpaged.parts.grammar.json_grammar import lark_of_schema
 from mlxpaged.parts.grammar.loosening import check_enforced, loosened
 from tests.scripted import make_scripted_model
 
@@ -94,3 +95,14 @@ def test_types_in_types_are_enforced_in_arguments_too(grammars: Grammars) -> Non
         call = ToolCallForm(form.pieces("f", closed(loosened(schema)[0])))
         held = StructuredOutput("never", "", "", None, form.call_start, (call,), one_call=True)
         grammars.compile_here(held, is_checked=True)
+
+
+@pytest.mark.parametrize("wrong", [["a"], {"a": 1}, None, 1])
+def test_what_is_no_name_is_not_required(wrong: Any) -> None:
+    """Fuzzing found that a list among the required names was an internal error."""
+    part = {"type": "object", "properties": {"a": {"type": "string"}, "b": {}}, "required": [wrong, "a"]}
+    tree: dict[str, Any] = {**part, "minProperties": 2}
+    assert loosened(tree) == (tree, ())
+    joined = {"allOf": [part, {"type": "object", "required": [wrong, "b"]}]}
+    assert lark_of_schema(joined) == lark_of_schema({"allOf": [{**part, "required": ["a"]}, {"required": ["b"]}]})
+    assert FORMATS["qwen3_coder"].pieces("edit", part)

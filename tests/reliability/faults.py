@@ -154,13 +154,11 @@ FAULTS: dict[str, Fault] = {
     ),
     "test_omlx_2031_long_prompts_leave_a_running_answer_its_token_of_each_step": Fault(
         "core/scheduling/scheduler.py",
-        """            self._add_decodes(builder)
-            self._add_prompts(builder)
-        elif""",
-        """            self._add_prompts(builder)
-            if not builder:
-                self._add_decodes(builder)
-        elif""",
+        "        self._add_decodes(builder)\n        self._add_prompts(builder)\n",
+        """        self._add_prompts(builder)
+        if not builder:
+            self._add_decodes(builder)
+""",
     ),
     "test_a_client_that_leaves_the_queue_never_runs": Fault(
         "engine/async_engine.py",

@@ -130,8 +130,3 @@ def test_while_no_sequence_decodes_a_prompt_has_the_whole_step() -> None:
 def test_zero_is_no_limit() -> None:
     timed = with_streams(SLOW_CPU, max_step_seconds=0)
     assert len(prompt_steps(timed, 200, 6000)) == 1
-
-
-def test_between_steps_that_decode_one_with_prompts_keeps_to_the_limit_too() -> None:
-    timed = with_streams(SLOW_CPU, prefill_mode="separate", decode_preference=0.5, max_step_seconds=0.3)
-    assert max(prompt_steps(timed, 200, 6000)) <= 0.3 * 1.05

@@ -21,10 +21,12 @@ def stay_of(given: Any) -> float:
     ValueError, also for values of other kinds."""
     if isinstance(given, bool) or not isinstance(given, str | float | int):
         raise ValueError(EXAMPLES)
-    seconds = seconds_of(given) if isinstance(given, str) else float(given)
+    seconds = seconds_of(given) if isinstance(given, str) else given
+    if seconds < 0 or seconds >= LONGEST:  # an integer may be too large for a float
+        return math.inf
     if math.isnan(seconds):
         raise ValueError(EXAMPLES)
-    return math.inf if seconds < 0 or seconds >= LONGEST else seconds
+    return float(seconds)
 
 
 def seconds_of(text: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlxpaged.formats.schemas import required
 from mlxpaged.parts.grammar.characters import as_it_is
 from mlxpaged.parts.grammar.json_grammar import is_too_much_to_count
 from mlxpaged.parts.grammar.json_schema import DATA, NAMED, check_schema, enforceable
@@ -70,8 +71,8 @@ def _without(schema: Any, root: Any, place: str, found: dict[str, str]) -> Any:
 
 def _is_uncountable(schema: Schema) -> bool:
     """Whether the members of an object cannot be counted, for its minProperties or maxProperties."""
-    names, must = schema.get("properties"), schema.get("required")
-    if not isinstance(names, dict) or names.keys() <= set(must if isinstance(must, list) else ()):
+    names = schema.get("properties")
+    if not isinstance(names, dict) or names.keys() <= set(required(schema)):
         return False
     counts = {key: schema[key] for key in COUNTS & schema.keys() if type(schema[key]) in (int, float)}
     if counts.keys() <= {"minProperties"} and counts.get("minProperties", 0) < 2:

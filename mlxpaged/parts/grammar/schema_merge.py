@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from mlxpaged.formats.schemas import required
+
 Schema = dict[str, Any]
 
 ANNOTATIONS = {"$anchor", "$defs", "definitions", "$schema", "$comment", "title", "description", "default", "readOnly"}
@@ -59,7 +61,7 @@ def merged(first: Schema, second: Schema) -> Schema:
                 raise OtherSchemaError(f"has {key} that is no number")
             result[key] = max(one, other) if key in LEAST else min(one, other)
         elif key == "required":
-            result[key] = list(dict.fromkeys([*_list(one), *_list(other)]))
+            result[key] = list(dict.fromkeys([*required(first), *required(second)]))
         elif key == "type":
             result[key] = _common_types(one, other)
         elif key == "enum":
