@@ -262,18 +262,23 @@ assert ENGINE_ERRORS[TooTiredError][0] == 503
         """
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine_config import EngineConfig
+from mlxpaged.core.engine.model_runner import ModelRunner
 from mlxpaged.core.engine.request import Request
 from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.models.loader import load_model
 
-core = build_engine(EngineConfig("demo", kv_cache_bytes=4_000_000, speculative="off"), load_model("demo"))
-params = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias={30: 100.0}, temperature=0.0)
-core.add(Request("a", [5, 6, 7], params, 0.0))
-outputs = []
-while core.has_work():
-    outputs += core.step()
-assert outputs[-1].num_output_tokens < 60, "the loop was not ended"
-assert outputs[-1].finish_reason.value == "stop"
+for drafts, overlaps in (("off", False), ("ngram", False), ("off", True), ("ngram", True)):
+    ModelRunner.overlaps = overlaps
+    config = EngineConfig("demo", kv_cache_bytes=4_000_000, speculative=drafts)
+    core = build_engine(config, load_model("demo"))
+    params = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias={30: 100.0}, temperature=0.0)
+    core.add(Request("a", [5, 6, 7], params, 0.0))
+    outputs = []
+    while core.has_work():
+        outputs += core.step()
+    assert outputs[-1].num_output_tokens < 60, "the loop was not ended"
+    assert outputs[-1].finish_reason.value == "stop"
+    assert sum(len(output.token_ids) for output in outputs) == outputs[-1].num_output_tokens, "tokens are lost"
 """,
         {
             "engine/parts.py": (
@@ -287,25 +292,27 @@ assert outputs[-1].finish_reason.value == "stop"
             "parts/loop_end.py": '''
 """Ends answers that repeat one token: an example of a part."""
 
-from mlxpaged.core.engine.part import Part, Tokens
-from mlxpaged.core.engine.request_table import RequestTable
 from mlxpaged.core.engine.in_flight import InFlightStep
+from mlxpaged.core.engine.part import Need, Part
+from mlxpaged.core.engine.request_table import RequestTable
 from mlxpaged.core.scheduling.sequence import FinishReason
 
 MOST = 20
 
 
 class LoopEnd(Part):
+    """It ends answers before a step: all tokens that are known have become text then."""
+
     def __init__(self, requests: RequestTable) -> None:
         self._requests = requests
 
-    def committed(self, step: InFlightStep, tokens: Tokens) -> None:
-        for sequence_id in tokens:
-            running = self._requests.by_sequence.get(sequence_id)
-            if running is None or running.sequence.num_output_tokens < MOST:
-                continue
-            if len(set(running.sequence.token_ids[-MOST:])) == 1:
+    def before_step(self, in_flight: InFlightStep | None) -> Need:
+        for sequence_id, running in list(self._requests.by_sequence.items()):
+            sequence = running.sequence
+            answer = sequence.token_ids[sequence.num_prompt_tokens : sequence.num_known_tokens]
+            if len(answer) >= MOST and len(set(answer[-MOST:])) == 1:
                 self._requests.outputs.append(self._requests.end(sequence_id, FinishReason.STOP, None))
+        return Need.NOTHING
 '''
         },
     ),
