@@ -119,7 +119,7 @@ class Profile(ExitStack):
             (core.runner, "start_step", "device"),
             (core.runner, "finish_step", "device"),
             (InFlightStep, "read", "device"),
-            (core.loop, "_process", "detokenizer and outputs"),
+            (core.loop.results, "process", "detokenizer and outputs"),
             (core, "stats", "statistics"),
         ):
             self.enter_context(patch.object(owner, name, self._timed(getattr(owner, name), part)))

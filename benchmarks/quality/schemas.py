@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -142,6 +144,10 @@ FORMAT_CHECKER.checks("time")(is_time)
 FORMAT_CHECKER.checks("date-time", raises=ValueError)(is_date_time)
 
 
+MOST_TRIES = 20
+"""Requests for one answer. A busy machine compiles grammars so slowly that some are told to come again."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """problem: empty if the answer is valid."""
@@ -165,11 +171,15 @@ def ask(url: str, model: str, seed: int) -> Verdict:
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    try:
-        with urllib.request.urlopen(request, timeout=1800) as response:
-            [choice] = json.load(response)["choices"]
-    except urllib.error.HTTPError as error:
-        return Verdict(seed, "", f"status {error.code}: {error.read(500).decode(errors='replace')}")
+    for tries in itertools.count(1):
+        try:
+            with urllib.request.urlopen(request, timeout=1800) as response:
+                [choice] = json.load(response)["choices"]
+            break
+        except urllib.error.HTTPError as error:
+            if error.code != 503 or tries == MOST_TRIES:
+                return Verdict(seed, "", f"status {error.code}: {error.read(500).decode(errors='replace')}")
+            time.sleep(float(error.headers["Retry-After"]))
     answer = choice["message"]["content"]
     if choice["finish_reason"] != "stop":
         return Verdict(seed, answer, f"ended by {choice['finish_reason']}")

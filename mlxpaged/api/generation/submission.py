@@ -92,7 +92,7 @@ def engine_requests(
                 dataclasses.replace(params, seed=seed),
                 arrival_time,
                 context.priority,
-                context.client,
+                client=context.client,
                 fork_of=opened.names[number - candidate] if candidate else None,
                 timeout=context.timeout,
                 ttft_timeout=context.ttft_timeout,

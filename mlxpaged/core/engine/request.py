@@ -20,7 +20,6 @@ class Request:
     params: SamplingParams
     arrival_time: float  # seconds on the engine's clock
     priority: Priority = Priority.NORMAL
-    client: str = ""  # none keeps all blocks and sequence slots from another one
     fork_of: str | None = None  # an earlier request with the same prompt, whose blocks this one shares
     timeout: float | None = None  # seconds from arrival to the complete answer
     ttft_timeout: float | None = None  # seconds from arrival to the first token
@@ -29,6 +28,7 @@ class Request:
     adapter: str | None = None  # name of the LoRA adapter that answers; None: the model without one
     images: tuple[Any, ...] = ()  # that the prompt shows: a PromptImage each, which only parts/images/ reads
     resumed: tuple[int, ...] = ()  # the tokens of its answer that another engine has already given
+    client: str = ""  # none keeps all blocks and sequence slots from another one
 
 
 class RequestOutput(NamedTuple):
