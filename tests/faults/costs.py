@@ -66,7 +66,7 @@ async def deep_body(context: Context, i: int) -> Outcome:
 
 @fault("16 long stop strings", 60)
 async def stop_strings(context: Context, i: int) -> Outcome:
-    stop = [f"{n:02}" + "ab" * 511 for n in range(16)]
+    stop = [f"{n:02}" + "ab" * 63 for n in range(16)]
     path, body = chat("Go on.", 40, stop=stop, ignore_eos=True)
     reply = await context.post(path, body)
     plain_path, plain = chat("Go on.", 40, ignore_eos=True)

@@ -72,6 +72,18 @@ def test_a_client_that_has_all_slots_leaves_one_to_another() -> None:
     assert steps_until_first_token(simulation, new, SHUT_OUT_BOUND + 2) > SHUT_OUT_BOUND, "slots may become free first"
 
 
+def test_no_client_goes_before_sequences_of_a_failed_step_that_run_again() -> None:
+    """It would be done, and its next request might fail beside them: their second failure would end them."""
+    simulation = flooded(8, 8, 100, max_num_seqs=4)
+    new = new_request(simulation)
+    failed = next(seq for seq in simulation.unfinished if seq.status is SequenceStatus.WAITING and seq is not new)
+    failed.num_step_failures = 1
+    run(simulation, SHUT_OUT_BOUND + 3)
+    assert new.steps_shut_out == new.num_output_tokens == 0
+    failed.num_step_failures = 0
+    assert steps_until_first_token(simulation, new, SHUT_OUT_BOUND + 2) > SHUT_OUT_BOUND
+
+
 def test_several_clients_that_come_together_are_let_in_one_after_the_other() -> None:
     simulation = flooded(32, 16, 200)
     new = [new_request(simulation, NEW + i, client=f"other {i}") for i in range(3)]

@@ -447,9 +447,12 @@ class Scheduler:
 
     def _find_shut_out(self) -> None:
         """Find the clients that are shut out, and count the step for the first waiting sequence of each. If nothing
-        runs now, they are those that were: the end of the last one is their turn."""
+        runs now, they are those that were: the end of the last one is their turn. None is while sequences of a failed
+        step are to run again: they would be in the next one that fails."""
         running = {sequence.client for sequence in self.running}
         others = self.waiting.first_of_others(running)
+        if others and any(sequence.num_step_failures for sequence in self.sequences.values()):
+            others = []
         for sequence in others if running else ():
             sequence.steps_shut_out += 1
         self._shut_out = [sequence for sequence in others if sequence.steps_shut_out]
