@@ -65,8 +65,6 @@ def executor_of(
     images = None if served.vision is None else Images(served.vision)
     inputs = [] if images is None else [images]
     slots = sizes.scheduler.num_swap_slots
-    if served.mtp is not None and served.rows is not None:
-        served.rows.keeps_hidden = True  # for the draft head
     runner = runner_type(config, ranks, images)(
         *(served, sizes.start_blocks, config.block_size, backend, tunings, slots, config.swap_dir, sizes.layout),
         inputs=inputs,

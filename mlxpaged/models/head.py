@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 class RowSelection:
     """The rows of the running step that the output head projects; None means all. is_projecting: during its call.
-    project: the output head, of so many outputs. hidden[T, 1, D]: its last input, all rows of it, if `keeps_hidden`."""
+    project: the output head, of so many outputs. hidden[T, 1, D]: its last input, all rows of it, if it is kept."""
 
     def __init__(self) -> None:
         self.rows: mx.array | None = None
         self.is_projecting = False
-        self.keeps_hidden = False
+        self._keeps_hidden = False
         self.hidden: mx.array | None = None
         self.project: Callable[[mx.array], mx.array] = lambda hidden: hidden
         self.num_outputs = 0
@@ -38,13 +38,17 @@ class RowSelection:
         finally:
             self.rows = None
 
+    def keep_hidden(self, keeps: bool) -> None:
+        """From now on the last input is kept, or is not."""
+        self._keeps_hidden = keeps
+
     def take_hidden(self) -> mx.array | None:
         """Returns the last input, which is not kept any longer."""
         hidden, self.hidden = self.hidden, None
         return hidden
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        if self.keeps_hidden:
+        if self._keeps_hidden:
             self.hidden = hidden
         return hidden if self.rows is None else hidden[self.rows]
 

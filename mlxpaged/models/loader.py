@@ -111,6 +111,11 @@ class ServedModel:
     stored: Choice = UNCHANGED
     checkpoint_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        """A draft head needs the hidden states of each step, also of those by which memory is measured."""
+        if self.rows is not None:
+            self.rows.keep_hidden(self.mtp is not None)
+
     @property
     def num_drafting(self) -> int:
         """How many of the last layers only draft."""
