@@ -13,6 +13,7 @@ from mlxpaged.core.scheduling.config import SchedulerConfig
 from mlxpaged.core.scheduling.queue import ORDER
 from mlxpaged.core.scheduling.scheduler import Scheduler
 from mlxpaged.core.scheduling.sequence import PENDING, FinishReason, Priority, Sequence, SequenceStatus
+from mlxpaged.core.scheduling.shut_out import SHUT_OUT_BOUND
 from mlxpaged.core.step import BlockMoves, Row, Step
 
 PREEMPTOR = 999_999
@@ -182,7 +183,7 @@ class Simulation:
         known = self.unfinished
         preemptions = {seq.sequence_id: seq.num_preemptions for seq in known}
         orders = {seq.sequence_id: seq.order for seq in known}
-        bound, shut_out = scheduler_module.STARVATION_BOUND, scheduler_module.SHUT_OUT_BOUND
+        bound, shut_out = scheduler_module.STARVATION_BOUND, SHUT_OUT_BOUND
         starving = [seq for seq in known if seq.skipped_steps >= bound or seq.steps_shut_out >= shut_out]
         was_running = set(self.scheduler.running)
         batch, before = self.scheduler.schedule(), self.in_flight

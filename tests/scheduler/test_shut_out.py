@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mlxpaged.core.scheduling.preemption import Preemption
-from mlxpaged.core.scheduling.scheduler import SHUT_OUT_BOUND, STARVATION_BOUND
+from mlxpaged.core.scheduling.scheduler import STARVATION_BOUND
 from mlxpaged.core.scheduling.sequence import Priority, Sequence, SequenceStatus
+from mlxpaged.core.scheduling.shut_out import SHUT_OUT_BOUND
 from tests.scheduler.simulation import FakeClock, Simulation, make_scheduler, sequence, undisturbed
 
 STEP_SECONDS = 0.02

@@ -224,7 +224,8 @@ class StepLoop:
     def rest(self, device_is_idle: bool) -> bool:
         """Let the parts do what they do while no step can run. Returns whether any did something."""
         self.finish_in_flight()
-        return sum(self._does(part.rest, device_is_idle) for part in self._parts) > 0
+        done = [self._does(part.rest, device_is_idle) for part in self._parts]
+        return any(done)
 
     def give_back(self) -> None:
         """Free what running requests do not need, after the step in flight."""

@@ -37,6 +37,7 @@ from mlxpaged.core.scheduling.prefill_budget import PrefillLimits
 from mlxpaged.core.scheduling.queue import ORDER, SequenceQueue, WaitingQueue, short_first
 from mlxpaged.core.scheduling.schedule_builder import ScheduleBuilder
 from mlxpaged.core.scheduling.sequence import AGING_RATE, FinishReason, Sequence, SequenceStatus
+from mlxpaged.core.scheduling.shut_out import ShutOut
 from mlxpaged.core.scheduling.stats import SchedulerStats
 from mlxpaged.core.scheduling.wait import Wait
 from mlxpaged.core.step import Row, Step
@@ -45,11 +46,6 @@ logger = logging.getLogger(__name__)
 
 STARVATION_BOUND = 64
 """A waiting sequence that had no room in this many steps in a row may preempt running ones of any class."""
-
-SHUT_OUT_BOUND = 4
-"""A client is shut out if it has a waiting sequence and none that runs, while others run. After this many steps, its
-first waiting sequence may preempt those of clients that have several. Blocks that become free in these steps cost
-nothing."""
 
 LOOK_AHEAD = 4
 """A step stops admitting after this many waiting sequences without room. So a small one may overtake a large one. Those
@@ -83,9 +79,9 @@ class Scheduler:
         self._forks: dict[int, list[Sequence]] = {}  # by parent: forks that wait until its prompt is computed
         self.held = defaultdict[Wait, dict[int, Sequence]](dict)  # by what they wait for first, and by id
         self.valuable_seconds = math.inf  # a prefix that takes longer to compute is worth storing
-        self._shut_out: ListOf[Sequence] = ()  # the first waiting sequences of clients that are, in this step
         self._changed: set[int] = set()  # sequences whose blocks get their contents in the step being scheduled
         self._preemption = Preemption(self.blocks, self.running, self.waiting, clock)
+        self._shut_out = ShutOut(self.running, self.waiting, self.sequences)
         self._admission = AdmissionControl(config.max_num_seqs, self._preemption, self._changed)
         self.times = PrefillLimits(config)
         self.max_tokens = config.max_num_batched_tokens
@@ -210,7 +206,7 @@ class Scheduler:
         self._changed.clear()
         self.blocks.size.forget_asked()
         self.blocks.give_back(self.running)
-        self._find_shut_out()
+        self._shut_out.find()
         self._preempt_for_waiting(builder)
         self._add_decodes(builder)
         self._add_prompts(builder)
@@ -343,10 +339,9 @@ class Scheduler:
         prompt without enough blocks: the next ones would take the blocks that it waits for."""
         prefilling = [sequence for sequence in self.running if sequence.num_uncomputed_tokens > 1]
         waiting = self._first_waiting(self._admission.num_free_slots + LOOK_AHEAD)
-        if shut_out := [
-            each for each in self._shut_out if each.status is not SequenceStatus.RUNNING and each not in waiting
-        ]:
-            waiting = sorted([*waiting, *shut_out], key=ORDER)
+        shut_out = [each for each in self._shut_out.first if each.status is not SequenceStatus.RUNNING]
+        if further := [each for each in shut_out if each not in waiting]:
+            waiting = sorted([*waiting, *further], key=ORDER)
         if not prefilling and not waiting:
             self.times.forget()
             return
@@ -370,7 +365,7 @@ class Scheduler:
                 if num_tokens:
                     self._add(builder, sequence, num_tokens)
             elif (
-                (refused >= LOOK_AHEAD and sequence not in self._shut_out)
+                (refused >= LOOK_AHEAD and sequence not in shut_out)
                 or sequence.sequence_id in builder.preempted
                 or self._admits_none()
             ):
@@ -445,26 +440,13 @@ class Scheduler:
             logger.debug(message, sequence.label, blocks, blocks * self.config.block_size, count)
         return True
 
-    def _find_shut_out(self) -> None:
-        """Find the clients that are shut out, and count the step for the first waiting sequence of each. If nothing
-        runs now, they are those that were: the end of the last one is their turn. None is while sequences of a failed
-        step are to run again: they would be in the next one that fails."""
-        running = {sequence.client for sequence in self.running}
-        others = self.waiting.first_of_others(running)
-        if others and any(sequence.num_step_failures for sequence in self.sequences.values()):
-            others = []
-        for sequence in others if running else ():
-            sequence.steps_shut_out += 1
-        self._shut_out = [sequence for sequence in others if sequence.steps_shut_out]
-
     def _preempt_for_waiting(self, builder: ScheduleBuilder) -> None:
         """Admit one waiting sequence, and preempt running ones for it if it may: the first that has reached the
         starvation bound, or else the first that was shut out for too long, or else the first in order."""
         if self._admits_none():
             return
         first = [each for each in self._first_waiting(LOOK_AHEAD) if not self._waits_for_growth(each)]
-        overdue = [each for each in self._shut_out if each.steps_shut_out > SHUT_OUT_BOUND]
-        overdue = [each for each in overdue if not self._waits_for_growth(each)]
+        overdue = [each for each in self._shut_out.overdue if not self._waits_for_growth(each)]
         starving = next((each for each in (*overdue, *first) if each.skipped_steps >= STARVATION_BOUND), None)
         if starving is None:
             for each in overdue:

@@ -28,7 +28,6 @@ STEP_TOKENS = 256
 chunk of this size. Shorter inputs are computed together. Longer ones are computed alone, in parts that each cost as
 much."""
 
-
 MEDIUM_TOKENS = 2048
 """Inputs up to this length do not wait for the parts of longer ones. One of them may hold a state beside a longer one,
 and the memory for that is reserved."""
