@@ -229,7 +229,7 @@ class LayerKVCache:
 
     def end_step(self) -> None:
         """Forget what was read in a step: all of it is evaluated before the next step writes."""
-        self._memory.reads = []
+        self._memory.end_step()
 
     def read_context(self, meta: AttentionMetadata) -> mx.array:
         """The keys of the context of a step's only sequence, [num_kv_heads, context_len, key_size], in order."""

@@ -240,7 +240,7 @@ class MetalPool:
                 out, token = self._attend_contiguous(options.whole(queries), meta, options, part)
             outputs.append(out)
             tokens.append(token)
-        self._memory.token = functools.reduce(mx.add, tokens)  # the next writer waits for all readers
+        self._memory.order_after(*tokens)
         return outputs[0] if plan.order is None else mx.concatenate(outputs)[meta.arrays[plan.order]]
 
     def _planner(self, num_query_heads: int, locality: Locality) -> Planner:

@@ -6,6 +6,7 @@ for all backends and layouts: copy on write, swap, and a pool that grows or shri
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -156,6 +157,14 @@ class Memory:
         new = Memory(num_blocks, planes, self.token)
         mx.eval(new.arrays)
         self.replace(new)
+
+    def end_step(self) -> None:
+        """Forget what was read: all of it is evaluated before the next step writes."""
+        self.reads = []
+
+    def order_after(self, *tokens: mx.array) -> None:
+        """The next write waits for the reads and writes that have returned these tokens."""
+        self.token = functools.reduce(mx.add, tokens)
 
     def has_read(self, result: mx.array) -> mx.array:
         """Note that `result` is computed from the arrays. Returns it."""

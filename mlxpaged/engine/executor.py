@@ -71,7 +71,7 @@ def executor_of(
         graphs=StepGraphs,
         wire=wire_memory,
     )
-    runner.rollback.pads = pads
+    runner.rollback.pad(pads)
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     absent = served.tokenizer.absent_ids(served.vocab_size)
     sampler = Sampler(served.vocab_size, compiled=on_gpu, one_by_one=config.batch_invariant, absent=absent)

@@ -109,7 +109,7 @@ def test_blocks_without_content_are_handed_out_before_cached_ones() -> None:
 def test_cached_blocks_are_evicted_longest_unused_first_and_the_index_is_told() -> None:
     evicted: list[tuple[int, str]] = []
     pool: BlockPool[str] = BlockPool(3)
-    pool.on_evict = lambda block, content: evicted.append((block, content))
+    pool.call_at_evict(lambda block, content: evicted.append((block, content)))
     blocks = pool.allocate(3)
     for block, content in zip(blocks, "abc", strict=True):
         pool.remember(block, content)

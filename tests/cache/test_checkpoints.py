@@ -34,7 +34,7 @@ def num_free(checkpoints: Checkpoints) -> int:
 def test_a_checkpoint_that_is_replaced_is_told_before_with_its_id_if_it_is_computed() -> None:
     checkpoints, chain = Checkpoints(2), make_chain(4)
     told: list[tuple[CachedBlock, int | None]] = []
-    checkpoints.on_replace = lambda block: told.append((block, checkpoints.computed(block)))
+    checkpoints.call_at_replace(lambda block: told.append((block, checkpoints.computed(block))))
     first = take(checkpoints, chain[0])
     checkpoints.start_step()
     take(checkpoints, chain[1])

@@ -168,7 +168,7 @@ def test_what_ids_of_content_stand_for_is_a_part_of_the_keys() -> None:
 def test_blocks_that_leave_the_pool_are_told_before_they_are_forgotten() -> None:
     pool, cache = make(num_blocks=3)
     left: list[tuple[int, ...]] = []
-    pool.on_leave = lambda block, content: left.append((block, *content.record.tokens))
+    pool.call_at_leave(lambda block, content: left.append((block, *content.record.tokens)))
     table = store(pool, cache, [1, 2, 3, 4, 5, 6, 7, 8])
     blocks = table.block_ids
     table.release()

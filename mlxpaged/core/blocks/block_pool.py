@@ -64,8 +64,8 @@ class BlockPool(Generic[Content]):
             raise ValueError(f"block_size must be a power of two, got {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.on_evict: Callable[[int, Content], None] | None = None
-        self.on_leave: Callable[[int, Content], None] | None = None  # before: the content is computed, and still there
+        self._on_evict: Callable[[int, Content], None] = lambda block, content: None
+        self._on_leave: Callable[[int, Content], None] = lambda block, content: None
         self.num_gains = 0  # blocks that got content or were shared while cached: each can extend one prefix hit
         self._ref_counts = [0] * num_blocks
         self._shared: set[int] = set()  # blocks with several references
@@ -74,6 +74,15 @@ class BlockPool(Generic[Content]):
         self._passed: OrderedDict[int, None] = OrderedDict()  # cached too, evicted first
         self._found: set[int] = set()  # blocks whose content has been shared
         self._content: dict[int, Content] = {}
+
+    def call_at_evict(self, on_evict: Callable[[int, Content], None]) -> None:
+        """From now on, call it after the content of a block was dropped."""
+        self._on_evict = on_evict
+
+    def call_at_leave(self, on_leave: Callable[[int, Content], None]) -> None:
+        """From now on, call it before the content of a block is dropped to make room: it is computed, and still there.
+        Blocks that have left the window of their sequence are left out."""
+        self._on_leave = on_leave
 
     @property
     def num_free(self) -> int:
@@ -165,13 +174,13 @@ class BlockPool(Generic[Content]):
         return blocks
 
     def evict(self, count: int) -> None:
-        """Drop the content of the `count` least recently used cached blocks, or of all if there are fewer. `on_evict`
-        may drop more. `on_leave` hears of those that have not left the window of their sequence."""
+        """Drop the content of the `count` least recently used cached blocks, or of all if there are fewer. A call at
+        an eviction may drop more."""
         wanted = len(self._empty) + count
         while len(self._empty) < wanted and self._num_cached:
             block = next(iter(self._passed or self._cached))
-            if self.on_leave is not None and block in self._cached:
-                self.on_leave(block, self._content[block])
+            if block in self._cached:
+                self._on_leave(block, self._content[block])
             self.forget(block)
 
     def share(self, block: int) -> None:
@@ -224,12 +233,11 @@ class BlockPool(Generic[Content]):
         self.num_gains += 1
 
     def forget(self, block: int) -> None:
-        """Detach the content of a block, if it has any, and call `on_evict`."""
+        """Detach the content of a block, if it has any."""
         content = self._content.pop(block, None)
         if content is None:
             return
         if self._is_cached(block):
             self._uncache(block)
             self._empty.append(block)
-        if self.on_evict is not None:
-            self.on_evict(block, content)
+        self._on_evict(block, content)

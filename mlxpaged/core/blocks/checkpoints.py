@@ -17,7 +17,7 @@ class Checkpoints:
 
     An id is reserved when a step is scheduled that computes the state, and attached to the block once the block is
     published: its last token may not be known before. A pinned checkpoint will be read by a step that is not scheduled
-    yet: its id is not used again before `unpin`. on_replace: called before a block loses its checkpoint to another one.
+    yet: its id is not used again before `unpin`.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -28,7 +28,11 @@ class Checkpoints:
         self._pins: Counter[CachedBlock] = Counter()
         self._forgotten: dict[CachedBlock, int] = {}  # pinned ids of blocks that no prompt finds any more
         self._new: set[int] = set()  # ids that were reserved for the step being scheduled
-        self.on_replace: Callable[[CachedBlock], None] = lambda block: None
+        self._on_replace: Callable[[CachedBlock], None] = lambda block: None
+
+    def call_at_replace(self, on_replace: Callable[[CachedBlock], None]) -> None:
+        """From now on, call it before a block loses its checkpoint to another one."""
+        self._on_replace = on_replace
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -74,7 +78,7 @@ class Checkpoints:
             oldest = next((block for block in self._ids if block not in self._pins), None)
             if oldest is None:
                 return None
-            self.on_replace(oldest)
+            self._on_replace(oldest)
             self.forget(oldest)
         self._new.add(self._free[-1])
         return self._free.pop()

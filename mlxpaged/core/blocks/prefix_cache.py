@@ -76,7 +76,7 @@ class PrefixCache:
 
     def __init__(self, pool: BlockPool[Content], seed: bytes = b"", groups: CacheGroups = ONE_GROUP) -> None:
         self._pool = pool
-        self._pool.on_evict = self._drop
+        pool.call_at_evict(self._drop)
         self._root = hashlib.blake2b(seed, digest_size=16).digest()
         self._by_key: dict[bytes, CachedBlock] = {}
         self._groups = groups

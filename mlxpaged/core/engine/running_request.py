@@ -135,8 +135,7 @@ class RunningRequest:
         """A step has computed the log-probabilities at these positions of the prompt."""
         assert self.prompt_logprobs is not None
         self.prompt_logprobs.put(positions, rows)
-        is_complete = positions.stop == self.sequence.num_prompt_tokens
-        self.sequence.logits_from = None if is_complete else positions.stop - 1
+        self.sequence.has_logits(positions.stop)
 
     def _release_logprobs(self, reason: FinishReason | None, stopped: bool) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of the text that was sent. They must not reveal the tokens of a stop string."""

@@ -191,6 +191,10 @@ class Sequence:
         if to is not SequenceStatus.RUNNING:  # it holds no blocks
             self.num_computed_tokens = self.num_committed_tokens = 0
 
+    def has_logits(self, end: int) -> None:
+        """A step has computed the logits of the first `end` tokens of the prompt that are wanted."""
+        self.logits_from = None if end == self.num_prompt_tokens else end - 1
+
     def ends_after(self, row: Row) -> bool:
         """Whether it is complete with this row: max_tokens is 0, and the row has the prompt's last token."""
         return self.max_tokens == 0 and row.context_len == self.num_prompt_tokens

@@ -159,6 +159,10 @@ class Rollback:
         self.pads = False
         self.replays = True
 
+    def pad(self, pads: bool) -> None:
+        """From now on rows of different lengths are padded to be one call, or are not."""
+        self.pads = pads
+
     @property
     def is_empty(self) -> bool:
         return not self._kept

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,15 +91,13 @@ Piece = ListOf[Wanted]
 @dataclass(eq=False)
 class Load:
     """A prefix that is being loaded. parent: the last record that is in the pool. held: references to blocks, so that
-    they stay. patience: how long it waits for a piece and for room. portions: puts the next portion into the pool.
-    checkpoint: reserved, while it is written. again: whether a block is damaged, and its sequence looks
-    for a shorter prefix."""
+    they stay. patience: how long it waits for a piece and for room. checkpoint: reserved, while it is written. again:
+    whether a block is damaged, and its sequence looks for a shorter prefix."""
 
     sequence: Sequence
     parent: CachedBlock | None
     patience: float
     held: list[int]
-    portions: Iterator[bool] = field(default_factory=lambda: iter(()))
     checkpoint: int | None = None
     again: bool = False
 
@@ -114,6 +112,7 @@ class DiskTier(Part):
         self._checkpoints = scheduler.blocks.states.checkpoints
         self._writer = DiskWriter(share, scheduler, clock)
         self._load: Load | None = None
+        self._reading: Iterator[bool] = iter(())  # puts the next portion of the load into the pool
         self._missing = 0  # blocks that the load waits for
         self._paused_until = -math.inf
         self._loaded = 0
@@ -218,7 +217,7 @@ class DiskTier(Part):
             goes_on: bool | None = None  # it has ended
             try:
                 if load.sequence.sequence_id in self._scheduler.held[PREFIX]:
-                    goes_on = next(load.portions, None)
+                    goes_on = next(self._reading, None)
             except (DeviceError, RankLostError):  # the contents of all blocks are lost
                 raise
             except Exception:
@@ -254,7 +253,7 @@ class DiskTier(Part):
                 self._pool.share(block)
             parent = chain[-1] if chain else None
             self._load = Load(sequence, parent, max(PATIENCE_SECONDS, seconds), held)
-            self._load.portions = self._portions(self._load, deque(left))
+            self._reading = self._portions(self._load, deque(left))
             return True
         return False
 

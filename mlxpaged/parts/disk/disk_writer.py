@@ -45,8 +45,8 @@ class DiskWriter:
         self._leaving_states: dict[CachedBlock, int] = {}
         self.piece_blocks = max(1, PIECE_BYTES // max(1, share.block_bytes))
         scheduler.valuable_seconds = VALUABLE_SECONDS
-        scheduler.pool.on_leave = self._leave
-        self._checkpoints.on_replace = self._leave_state
+        scheduler.pool.call_at_leave(self._leave)
+        self._checkpoints.call_at_replace(self._leave_state)
 
     def _leave(self, block: int, content: Content) -> None:
         record, group = content

@@ -39,7 +39,7 @@ class Sequences:
         layout = small_layout(served)
         shape = 5, len(layout.windows), -(-LENGTH // block_size)
         self._runner = ModelRunner(served, int(np.prod(shape)), block_size, "auto", layout=layout)
-        self._runner.rollback.pads = pads
+        self._runner.rollback.pad(pads)
         self._tables = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
         self._vocab_size = served.vocab_size
         self._tokens = [(7 * i + 3) % served.vocab_size for i in range(LENGTH)]

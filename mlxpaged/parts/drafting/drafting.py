@@ -119,6 +119,7 @@ class Drafting(Part):
         self._vocab_size = vocab_size
         self.drafter = drafter
         self.network = network
+        self._network_runs = False  # whether it drafts in the next step
         config = scheduler.config
         self.budget = DraftBudget(scheduler.times.decode_seconds, config.max_draft_states if config.recurrent else None)
         self._proposals: dict[int, Proposal] = {}  # those of the next step, by sequence id
@@ -187,7 +188,7 @@ class Drafting(Part):
         contexts = [len(sequence.token_ids) for sequence in decoding]
         can_pay = self.budget.can_pay(contexts)
         if self.network is not None:
-            self.network.runs = can_pay and self._network_pays(self.network, decoding)
+            self._network_runs = can_pay and self._network_pays(self.network, decoding)
         self._proposals = {}
         for sequence in decoding:
             sequence.drafts = ()
@@ -234,7 +235,7 @@ class Drafting(Part):
         """Let the head or the smaller model begin after a step that was launched last, if that pays."""
         if self.network is None:
             return None
-        if not self.network.runs:
+        if not self._network_runs:
             self.network.skip(step)
             return None
         try:

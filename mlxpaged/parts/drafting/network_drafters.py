@@ -42,8 +42,8 @@ class LaunchedDrafts(NamedTuple):
 
 
 class NetworkDrafter:
-    """Belongs to the engine thread. name: of DRAFTERS. cost: of a draft, as a share of a step. runs: whether the next
-    step makes some. passes: the forward passes that it makes."""
+    """Belongs to the engine thread. name: of DRAFTERS. cost: of a draft, as a share of a step. passes: the
+    forward passes that it makes."""
 
     name = ""
 
@@ -52,7 +52,6 @@ class NetworkDrafter:
         self.passes = passes
         self._sampler = sampler
         self.cost = cost
-        self.runs = False
         self._drafts: dict[int, tuple[int, list[int]]] = {}  # by sequence: the length of its text, and what comes next
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
