@@ -15,6 +15,10 @@ ALIAS, LABEL = Outcome.ALIAS.value, Outcome.LABEL.value
 IGNORED, REFUSED = Outcome.IGNORED.value, Outcome.REFUSED.value
 
 
+MOST_VALUE_CHARS = 24
+"""Of an example's value that stands on the page. Longer ones are in the tests alone."""
+
+
 @dataclass(frozen=True)
 class Claim:
     """One field, or one kind of its values.
@@ -31,15 +35,17 @@ class Claim:
     of: str = ""
     neutral: tuple[Any, ...] = ()
 
+    def shown(self, with_value: bool) -> str:
+        """The field and its neutral values, in Markdown. with_value: the outcome depends on the value; a short one is
+        shown."""
+        value = json.dumps(self.example.get(self.field), ensure_ascii=False)
+        field = f"`{self.field}: {value}`" if with_value and len(value) <= MOST_VALUE_CHARS else f"`{self.field}`"
+        return f"{field} (`{'`, `'.join(map(json.dumps, self.neutral))}`)" if self.neutral else field
+
     @property
-    def markdown(self) -> str:
-        notes = [
-            f"of `{self.of}`" if self.of else "",
-            self.note,
-            f"`{'`, `'.join(map(json.dumps, self.neutral))}`: changes nothing" if self.neutral else "",
-        ]
-        example = json.dumps(self.example, ensure_ascii=False)
-        return f"| `{self.field}` | `{example}` | {self.outcome} | {'; '.join(filter(None, notes))} |"
+    def remark(self) -> str:
+        """The note, in Markdown. Empty if the outcome says all."""
+        return "; ".join(filter(None, (f"of `{self.of}`" if self.of else "", self.note)))
 
 
 def of_row(row: Row) -> Claim:
