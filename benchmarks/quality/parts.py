@@ -23,7 +23,7 @@ from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import LoadOptions, load_model
-from mlxpaged.parts.drafting.drafting import NO_DRAFTS
+from mlxpaged.parts.drafting.draft_stats import NO_DRAFTS
 
 from .dictation import APIS, dictate_all
 from .schemas import ask_all

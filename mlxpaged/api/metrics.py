@@ -15,7 +15,7 @@ from mlxpaged.core.engine.request import Request, RequestOutput
 from mlxpaged.core.engine.status import EngineStats
 from mlxpaged.core.scheduling.sequence import FinishReason
 from mlxpaged.parts.disk.disk_tier import NO_TIER
-from mlxpaged.parts.drafting.drafting import DRAFTERS, NO_DRAFTS
+from mlxpaged.parts.drafting.draft_stats import DRAFTERS, NO_DRAFTS
 from mlxpaged.parts.embeddings.embedder import NO_EMBEDDINGS
 from mlxpaged.parts.images.image_encoder import NO_IMAGES
 from mlxpaged.registry.model import Model, ModelState

@@ -19,7 +19,7 @@ from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.models.features import Feature, Missing
 from mlxpaged.parts.disk.disk_tier import NO_TIER, TierStats
-from mlxpaged.parts.drafting.drafting import DRAFTERS, NO_DRAFTS
+from mlxpaged.parts.drafting.draft_stats import DRAFTERS, NO_DRAFTS
 from mlxpaged.parts.embeddings.embedder import NO_EMBEDDINGS
 from mlxpaged.registry.model import Model
 
@@ -130,6 +130,9 @@ def memory_of(engine: AsyncEngine, found: EngineStatus, info: EngineInfo) -> dic
             "no_mtp_because": info.missing[Feature.DRAFT_HEAD] or None,
             "drafted_tokens": drafts.drafted_total,
             "accepted_tokens": drafts.accepted_total,
+            "tokens_per_pass": round(drafts.gain.tokens_per_pass, 3),
+            "share_of_steps": round(drafts.gain.share_of_steps, 3),
+            "speedup": round(drafts.gain.speedup, 3),
             "by_drafter": {name: counts._asdict() for name, counts in zip(DRAFTERS, drafts.counts, strict=True)},
         },
         "ranks": None if info.cluster is None else list(info.cluster.ranks),

@@ -43,6 +43,9 @@ def test_answers_are_those_without_drafts_and_usage_counts_them(monkeypatch: pyt
         assert status["drafters"] == ["grammar", "ngram"]
         assert (status["drafted_tokens"], status["accepted_tokens"]) == (verified, accepted)
         assert status["by_drafter"]["ngram"] == {"drafted": verified, "accepted": accepted}
+        assert status["tokens_per_pass"] > 1
+        assert 0 < status["share_of_steps"] <= 1
+        assert status["speedup"] > 0
 
 
 def test_another_model_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from mlxpaged.core.engine.request import Request
 from mlxpaged.core.engine.running_request import RunningRequest
 from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.core.step import Step
-from mlxpaged.parts.drafting.drafting import NO_DRAFTS, Drafting
+from mlxpaged.parts.drafting.draft_stats import NO_DRAFTS
+from mlxpaged.parts.drafting.drafting import Drafting
 from mlxpaged.parts.images.image_encoder import ImageEncoder
 from mlxpaged.parts.ranks.shared_runner import SharedRunner
 from mlxpaged.vision.image import PromptImage

@@ -13,7 +13,8 @@ from mlxpaged.core.engine.in_flight import InFlightStep
 from mlxpaged.core.engine.model_runner import DeviceError, ModelRunner
 from mlxpaged.core.scheduling.sequence import Priority
 from mlxpaged.core.step import Step
-from mlxpaged.parts.drafting.drafting import NO_DRAFTS, Drafting
+from mlxpaged.parts.drafting.draft_stats import NO_DRAFTS
+from mlxpaged.parts.drafting.drafting import Drafting
 from tests.engine.hybrid import Run, TinyModel, assert_balanced, request
 from tests.engine.test_drafting import use_oracle
 

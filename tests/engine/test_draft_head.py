@@ -18,7 +18,7 @@ from mlxpaged.models.features import Feature
 from mlxpaged.models.loader import LoadOptions, load_model
 from mlxpaged.parts.drafting import drafting as engine_drafting
 from mlxpaged.parts.drafting.draft_passes import DraftPasses
-from mlxpaged.parts.drafting.drafting import DRAFTERS, NO_DRAFTS
+from mlxpaged.parts.drafting.draft_stats import DRAFTERS, NO_DRAFTS
 from mlxpaged.vision.positions import Axes
 from tests.engine.helpers import make_core, part_of
 from tests.engine.seeing import image, load_seeing, shown
@@ -201,7 +201,7 @@ def test_the_head_runs_only_where_it_can_pay(reference: Drafting, expected: dict
     drafting.budget.lengths = lambda contexts, chances, *_: [0] * len(contexts)
     setattr(passes_of(core), reference.method, None)
     assert tokens_of(answers(core, requests())) == expected
-    assert core.stats().of(NO_DRAFTS) == NO_DRAFTS
+    assert core.stats().of(NO_DRAFTS).counts == NO_DRAFTS.counts
 
 
 @ONE_OF_EACH_KIND

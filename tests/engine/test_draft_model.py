@@ -20,7 +20,8 @@ from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import ServedModel, load_model
 from mlxpaged.models.turns import Turns
 from mlxpaged.parts.drafting.draft_loading import with_draft_model
-from mlxpaged.parts.drafting.drafting import NO_DRAFTS, Drafting
+from mlxpaged.parts.drafting.draft_stats import NO_DRAFTS
+from mlxpaged.parts.drafting.drafting import Drafting
 from mlxpaged.parts.drafting.network_drafters import ModelDrafter
 from mlxpaged.vision.positions import Axes
 from tests.engine.helpers import make_core, part_of

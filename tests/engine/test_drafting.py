@@ -25,7 +25,8 @@ from mlxpaged.core.step import Step
 from mlxpaged.models.loader import load_model
 from mlxpaged.parts.drafting import ngram
 from mlxpaged.parts.drafting.draft_budget import Lengths
-from mlxpaged.parts.drafting.drafting import NO_DRAFTS, Drafting
+from mlxpaged.parts.drafting.draft_stats import NO_DRAFTS
+from mlxpaged.parts.drafting.drafting import Drafting
 from mlxpaged.parts.drafting.ngram import NgramDrafter, NgramIndex
 from tests.engine.helpers import make_core, part_of
 from tests.engine.seeing import image, load_seeing, shown

@@ -20,7 +20,8 @@ from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
-from mlxpaged.parts.drafting.drafting import NO_DRAFTS, Drafting
+from mlxpaged.parts.drafting.draft_stats import NO_DRAFTS
+from mlxpaged.parts.drafting.drafting import Drafting
 from tests.engine.helpers import part_of
 from tests.engine.test_draft_head import logged
 from tests.engine.test_drafting import as_many, every_other_step

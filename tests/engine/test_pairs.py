@@ -27,7 +27,8 @@ from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.layers import bytes_per_token, state_bytes
 from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
 from mlxpaged.parts.disk.disk_tier import NO_TIER, DiskTier
-from mlxpaged.parts.drafting.drafting import NO_DRAFTS, Drafting
+from mlxpaged.parts.drafting.draft_stats import NO_DRAFTS
+from mlxpaged.parts.drafting.drafting import Drafting
 from mlxpaged.parts.images.image_encoder import NO_IMAGES
 from mlxpaged.parts.invariant.tiled_runner import TiledRunner
 from tests.engine.helpers import part_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
 
 from mlxpaged.core.scheduling.config import MOST_MULTIPLE, READING_SECONDS, SchedulerConfig, step_multiple
@@ -118,18 +118,17 @@ class PrefillLimits:
         return None if costs is None else costs.decode_seconds
 
     def budget(
-        self, contexts: ListOf[int], decoding: Iterable[int], tokens: int, logits: int, num_prompts: int
+        self, contexts: ListOf[int], delayed: ListOf[int], tokens: int, logits: int, num_prompts: int
     ) -> PrefillBudget:
         """The budget of a step of at most `tokens`, and of so many logits of prompt tokens. contexts: of the tokens
-        that it has already. decoding: context lengths of all decoding sequences; they wait for the step if it has no
-        tokens. num_prompts: that wait or are computed."""
+        that it has already, drafts among them. delayed: context lengths of the sequences that wait for the step. What
+        drafts take is taken from the prompts: no step is longer for them. num_prompts: that wait or are computed."""
         tiles = self._tiles
         num_rows = len(contexts)
         if contexts:
             share = int((1 - self._config.decode_preference) * tokens)
             tokens = max(0, min(tokens - num_rows, max(1, share)))
         limit = self._config.max_step_seconds
-        delayed = contexts or list(decoding)
         costs = None if limit == 0 or not (delayed or limit) else self._cost.costs()
         if costs is None:
             self._last = PrefillBudget(tokens, logits, num_rows, tiles)
@@ -138,12 +137,19 @@ class PrefillLimits:
         if limit is not None:
             seconds += limit
         else:
-            plain, multiple = costs.step_seconds(delayed), step_multiple(num_prompts)
-            seconds += max(multiple * plain, READING_SECONDS if multiple == MOST_MULTIPLE else 0.0)
+            seconds += seconds_with_prompts(costs.step_seconds(delayed), num_prompts)
             seconds -= max(0.0, -self._last.seconds) if contexts else 0.0  # what the last step took beyond its limit
             tokens = tokens if seconds > 0 else 0
         self._last = PrefillBudget(tokens, logits, num_rows, tiles, costs, seconds)
         return self._last
+
+    def seconds_for_prompts(self, contexts: ListOf[int], num_prompts: int) -> float:
+        """What so many prompts may take of a step, if sequences with these contexts decode. 0.0 if it is not known."""
+        costs = self._cost.decoding_costs()
+        if not num_prompts or costs is None:
+            return 0.0
+        plain = costs.step_seconds(contexts)
+        return max(0.0, (self._config.max_step_seconds or seconds_with_prompts(plain, num_prompts)) - plain)
 
     def forget(self) -> None:
         """No prompt waits. What the last ones took beyond the limit does not delay the next."""
@@ -158,6 +164,12 @@ class PrefillLimits:
         """The same after any step with a prompt; None before."""
         costs = self._cost.costs()
         return None if costs is None else costs.prefill_seconds(start, tokens, self._config.max_num_batched_tokens)
+
+
+def seconds_with_prompts(plain: float, num_prompts: int) -> float:
+    """How long a step may take on average while so many prompts wait or are computed. plain: without prompts."""
+    multiple = step_multiple(num_prompts)
+    return max(multiple * plain, READING_SECONDS if multiple == MOST_MULTIPLE else 0.0)
 
 
 def work_of(rows: ListOf[Row]) -> tuple[list[int], list[tuple[int, int]]]:

@@ -71,6 +71,11 @@ class ScheduleBuilder:
             position + 1 for _, start, token_ids, *_ in self._rows for position in range(start, start + len(token_ids))
         ]
 
+    @property
+    def first_contexts(self) -> list[int]:
+        """The context length of each row's first token: without drafts, of every token."""
+        return [start + 1 for _, start, *_ in self._rows]
+
     def build(self, tables_of: Callable[[Iterable[Sequence]], IntArray]) -> tuple[Row, ...]:
         """The rows. tables_of: selects the block tables of some sequences."""
         if not self._rows:

@@ -345,10 +345,11 @@ class Scheduler:
         if not prefilling and not waiting:
             self.times.forget()
             return
-        decoding = (len(sequence.token_ids) for sequence in filter(is_decoding, self.running))
+        without_room = [len(sequence.token_ids) for sequence in filter(is_decoding, self.running)]
         num_prompts = len(prefilling) + len(waiting)
         logits = self.config.max_prompt_logits - builder.num_drafts
-        budget = self.times.budget(builder.contexts, decoding, self.max_tokens, logits, num_prompts)
+        delayed = builder.first_contexts or without_room
+        budget = self.times.budget(builder.contexts, delayed, self.max_tokens, logits, num_prompts)
         refused = 0
         for sequence in short_first(heapq.merge(prefilling, waiting, key=ORDER)):
             if budget.tokens <= 0:

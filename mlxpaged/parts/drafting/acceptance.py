@@ -36,9 +36,6 @@ PRIORS = (0.4, 0.5, 0.75, 0.7)
 """Chance of the first draft of a row before any was verified: after matches of two tokens, from three and from eight
 on, and by a head."""
 
-SHARED_DECAY = 0.95
-"""As DECAY, for the chance of the first draft of a sequence that has none yet, which is that of all others."""
-
 WORTH_SEARCHING, SEARCH_EVERY = 0.25, 4
 """While fewer drafts than this of each step are accepted, the text is searched in every fourth step only, until one is
 accepted: to search takes time, and a step that may have drafts is not launched while another runs."""
@@ -46,9 +43,9 @@ accepted: to search takes time, and a step that may have drafts is not launched 
 SEARCHES = 16
 """Latest steps that were searched for drafts of which the accepted ones are the average."""
 
-PROBE_TOKENS, LONGEST_PROBE = 32, 512
-"""After so many tokens of an answer without drafts, one is verified to see whether their chances are better now. The
-number doubles after each probe that fails."""
+PROBE_TOKENS = 32
+"""After so many tokens of an answer without drafts, one is verified to see whether their chances are better now. All
+such probes together take no more than PROBE_SHARE of the time."""
 
 
 @dataclass
@@ -73,7 +70,8 @@ class StepCounts:
 class Acceptance:
     """How often the drafts of a sequence are accepted, by their number in the row, if those before them are.
 
-    shared: the chances of first drafts, in the order of PRIORS, which all sequences of an engine keep up together.
+    shared: the chances of first drafts, in the order of PRIORS, which all sequences of an engine keep up together. A
+    sequence that has none yet begins with them.
     """
 
     def __init__(self, shared: list[float], steps: StepCounts) -> None:
@@ -82,7 +80,6 @@ class Acceptance:
         self._tried = [[0.0] * MOST_DRAFTS for _ in PRIORS]
         self._accepted = [[0.0] * MOST_DRAFTS for _ in PRIORS]
         self._drafted_at = self._searched_at = steps.count
-        self._probe_after = PROBE_TOKENS
         self._brought = 2 * WORTH_SEARCHING
         self._ahead, self._lost_before = 0.0, steps.lost
 
@@ -94,7 +91,7 @@ class Acceptance:
 
     @property
     def is_probe_due(self) -> bool:
-        return self._steps.count - self._drafted_at >= self._probe_after
+        return self._steps.count - self._drafted_at >= PROBE_TOKENS
 
     @property
     def searches(self) -> bool:
@@ -126,14 +123,12 @@ class Acceptance:
     def observe(self, match: int, drafted: int, accepted: int) -> None:
         """Count a row's drafts. The one after the accepted ones was rejected; nothing is known of the others."""
         kind = kind_of(match)
-        self._shared[kind] = SHARED_DECAY * self._shared[kind] + (1 - SHARED_DECAY) * (accepted > 0)
+        self._shared[kind] = DECAY * self._shared[kind] + (1 - DECAY) * (accepted > 0)
         weight = DECAY * IDLE_DECAY ** max(0, self._steps.count - self._drafted_at - 1)
         for number in range(MOST_DRAFTS):  # what is known of drafts that are not tried any more fades too
             is_known = number < min(drafted, accepted + 1)
             self._tried[kind][number] = weight * self._tried[kind][number] + is_known
             self._accepted[kind][number] = weight * self._accepted[kind][number] + (number < accepted)
-        if self.is_probe_due:
-            self._probe_after = PROBE_TOKENS if accepted else min(LONGEST_PROBE, 2 * self._probe_after)
         self._drafted_at = self._steps.count
         self.advance(accepted)
 

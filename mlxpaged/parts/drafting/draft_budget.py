@@ -1,7 +1,9 @@
-"""Decides how many draft tokens a step verifies: as many as bring the most tokens per second.
+"""Decides how many draft tokens a step verifies: as many as bring the most tokens per second, and cost no one else.
 
 A draft costs a row. A row is nearly free on some devices and as dear as a token on others, and the time of a step by
-its rows has plateaus, so all totals are compared. Where no total is faster than no drafts, none are verified.
+its rows has plateaus, so all totals are compared. A total counts only if no stream waits for the step much longer than
+for one without drafts, unless it gets more tokens in it; if no stream falls behind by the drafts of others; and if the
+prompts that are computed lose hardly anything. Where no such total is faster than no drafts, none are verified.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
 
 from mlxpaged.core.scheduling.row_table import SHORTEST
-from mlxpaged.parts.drafting.acceptance import MOST_DRAFTS, PRIORS, Acceptance, StepCounts
+from mlxpaged.parts.drafting.acceptance import MOST_DRAFTS, MOST_LEAD, PRIORS, Acceptance, StepCounts
 
 MOST_DRAFT_ROWS = 64
 """Drafts of a step. Times of steps are measured up to 128 rows."""
@@ -28,20 +30,22 @@ LEAST_GAIN = 1.03
 PROBE_SHARE = 0.01
 """Share of the time that probes may take."""
 
-MOST_WAIT = 0.5
-"""Steps without drafts that a sequence without waits longer for those of others at once."""
+MOST_STRETCH = 1.2
+"""How many times as long as one without drafts a step may take for a stream that does not get more tokens in it: its
+times between tokens become no more uneven than this."""
 
-HASTE = 1.0
-"""The tokens of a sequence that is behind by a step count e to the power of so many times as much."""
+LIKELY = 0.5
+"""A draft of at least this chance, with those before it, counts as a token that its stream gets."""
+
+PROMPT_STRETCH = 1.05
+"""The same while a prompt waits or is computed: how much later its first token comes."""
 
 ASK_AGAIN = 32
 """Steps of as many sequences after which it is asked again whether drafts could be worth verifying at all."""
 
 EXPOSED_SHARE = 0.1
-"""What the latest step counts in the time that the device waits. The average begins at 0, so that drafts are tried."""
-
-MOST_EXPOSED = 0.01
-"""Seconds. More is a pause of the process."""
+"""What the latest step counts in the time that the device waits. The average begins at 0, so that drafts are tried. A
+wait counts as one step at most: a longer one is a pause of the process."""
 
 TIME_AGAIN = 16
 """After so many steps with drafts, times their gain, one goes without: what a step without takes must be known, or
@@ -61,37 +65,40 @@ def draft_lengths(
     costs: ListOf[float] = (),
     exposed: float = 0.0,
     leads: ListOf[float] = (),
+    prompts: float = 0.0,
 ) -> list[int]:
     """Returns how many of its drafts each decoding sequence verifies, one of LENGTHS or 0.
 
     contexts: context lengths of the sequences. chances: for each sequence, see `Acceptance.chances`. costs: of a draft
     of each sequence before it is verified, as a share of a step without drafts; those of several sequences are made at
     once. By default 0. exposed: seconds in which the device waits before a step with drafts. leads: see `Acceptance`,
-    by default 0 for all. The tokens of a sequence count for more the further it is behind, and one of which no draft is
-    verified waits no longer than MOST_WAIT for those of others.
+    by default 0 for all. prompts: seconds that the step is expected to take for prompts; 0 if there are none.
     """
-    rows, keys = len(contexts), sum(contexts)
-    weights = [math.exp(-HASTE * min(lead, 0.0)) for lead in leads] or [1.0] * rows
-    tokens, silent = sum(weights), rows
+    rows, keys, tokens = len(contexts), sum(contexts), float(len(contexts))
     lengths = [0] * rows
-    plain = seconds(rows, keys)
-    if plain <= 0:
+    decoding = seconds(rows, keys)
+    if decoding <= 0:
         return lengths  # too little is known
-    making = 0.0
+    plain, making = decoding + prompts, 0.0
+    limit = (PROMPT_STRETCH if prompts else math.inf) * plain
     most, best = LEAST_GAIN * tokens / plain, list(lengths)
+    ahead = [(leads[i] if leads else 0.0) + MOST_LEAD + 1.0 for i in range(rows)]  # steps that it may take now
+    likely = [1] * rows  # tokens that it gets more likely than not
     spans = [
-        (sum(each[first:length]) / (length - first) * weights[i], costs[i] if costs else 0.0, i, length)
+        (sum(each[first:length]) / (length - first), costs[i] if costs else 0.0, i, length)
         for i, each in enumerate(chances)
         for first, length in SPANS
         if length <= len(each)
     ]
     for chance, cost, i, length in sorted(spans, key=lambda span: span[1] - span[0]):  # those of a sequence in order
         more = length - lengths[i]
-        silent -= lengths[i] == 0
+        ahead[i] += more * chance
+        likely[i] = 1 + sum(each >= LIKELY for each in chances[i][:length])
         lengths[i], rows, keys, tokens = length, rows + more, keys + more * contexts[i], tokens + more * chance
-        making = max(making, length * plain * cost)
-        took = seconds(rows, keys) + making + exposed
-        if tokens / took > most and (not silent or took <= plain * (1 + MOST_WAIT)):
+        making = max(making, length * decoding * cost)
+        took = seconds(rows, keys) + making + exposed + prompts
+        waits = min(max(MOST_STRETCH, min(likely)), min(ahead)) * plain
+        if tokens / took > most and took <= min(waits, limit):
             most, best = tokens / took, list(lengths)
     return best
 
@@ -126,10 +133,12 @@ class DraftBudget:
         self._acceptance: dict[int, Acceptance] = {}
         self._shared, self._steps = list(PRIORS), StepCounts()
         self._searched: ListOf[int] = ()  # for drafts of the next step
-        self._could_pay, self._last_batch, self._steps_left = False, -1, 0
+        self._could_pay, self._last_batch, self._steps_left = False, (-1, False), 0
         self._num_with_drafts = 0  # steps in a row
+        self._latest = 1, 1  # rows and keys of the latest step that only decoded, without its drafts
         self._waited = 0.0  # seconds that the device has waited since the latest step in which that mattered
         self._saved = 0.0  # for probes, in steps without drafts
+        self._prompts = 0.0  # seconds that the next step may take for prompts
 
     def of(self, sequence_id: int) -> Acceptance:
         acceptance = self._acceptance.get(sequence_id)
@@ -140,11 +149,13 @@ class DraftBudget:
     def forget(self, sequence_id: int) -> None:
         self._acceptance.pop(sequence_id, None)
 
-    def can_pay(self, contexts: ListOf[int]) -> bool:
-        """Whether drafts could be worth verifying if all were accepted. The answer is kept for some steps: where it is
-        no, nothing is searched for drafts."""
-        if len(contexts) != self._last_batch or self._steps_left == 0:
-            self._last_batch, self._steps_left = len(contexts), ASK_AGAIN
+    def begin_step(self, contexts: ListOf[int], prompts: float) -> bool:
+        """Returns whether drafts of the next step could be worth verifying if all were accepted. The answer is kept for
+        some steps: where it is no, nothing is searched for drafts. prompts: seconds that the step may take for
+        prompts."""
+        batch, self._prompts = (len(contexts), prompts > 0), prompts
+        if batch != self._last_batch or self._steps_left == 0:
+            self._last_batch, self._steps_left = batch, ASK_AGAIN
             count = max(1, len(contexts))
             self._could_pay = any(self.verified(contexts or [1], [[1.0] * MOST_DRAFTS] * count, [0.0] * count))
         self._steps_left -= 1
@@ -163,7 +174,8 @@ class DraftBudget:
         if (seconds := self._seconds()) is None:
             return [0] * len(contexts)
         most = max(1, MOST_DRAFT_ROWS // len(contexts))
-        return draft_lengths(contexts, [each[:most] for each in chances], seconds, costs, self.exposed, leads)
+        within = [each[:most] for each in chances]
+        return draft_lengths(contexts, within, seconds, costs, self.exposed, leads, self._prompts)
 
     def searches(self, sequence_id: int) -> bool:
         """Whether the text of a sequence is searched for drafts of the next step."""
@@ -214,20 +226,30 @@ class DraftBudget:
             if (acceptance := self._acceptance.get(each)) is not None:
                 acceptance.end_search(accepted.get(each, 0))
 
-    def note_step(self, rows: int, keys: int, has_drafts: bool, seconds: float) -> None:
-        """A step that only decodes has taken so long. It would have had so many rows and keys without drafts."""
+    def note_step(self, rows: int, keys: int, has_drafts: bool, seconds: float) -> float:
+        """A step that only decodes has taken so long. It would have had so many rows and keys without drafts. Returns
+        how many steps without drafts would have taken as long."""
+        self._latest = rows, keys
         self._num_with_drafts = self._num_with_drafts + 1 if has_drafts else 0
         self._saved = min(self._saved + PROBE_SHARE, 1.0)
-        if has_drafts and (estimate := self._seconds()) is not None:
-            self._steps.lose((seconds + self.exposed) / max(estimate(rows, keys), SHORTEST) - 1)
+        if not has_drafts or (estimate := self._seconds()) is None:
+            return 1.0
+        took = (seconds + self.exposed) / max(estimate(rows, keys), SHORTEST)
+        self._steps.lose(took - 1)
+        return took
 
     def note_choice(self, seconds: float) -> None:
         """The device has waited so long for the drafts of the next step, or for that there are none."""
-        self._waited += min(seconds, MOST_EXPOSED)
+        self._waited += self._within_a_step(seconds)
 
     def note_exposed(self, seconds: float) -> None:
         """The device has waited for the host before a step with drafts."""
-        self.exposed += EXPOSED_SHARE * (min(seconds, MOST_EXPOSED) - self.exposed)
+        self.exposed += EXPOSED_SHARE * (self._within_a_step(seconds) - self.exposed)
+
+    def _within_a_step(self, seconds: float) -> float:
+        """A wait, but no longer than the latest step without drafts would have taken."""
+        estimate = self._seconds()
+        return seconds if estimate is None else min(seconds, estimate(*self._latest))
 
     def _add_probe(
         self,

@@ -26,44 +26,10 @@ from mlxpaged.core.scheduling.sequence import Sequence
 from mlxpaged.core.step import Row, Step
 from mlxpaged.parts.drafting.acceptance import BY_NETWORK, MOST_DRAFTS
 from mlxpaged.parts.drafting.draft_budget import DraftBudget
+from mlxpaged.parts.drafting.draft_stats import NO_DRAFTS, DraftStats, GainLog
 from mlxpaged.parts.drafting.network_drafters import MOST_BY_NETWORK, LaunchedDrafts, NetworkDrafter
 
 logger = logging.getLogger(__name__)
-
-
-class DraftCounts(NamedTuple):
-    """Draft tokens that were verified, and those of them that were sampled."""
-
-    drafted: int = 0
-    accepted: int = 0
-
-
-DRAFTERS = ("grammar", "ngram", "mtp", "model")
-"""What drafts: a grammar or a limit on thinking that leaves no choice, the text, the model's draft head, or a smaller
-model."""
-
-
-class DraftStats(NamedTuple):
-    """The counts of each of DRAFTERS, in order."""
-
-    counts: tuple[DraftCounts, ...] = (DraftCounts(),) * len(DRAFTERS)
-
-    @property
-    def drafted_total(self) -> int:
-        return sum(each.drafted for each in self.counts)
-
-    @property
-    def accepted_total(self) -> int:
-        return sum(each.accepted for each in self.counts)
-
-    def more(self, drafter: str, drafted: int, accepted: int) -> DraftStats:
-        counts = list(self.counts)
-        before = counts[index := DRAFTERS.index(drafter)]
-        counts[index] = DraftCounts(before.drafted + drafted, before.accepted + accepted)
-        return DraftStats(tuple(counts))
-
-
-NO_DRAFTS = DraftStats()
 
 
 class Drafter(Protocol):
@@ -125,6 +91,8 @@ class Drafting(Part):
         self._proposals: dict[int, Proposal] = {}  # those of the next step, by sequence id
         self._launched: dict[InFlightStep, LaunchedDrafts] = {}
         self._stats = NO_DRAFTS
+        self._num_accepted = 0  # drafts of the step that was read last
+        self._log = GainLog(clock())
 
     @property
     def names(self) -> list[str]:
@@ -164,13 +132,19 @@ class Drafting(Part):
         with_drafts = [row for row in rows if row.drafts and row.sequence_id in tokens]
         accepted = {row.sequence_id: self._count_accepted(row, tokens[row.sequence_id]) for row in with_drafts}
         self.budget.count_step(accepted)
+        self._num_accepted = sum(accepted.values())
         for row in with_drafts:
             self._observe(row, accepted[row.sequence_id])
         return tokens | {each: tokens[each][: number + 1] for each, number in accepted.items()}
 
     def timed(self, step: Step, seconds: float) -> None:
-        if all(row.decodes for row in step.rows):
-            self.budget.note_step(len(step.rows), sum(row.start + 1 for row in step.rows), step.has_drafts, seconds)
+        if not all(row.decodes for row in step.rows):
+            return
+        rows, keys = len(step.rows), sum(row.start + 1 for row in step.rows)
+        plain = self.budget.note_step(rows, keys, step.has_drafts, seconds)
+        gain = self._stats.gain.plus(step.has_drafts, rows, rows + self._num_accepted, plain * rows)
+        self._stats = self._stats._replace(gain=gain)
+        self._log.write(gain, self._clock())
 
     def committed(self, step: InFlightStep, tokens: Tokens) -> None:
         if (launched := self._launched.pop(step, None)) is not None:
@@ -186,7 +160,8 @@ class Drafting(Part):
         tokens are missing here: process them, and choose again."""
         decoding = list(filter(is_decoding, self._scheduler.running))
         contexts = [len(sequence.token_ids) for sequence in decoding]
-        can_pay = self.budget.can_pay(contexts)
+        prompts = self._scheduler.times.seconds_for_prompts(contexts, self._num_prompts())
+        can_pay = self.budget.begin_step(contexts, prompts)
         if self.network is not None:
             self._network_runs = can_pay and self._network_pays(self.network, decoding)
         self._proposals = {}
@@ -210,6 +185,12 @@ class Drafting(Part):
                 sequence.drafts = proposal.drafts[:length]
                 self._proposals[sequence.sequence_id] = proposal
         return any(lengths)
+
+    def _num_prompts(self) -> int:
+        """Prompts that the next step may compute a part of."""
+        running = self._scheduler.running
+        free = self._scheduler.config.max_num_seqs - len(running)
+        return sum(each.num_uncomputed_tokens > 1 for each in running) + min(free, len(self._scheduler.waiting))
 
     def _chances(self, sequence: Sequence, proposal: Proposal) -> list[float]:
         count = len(proposal.drafts)
