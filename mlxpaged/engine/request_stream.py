@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import contextlib
+import math
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 from mlxpaged.core.engine import errors
 from mlxpaged.core.engine.errors import EngineState
 from mlxpaged.core.engine.prompt_progress import Place, PromptChunk, PromptProgress, WaitingLine
 from mlxpaged.core.engine.request import Request, RequestOutput
 from mlxpaged.core.scheduling.sequence import FinishReason
+
+AT_ONCE_SECONDS = 0.001
+"""Outputs that come within this time are of one step."""
+
+SEEN_SECONDS = 0.05
+"""Steps that are shorter are 20 a second: a reader does not see that some bring several tokens."""
+
+MOST_STEP_SECONDS = 1.0
+"""The request itself has waited if its outputs come later than this one after another."""
 
 
 class RequestStream:
@@ -29,6 +41,9 @@ class RequestStream:
         self._clock = clock
         self._place: Place | None = line.enter(request)  # None after the first step that computes a part of it
         self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self._news = asyncio.Event()
+        self._news_at = -math.inf  # when the outputs of the latest step came
+        self._step_seconds = 0.0  # how long after those of the step before
         self._latest = RequestOutput(request.request_id, request.arrival_time)
         self._computed_tokens = 0
         self._abort = abort
@@ -40,6 +55,10 @@ class RequestStream:
             self._leave_line(self._place)
         self._latest = output
         self._outputs.put_nowait(output)
+        now = self._clock()
+        if not 0 <= (passed := now - self._news_at) < AT_ONCE_SECONDS:
+            self._news_at, self._step_seconds = now, max(0.0, passed)
+        self._news.set()
 
     def put_chunk(self, chunk: PromptChunk) -> None:
         """Note how far the prompt is. Readers do not see it, unless they are woken."""
@@ -80,7 +99,7 @@ class RequestStream:
             self._finished = True
             self._abort(self.request.request_id)
 
-    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+    async def __aiter__(self) -> AsyncGenerator[RequestOutput, None]:
         """Raises the errors of `raise_unless_complete`."""
         while not self._finished:
             output = await self._outputs.get()
@@ -88,6 +107,23 @@ class RequestStream:
                 self._finished = True
             raise_unless_complete(output.finish_reason, output.error, self.ended_in or self._state())
             yield output
+
+    async def evenly(self) -> AsyncGenerator[RequestOutput, None]:
+        """The same, but the outputs of a step with accepted drafts come one after another, spread over the time of a
+        step. After the next step's have come, the rest comes faster, and after the last one all come at once."""
+        async with aclosing(self.__aiter__()) as outputs:
+            async for output in outputs:
+                yield output
+                if (waiting := self._outputs.qsize()) and self._latest.finish_reason is None:
+                    left = self._news_at + self._step_seconds - self._clock()
+                    await self._pause(max(0.0, left) / (waiting + 1))
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, but no longer than until the next outputs come."""
+        if SEEN_SECONDS <= self._step_seconds <= MOST_STEP_SECONDS:
+            self._news.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), seconds)
 
 
 def raise_unless_complete(reason: FinishReason | None, error: str | None, state: EngineState) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import selectors
 
 import pytest
 
@@ -117,3 +118,68 @@ def test_a_state_that_is_over_when_the_end_is_read_still_counts() -> None:
 @pytest.mark.parametrize("reason", [None, FinishReason.STOP, FinishReason.LENGTH])
 def test_a_complete_answer_is_no_error(reason: FinishReason | None) -> None:
     raise_unless_complete(reason, None, EngineState.DEAD)
+
+
+class Timeless(selectors.DefaultSelector):
+    """Waits for nothing but the clock, which jumps to the time of the next timer."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.now += timeout or 0.0
+        return super().select(0)
+
+
+def times_of(steps: list[tuple[float, int]], ends_at: float, evenly: bool = True) -> list[float]:
+    """When a reader gets each output. steps: when a step ends, and its outputs."""
+    selector = Timeless()
+    loop = asyncio.SelectorEventLoop(selector)
+    loop.time = lambda: selector.now  # type: ignore[method-assign]
+    engine = Engine()
+    stream = RequestStream(
+        Request("a", [1], SamplingParams(), 0.0), engine.aborted.append, lambda: engine.state, engine.line, loop.time
+    )
+
+    def put(count: int, reason: FinishReason | None = None) -> None:
+        for _ in range(count):
+            stream.put(RequestOutput("a", loop.time(), "x", finish_reason=reason))
+
+    async def read() -> list[float]:
+        for at, count in steps:
+            loop.call_at(at, put, count)
+        loop.call_at(ends_at, put, 1, FinishReason.STOP)
+        return [round(loop.time(), 3) async for _ in (stream.evenly() if evenly else stream)]
+
+    try:
+        return loop.run_until_complete(read())
+    finally:
+        loop.close()
+
+
+def test_tokens_that_come_at_once_are_given_one_after_another() -> None:
+    steps = [(0.1 * number, count) for number, count in enumerate((1, 1, 4, 1, 2, 1), 1)]
+    given = times_of(steps, 0.7)
+    assert given == [0.1, 0.2, 0.3, 0.325, 0.35, 0.375, 0.4, 0.5, 0.55, 0.6, 0.7]
+    assert times_of(steps, 0.7, evenly=False).count(0.3) == 4, "an answer that is read whole is not kept"
+
+
+def test_what_is_kept_never_piles_up() -> None:
+    """Each step comes a little sooner than the one before."""
+    at, steps = 0.0, list[tuple[float, int]]()
+    for number in range(20):
+        at += 0.3 - 0.01 * number
+        steps.append((at, 3))
+    given = times_of(steps, at + 0.2)
+    assert given == sorted(given)
+    for number in range(len(steps) - 1):
+        assert given[3 * number + 2] <= steps[number + 1][0] + 0.1, "not much later than the next step"
+
+
+def test_the_end_of_an_answer_is_not_kept() -> None:
+    assert times_of([(0.1, 1), (0.2, 8)], 0.22)[-7:] == [0.22] * 7
+
+
+@pytest.mark.parametrize("period", [0.02, 3.0])
+def test_steps_that_are_quick_or_late_are_given_as_they_come(period: float) -> None:
+    steps = [(period * number, 3) for number in range(1, 5)]
+    assert times_of(steps, 5 * period) == [round(at, 3) for at, _ in steps for _ in range(3)] + [round(5 * period, 3)]

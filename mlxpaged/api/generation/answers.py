@@ -94,15 +94,16 @@ class Answers:
             seconds=each[0].seconds,
         )
 
-    async def updates(self) -> AsyncGenerator[Update, None]:
-        """Yields the deltas of all choices as they come. If one choice fails or the caller stops, all choices end."""
+    async def updates(self, evenly: bool = False) -> AsyncGenerator[Update, None]:
+        """Yields the deltas of all choices as they come. If one choice fails or the caller stops, all choices end.
+        evenly: see `RequestStream.evenly`."""
         echoes = self._prompts.echoes
         parsers = [self._prompts.new_parser() for _ in self._streams]
         at_once = self._prompts.params.prompt_logprobs is None
         try:
             for choice in range(len(self._streams) if echoes and at_once else 0):
                 yield Update(choice, [Text(self._echo(choice))])
-            async with aclosing(self._merged() if len(self._streams) > 1 else self._single()) as outputs:
+            async with aclosing(self._merged(evenly) if len(self._streams) > 1 else self._single(evenly)) as outputs:
                 async for choice, output in outputs:
                     self._count(choice, output)
                     yield self._update(choice, output, parsers[choice])
@@ -153,16 +154,17 @@ class Answers:
     def _echo(self, choice: int) -> str:
         return self._prompts.echoes[choice // self._request.candidates]
 
-    async def _single(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        async for output in self._streams[0]:
+    async def _single(self, evenly: bool) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        stream = self._streams[0]
+        async for output in stream.evenly() if evenly else stream:
             yield 0, output
 
-    async def _merged(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async def _merged(self, evenly: bool) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         merged: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue()
 
         async def pump(index: int, stream: RequestStream) -> None:
             try:
-                async for output in stream:
+                async for output in stream.evenly() if evenly else stream:
                     merged.put_nowait((index, output))
                 merged.put_nowait(None)
             except Exception as error:
@@ -342,7 +344,7 @@ async def events(answers: Answers, renderer: Renderer) -> AsyncGenerator[str, No
     begun = False
     beginning = iter(renderer.begin())  # sent with the first update: until then, a router can repeat the request
     try:
-        async with aclosing(answers.updates()) as updates:
+        async with aclosing(answers.updates(evenly=True)) as updates:
             async for update in updates:
                 if renderer.repeats_much and not begun:
                     beginning = iter(await answers.render(partial(list, beginning)))
