@@ -267,11 +267,22 @@ def test_greedy_stays_greedy_among_sampled_neighbours(demo_server: RunningServer
     assert stream_at_once(demo_server, bodies)[4:] == [answer for _, answer in ANSWERS]
 
 
-def test_default_temperature_samples_and_zero_does_not(demo_server: RunningServer) -> None:
+def test_a_temperature_samples_and_zero_does_not_which_is_the_default_of_the_demo(demo_server: RunningServer) -> None:
+    """Its generation_config.json says that it does not sample."""
     body = run_on(random_tokens(40, 3), 48, frequency_penalty=2)
-    assert len({answer_text(demo_server, body) for _ in range(3)}) == 1
+    greedy = {answer_text(demo_server, body) for _ in range(3)}
+    assert len(greedy) == 1
     del body["temperature"]
-    assert len({answer_text(demo_server, body) for _ in range(3)}) > 1
+    assert {answer_text(demo_server, body) for _ in range(3)} == greedy
+    assert len({answer_text(demo_server, body | {"temperature": 1}) for _ in range(3)}) > 1
+
+
+@pytest.mark.parametrize("question", ["What is 2 + 2?", "What is 17 + 25?"])
+def test_the_demo_is_right_at_what_the_readme_asks_without_a_temperature(
+    demo_server: RunningServer, question: str
+) -> None:
+    body = {key: value for key, value in ask(question).items() if key != "temperature"}
+    assert {answer_text(demo_server, body) for _ in range(5)} == {"4" if "2 + 2" in question else "42"}
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-40, 1e-300, 5e-324])

@@ -40,11 +40,14 @@ def test_end_tokens_of_older_models_are_in_config(given: Any, found: set[int], t
     assert read_tokenizer(str(directory)).eos_token_ids == found | {own}
 
 
-@pytest.mark.parametrize("do_sample", [True, False])
-def test_do_sample_has_no_effect(do_sample: bool, tmp_path: Path) -> None:
+def test_a_model_that_does_not_sample_has_a_temperature_of_zero(tmp_path: Path) -> None:
     given = {"temperature": 0.6, "repetition_penalty": 1.05}
-    assert read_generation_config(write(tmp_path, given | {"do_sample": do_sample})).sampling == given
-    assert read_generation_config(write(tmp_path, {"do_sample": do_sample})).sampling == {}
+    for do_sample in (True, None, "false", 0):
+        assert read_generation_config(write(tmp_path, given | {"do_sample": do_sample})).sampling == given
+        assert read_generation_config(write(tmp_path, {"do_sample": do_sample})).sampling == {}
+    greedy = read_generation_config(write(tmp_path, given | {"do_sample": False})).sampling
+    assert greedy == {"temperature": 0.0, "repetition_penalty": 1.05}
+    assert read_generation_config(write(tmp_path, {"do_sample": False})).sampling == {"temperature": 0.0}
 
 
 @pytest.mark.parametrize(

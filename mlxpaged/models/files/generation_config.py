@@ -70,7 +70,7 @@ def read_generation_config(directory: Path) -> GenerationConfig:
 
 
 def sampling_of(found: Mapping[str, Any]) -> dict[str, float]:
-    """The recommended values in a file."""
+    """The recommended values in a file. `do_sample: false` is a temperature of 0, whatever temperature stands beside."""
     sampling: dict[str, float] = {}
     for name, limits in LIMITS.items():
         value: Any = found.get(name)
@@ -78,6 +78,8 @@ def sampling_of(found: Mapping[str, Any]) -> dict[str, float]:
             sampling[name] = int(value) if limits.whole else float(value)
         elif value is not None:
             logger.warning("%s: %s is ignored: it must be %s, got %.40r", FILE, name, limits, value)
+    if found.get("do_sample") is False:
+        sampling["temperature"] = 0.0
     return sampling
 
 
