@@ -29,6 +29,7 @@ from mlxpaged.api.turns import Rules, Turn, TurnRefusedError, Turns
 from mlxpaged.core.engine.constraint import Constraint, GrammarError, StructuredOutput
 from mlxpaged.core.engine.request import Request as EngineRequest
 from mlxpaged.core.engine.request import RequestOutput
+from mlxpaged.core.scheduling.sequence import Priority
 from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.library_errors import public_reason
@@ -131,11 +132,13 @@ class Server:
             raise ApiError(403, message, "permission_error", param="model", code="model_not_allowed")
         return model
 
-    async def ready(self, request: Request, name: str | None) -> tuple[AsyncEngine, EngineInfo]:
+    async def ready(
+        self, request: Request, name: str | None, tier: str | None = None
+    ) -> tuple[AsyncEngine, EngineInfo]:
         """The engine of the model that a request names, if it generates text; None: the default one. It is loaded if it
-        is not. Raises ApiError or EngineUnavailableError."""
+        is not. tier: the `service_tier` of the request. Raises ApiError or EngineUnavailableError."""
         model = await self.model(request, name)
-        loaded = await self._load(request, model)
+        loaded = await self._load(request, model, tier)
         info = loaded.require_ready()
         if not isinstance(info, EngineInfo):
             others = [each.name for each in self.started().models.values() if each.kind.generates]
@@ -165,24 +168,26 @@ class Server:
         """The name of the first model of a kind."""
         return next((each.name for each in self.started().models.values() if each.kind is kind), None)
 
-    async def begin_load(self, request: Request, name: str | None) -> Load | None:
-        """Begin to load the model that a request names. Returns None if it is loaded already. Raises ApiError or
-        EngineUnavailableError."""
+    async def begin_load(self, request: Request, name: str | None, tier: str | None) -> Load | None:
+        """Begin to load the model that a request names. Returns None if it is loaded already. tier: the `service_tier`
+        of the request. Raises ApiError or EngineUnavailableError."""
         model = await self.model(request, name)
         if not self.started().must_load(model):
             return None
-        task = asyncio.ensure_future(self._load(request, model))
+        task = asyncio.ensure_future(self._load(request, model, tier))
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # if the stream has left
-        return Load(model, task)
+        return Load(model, task, self.started().waiting_for)
 
-    async def _load(self, request: Request, model: Model) -> AsyncEngine:
+    async def _load(self, request: Request, model: Model, tier: str | None = None) -> AsyncEngine:
         """Raises ApiError, EngineUnavailableError or RequestCancelledError."""
-        registry = self.started()
+        registry, caller = self.started(), caller_of(request)
+        usual = registry.base.default_priority if caller is None else caller.default
+        priority = Priority.LOW if tier == "flex" else Priority.HIGH if tier == "priority" else usual
         try:
             if not registry.must_load(model):
                 return await registry.ready(model)
-            load = registry.ready(model)
-            return await self.open_requests.wait_for(load, request.state.request_id, caller_of(request))
+            load = registry.ready(model, priority)
+            return await self.open_requests.wait_for(load, request.state.request_id, caller)
         except LoadFailedError as error:
             raise load_failed(model.name, error) from None
         except NoRoomError as error:
@@ -304,9 +309,11 @@ class Server:
 class Load:
     """A load that a stream waits for."""
 
-    def __init__(self, model: Model, task: asyncio.Future[AsyncEngine]) -> None:
+    def __init__(self, model: Model, task: asyncio.Future[AsyncEngine], waiting_for: Callable[[Model], str]) -> None:
+        """waiting_for: says what a request for the model waits for."""
         self.model = model
         self._task = task
+        self._waiting_for = waiting_for
 
     @property
     def done(self) -> bool:
@@ -314,8 +321,7 @@ class Load:
 
     @property
     def progress(self) -> str:
-        loading = self.model.engine
-        return str(loading.progress) if loading is not None and loading.progress is not None else "loading"
+        return self._waiting_for(self.model)
 
     async def wait(self, seconds: float) -> None:
         await asyncio.wait([self._task], timeout=seconds)

@@ -83,7 +83,7 @@ def handler(
         response: Response | None = None
         if streams is not None and wants_stream(body):
             named: str | None = getattr(body, "model", None)
-            load = await server_of(request).begin_load(request, named)
+            load = await server_of(request).begin_load(request, named, getattr(body, "service_tier", None))
             if load is not None:
                 request.state.has_begun = True  # its headers are sent before the handler is called
                 request.state.beginning = begin and begin(request.state.request_id, load.model.name, named)

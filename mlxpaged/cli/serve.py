@@ -87,6 +87,8 @@ def add_parser(commands: Any) -> None:
     several.values("--model-kv-cache-dtype", kv_cache_dtype, stored, "kv_cache_dtypes")
     most = "models that are loaded at once; an idle one is unloaded for another"
     several.value("--max-loaded-models", flags.positive_int, None, most, "as many as fit")
+    wait = "longest wait for room; then the models that have it take no new requests, end theirs and make room"
+    several.value("--swap-wait", flags.duration, 30.0, wait, "30s")
     idle = "unload a model after this time without a request, for example 10m or 1h; 0: never"
     several.value("--idle-unload", flags.or_zero(flags.duration, None), None, idle, "never")
     all_memory = "most memory of all models together: weights, KV caches and states"
@@ -248,7 +250,7 @@ def server_models(args: argparse.Namespace) -> Registry | None:
         num_at_start=num_at_start,
         aliases=dict(args.aliases),
         pinned=args.pinned,
-        limits=Limits(args.max_loaded_models, args.idle_unload),
+        limits=Limits(args.max_loaded_models, args.idle_unload, args.swap_wait),
         catalog=catalog,
         clock=AwakeClock(),
         watchdog=StallLimits(args.step_timeout, args.exit_when_stalled),
@@ -292,7 +294,7 @@ def cluster_registry(args: argparse.Namespace, models: Sequence[Model]) -> Regis
     except OSError as error:
         raise ValueError(f"--hosts {args.hosts}: {error.strerror or error}") from None
     host = ClusterEngine(hosts, StallLimits(args.step_timeout), args.restart_ranks, args.log_level)
-    aliases, limits = dict(args.aliases), Limits(max_loaded=1, idle_unload=args.idle_unload)
+    aliases, limits = dict(args.aliases), Limits(1, args.idle_unload, args.swap_wait)
     return registry_of(models, models[0].config, args.pinned, aliases=aliases, limits=limits, engine_host=host)
 
 

@@ -162,9 +162,9 @@ class Model:
             return None
         return self.engine.info.weight_bytes + self.engine.stats.kv_cache_bytes + self.engine.stats.state_bytes
 
-    @property
-    def reclaimable_bytes(self) -> int:
-        """Most bytes that it could free for another model: all if it may be unloaded, else its KV pools."""
-        if self.is_idle and not self.pinned:
+    def reclaimable_bytes(self, in_time: bool = False) -> int:
+        """Most bytes that it could free for another model: all if it may be unloaded, else its KV pools. in_time: after
+        its requests have ended."""
+        if (self.is_idle or in_time) and not self.pinned:
             return self.memory_bytes or 0
         return self.engine.stats.kv_cache_bytes if self.engine is not None and self.engine.stats is not None else 0

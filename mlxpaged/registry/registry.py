@@ -17,6 +17,7 @@ from typing import Any
 from mlxpaged.core.engine.errors import EngineState, EngineUnavailableError
 from mlxpaged.core.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.core.engine.stall import Stall
+from mlxpaged.core.scheduling.sequence import Priority
 from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.engine_thread import EngineHost, EngineThread
 from mlxpaged.engine.load_journal import LoadJournal
@@ -30,11 +31,21 @@ from mlxpaged.progress import Progress
 from mlxpaged.registry.catalog import Catalog, Found
 from mlxpaged.registry.errors import LoadFailedError, ModelBusyError, ModelUnknownError, NoRoomError
 from mlxpaged.registry.model import Model, ModelState
+from mlxpaged.registry.swaps import SwapLine
 
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0
 """Seconds between two checks of which models have been idle for too long."""
+
+POLL_SECONDS = 0.1
+"""Seconds between two checks of whether there is room for a model that waits for it."""
+
+RETRY_SECONDS = 10.0
+"""A model that waits for room tries again after this time in any case: other programs may have made some."""
+
+HANDOVER_SECONDS = 0.1
+"""A request has come to its engine so long after the load for which it has waited."""
 
 UNCOUNTED_BYTES = 2 * 2**30
 """A model may free more than its weights and pools: buffers of steps. A model that lacks more than all this is refused
@@ -44,10 +55,12 @@ at once, and no other is unloaded for it."""
 @dataclass(frozen=True)
 class Limits:
     """max_loaded: models that are loaded at once; None for as many as fit. idle_unload: seconds without a request after
-    which a model is unloaded; None for never."""
+    which a model is unloaded; None for never. swap_wait: seconds for which a request waits for room until models that
+    have room take no new requests."""
 
     max_loaded: int | None = None
     idle_unload: float | None = None
+    swap_wait: float = 30.0
 
 
 @dataclass
@@ -77,7 +90,8 @@ class Registry:
         self._on_output: Callable[[str, Request, RequestOutput], None] | None = None
         self._draining: str | None = None
         self._started = False
-        self._loading = asyncio.Lock()  # held while a model is loaded
+        self.line = SwapLine(self.limits.swap_wait, self.clock)
+        self._handed_over: dict[str, float] = {}  # by model: until when requests come that have waited for its load
         self._watcher: asyncio.Task[None] | None = None
         self._is_idle = asyncio.Event()  # set when a model may have to be unloaded
         self._watchdog: Watchdog | None = None
@@ -120,9 +134,13 @@ class Registry:
         engine = model.engine = AsyncEngine(model.config, self.clock, self.host)
         if self._on_output is not None:
             engine.on_output = partial(self._on_output, model.name)
-        engine.on_idle = self._is_idle.set
+        engine.on_idle = partial(self._note_idle, model)
         engine.start(self.loop)
         return engine
+
+    def _note_idle(self, model: Model) -> None:
+        self._is_idle.set()
+        self.line.idle(model.name)
 
     def _raise_alarm(self, stall: Stall) -> None:
         """Raises the alarm, on the watchdog's thread."""
@@ -364,41 +382,53 @@ class Registry:
 
     # -- loading and unloading -----------------------------------------------------------------------------------
 
-    async def ready(self, model: Model) -> AsyncEngine:
+    async def ready(self, model: Model, priority: Priority = Priority.NORMAL) -> AsyncEngine:
         """The engine of a model, loaded if it is not. While the server starts, nothing waits for the models of the
-        start. Raises EngineUnavailableError, LoadFailedError or NoRoomError."""
+        start. priority: of the request. Raises EngineUnavailableError, LoadFailedError or NoRoomError."""
         if self._draining is not None:
             raise EngineUnavailableError(EngineState.DRAINING, self._draining)
         model.used_at = int(time.time())
+        self.line.asked(model.name)
         engine = model.engine
-        if engine is None or model.loading is not None:
-            return await self.load(model)
+        if engine is None or self.must_load(model):
+            return await self.load(model, priority)
         engine.require_ready()
         engine.touch()
         return engine
 
     def must_load(self, model: Model) -> bool:
-        """Whether a request for the model waits until it is loaded."""
-        return self._draining is None and (model.engine is None or model.loading is not None)
+        """Whether a request for the model waits: until it is loaded, or while it makes room for another one."""
+        waits = model.engine is None or model.loading is not None or self._is_leaving(model)
+        return self._draining is None and waits
 
-    async def load(self, model: Model) -> AsyncEngine:
-        """Load a model, unless it is loaded: then its requests would wait for the loads of others. The load goes on if
-        the caller is cancelled. A model whose engine failed is loaded anew. Raises LoadFailedError, NoRoomError, or
-        EngineUnavailableError if the server shuts down, the engine thread stalls or the model is unloaded meanwhile."""
-        if model.is_loaded and model.engine is not None and model.loading is None:
+    def waiting_for(self, model: Model) -> str:
+        """What a request for the model waits for: its load, or others before it."""
+        if model.engine is not None and not self._is_leaving(model):
+            return "loading" if model.engine.progress is None else str(model.engine.progress)
+        running = sum(engine.num_unfinished for engine in self.engines)
+        return f"waiting for {model.name}, {running + self.line.ahead(model.name)} ahead"
+
+    async def load(self, model: Model, priority: Priority = Priority.NORMAL) -> AsyncEngine:
+        """Load a model, unless it is loaded: then its requests would wait for the loads of others. It waits while other
+        models that have no more room beside it run requests (swaps.py). A load goes on if the caller is cancelled. A
+        model whose engine failed is loaded anew. Raises LoadFailedError, NoRoomError, or EngineUnavailableError if the
+        server shuts down, the engine thread stalls or the model is unloaded meanwhile."""
+        if model.is_loaded and model.engine is not None and not self.must_load(model):
             return model.engine
         if (loading := model.loading) is None:
             loading = model.loading = asyncio.ensure_future(self._load(model))
             loading.add_done_callback(lambda task: self._end_loading(model, task))
         alarm = self._alarm
         assert alarm is not None
-        with model.wanted():
+        with model.wanted(), self.line.waits(model.name, priority):
             either: list[asyncio.Future[Any]] = [loading, alarm]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not loading.done():
                 raise EngineUnavailableError(EngineState.STALLED, self.reason or "the engine was stalled")
             if not loading.cancelled():
-                return loading.result()
+                engine = loading.result()
+                self._handed_over[model.name] = asyncio.get_running_loop().time() + HANDOVER_SECONDS
+                return engine
         if self._draining is not None:
             raise EngineUnavailableError(EngineState.DRAINING, self._draining)
         raise EngineUnavailableError(EngineState.LOADING, f"{model.name!r} was unloaded before its load had ended")
@@ -410,35 +440,64 @@ class Registry:
             model.error = str(error)
 
     async def _load(self, model: Model) -> AsyncEngine:
-        async with self._loading:
-            model.error = None
-            if model.engine is not None:
-                await self._drop(model)
-            gave_back = False
+        with contextlib.ExitStack() as until_loaded:
+            is_blocked = False
             while True:
-                await self._keep_count(model)
-                engine = self._begin(model)
-                try:
-                    await engine.wait_loaded()
-                except asyncio.CancelledError:
-                    model.engine = None
-                    self.host.unload(engine.slot)
-                    raise
-                except EngineUnavailableError:
-                    model.engine, failure = None, engine.failure
-                    if failure is None or not failure.lacks_memory:
-                        logger.error("%s is not loaded: %s", model.name, engine.reason)
-                        raise LoadFailedError(str(engine.reason)) from None
-                    logger.info("%s does not fit yet: %s", model.name, failure.reason)
-                    if failure.missing_bytes <= self._reclaimable_bytes():
-                        if await self._unload_least_recent():
+                while model.is_loaded and self._is_leaving(model):
+                    await self.line.change(WATCH_SECONDS)
+                async with self.line.turn(model.name):
+                    if model.is_loaded and model.engine is not None:
+                        if self._is_leaving(model):
                             continue
-                        if not gave_back and await self._give_back():
-                            gave_back = True
-                            continue
-                    raise NoRoomError(failure.reason, for_now=self._is_busy) from None
-                logger.info("%s is loaded", model.name)
-                return engine
+                        return model.engine
+                    before = self._occupants
+                    try:
+                        return await self._load_now(model)
+                    except NoRoomError as error:
+                        if not error.in_time:
+                            raise
+                        if not is_blocked:
+                            is_blocked = True
+                            until_loaded.enter_context(self.line.blocked(model.name))
+                            logger.info("%s waits for room: %s", model.name, error)
+                until = asyncio.get_running_loop().time() + RETRY_SECONDS
+                while self._occupants == before and asyncio.get_running_loop().time() < until:
+                    if not model.num_waiting:
+                        raise NoRoomError("no request waits for the model any more", for_now=True)
+                    await self.line.change(POLL_SECONDS)
+
+    async def _load_now(self, model: Model) -> AsyncEngine:
+        """Raises LoadFailedError, or NoRoomError if it does not fit beside the models that cannot be unloaded now."""
+        model.error = None
+        if model.engine is not None:
+            await self._drop(model)
+        gave_back = False
+        while True:
+            await self._keep_count(model)
+            engine, started = self._begin(model), self.clock()
+            try:
+                await engine.wait_loaded()
+            except asyncio.CancelledError:
+                model.engine = None
+                self.host.unload(engine.slot)
+                raise
+            except EngineUnavailableError:
+                model.engine, failure = None, engine.failure
+                if failure is None or not failure.lacks_memory:
+                    logger.error("%s is not loaded: %s", model.name, engine.reason)
+                    raise LoadFailedError(str(engine.reason)) from None
+                logger.info("%s does not fit yet: %s", model.name, failure.reason)
+                if failure.missing_bytes <= self._reclaimable_bytes():
+                    if await self._unload_least_recent():
+                        continue
+                    if not gave_back and await self._give_back():
+                        gave_back = True
+                        continue
+                fits_in_time = failure.missing_bytes <= self._reclaimable_bytes(in_time=True)
+                raise NoRoomError(failure.reason, self._is_busy, fits_in_time and self._will_have_room) from None
+            logger.info("%s is loaded", model.name)
+            self.line.loaded(model.name, self.clock() - started)
+            return engine
 
     async def _keep_count(self, model: Model) -> None:
         """Unload models until one more may be loaded. Raises NoRoomError."""
@@ -447,23 +506,54 @@ class Registry:
             if not await self._unload_least_recent():
                 busy = ", ".join(repr(each.name) for each in self.loaded)
                 message = f"{busy} run requests or are pinned, and --max-loaded-models is {most}"
-                raise NoRoomError(message, for_now=self._is_busy)
+                raise NoRoomError(message, self._is_busy, self._will_have_room)
 
     @property
     def _is_busy(self) -> bool:
         """Whether a loaded model has requests, so that there may be room later."""
         return any(not model.is_idle for model in self.loaded)
 
-    def _reclaimable_bytes(self) -> int:
-        """Most bytes that the loaded models could free for another one."""
-        return UNCOUNTED_BYTES + sum(model.reclaimable_bytes for model in self.loaded)
+    @property
+    def _occupants(self) -> dict[str, bool]:
+        """The loaded models, with whether they may be unloaded. Nothing else gives another one room."""
+        return {model.name: self._may_be_unloaded(model) for model in self.loaded}
+
+    @property
+    def _will_have_room(self) -> bool:
+        """Whether a loaded model will be unloaded for another one when its requests have ended."""
+        return any(not model.pinned for model in self.loaded)
+
+    def _is_leaving(self, model: Model) -> bool:
+        """Whether it takes no new requests, because it is to make room for another one."""
+        return self.line.leaving([each.name for each in self.loaded if not each.pinned]) == model.name
+
+    def _may_be_unloaded(self, model: Model) -> bool:
+        """Whether a loaded model is idle, and its client does not go on soon."""
+        if not self._has_ended(model):
+            return False
+        if asyncio.get_running_loop().time() < self._handed_over.get(model.name, 0.0):
+            return False  # a request that has waited for it comes to its engine
+        return self._is_leaving(model) or self.clock() - model.idle_since >= self.line.linger(model.name)
+
+    def _has_ended(self, model: Model) -> bool:
+        """Whether a loaded model has no requests. Those that wait until it has made room for another one do not
+        count."""
+        if model.pinned or model.engine is None or not model.engine.is_idle:
+            return False
+        return model.is_idle or self._is_leaving(model)
+
+    def _reclaimable_bytes(self, in_time: bool = False) -> int:
+        """Most bytes that the loaded models could free for another one. in_time: after their requests have ended."""
+        return UNCOUNTED_BYTES + sum(model.reclaimable_bytes(in_time) for model in self.loaded)
 
     async def _unload_least_recent(self) -> bool:
-        """Unload the idle model that was used least recently. Returns False if there is none."""
-        idle = [(model.idle_since, model) for model in self.loaded if model.is_idle and not model.pinned]
-        if not idle:
+        """Unload the idle model that was used least recently. Returns False if there is none, or it is to stay for
+        now."""
+        idle = filter(self._has_ended, self.loaded)
+        oldest = min(idle, key=lambda model: model.idle_since, default=None)
+        if oldest is None or not self._may_be_unloaded(oldest):
             return False
-        await self._drop(min(idle, key=lambda each: each[0])[1])
+        await self._drop(oldest)
         return True
 
     async def _give_back(self) -> bool:
@@ -491,6 +581,7 @@ class Registry:
         engine = model.forget_engine()
         assert engine is not None
         await engine.unload()
+        self.line.unloaded(model.name)
         logger.info("%s is unloaded", model.name)
 
     async def _unload_idle(self, seconds: float) -> None:

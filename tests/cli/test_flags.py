@@ -76,6 +76,7 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     ("--max-connections", "7", "8", "max_connections", 7, 8),
     ("--write-timeout", "5", "0", "write_timeout", 5.0, None),
     ("--max-loaded-models", "2", "3", "max_loaded", 2, 3),
+    ("--swap-wait", "45", "2m", "swap_wait", 45.0, 120.0),
     ("--idle-unload", "10m", "1.5h", "idle_unload", 600.0, 5400.0),
     ("--idle-unload", "0", "90", "idle_unload", None, 90.0),
     ("--step-timeout", "45", "0", "step_timeout", 45.0, math.inf),

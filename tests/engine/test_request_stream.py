@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
 
 import pytest
 
@@ -14,6 +13,7 @@ from mlxpaged.core.engine.request import Request, RequestOutput
 from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.core.scheduling.sequence import FinishReason
 from mlxpaged.engine.request_stream import RequestStream, raise_unless_complete
+from tests import virtual_time
 
 
 class Engine:
@@ -120,40 +120,23 @@ def test_a_complete_answer_is_no_error(reason: FinishReason | None) -> None:
     raise_unless_complete(reason, None, EngineState.DEAD)
 
 
-class Timeless(selectors.DefaultSelector):
-    """Waits for nothing but the clock, which jumps to the time of the next timer."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self.now += timeout or 0.0
-        return super().select(0)
-
-
 def times_of(steps: list[tuple[float, int]], ends_at: float, evenly: bool = True) -> list[float]:
     """When a reader gets each output. steps: when a step ends, and its outputs."""
-    selector = Timeless()
-    loop = asyncio.SelectorEventLoop(selector)
-    loop.time = lambda: selector.now  # type: ignore[method-assign]
-    engine = Engine()
-    stream = RequestStream(
-        Request("a", [1], SamplingParams(), 0.0), engine.aborted.append, lambda: engine.state, engine.line, loop.time
-    )
+    engine, request = Engine(), Request("a", [1], SamplingParams(), 0.0)
 
-    def put(count: int, reason: FinishReason | None = None) -> None:
-        for _ in range(count):
-            stream.put(RequestOutput("a", loop.time(), "x", finish_reason=reason))
+    async def read(loop: asyncio.AbstractEventLoop) -> list[float]:
+        stream = RequestStream(request, engine.aborted.append, lambda: engine.state, engine.line, loop.time)
 
-    async def read() -> list[float]:
+        def put(count: int, reason: FinishReason | None = None) -> None:
+            for _ in range(count):
+                stream.put(RequestOutput("a", loop.time(), "x", finish_reason=reason))
+
         for at, count in steps:
             loop.call_at(at, put, count)
         loop.call_at(ends_at, put, 1, FinishReason.STOP)
         return [round(loop.time(), 3) async for _ in (stream.evenly() if evenly else stream)]
 
-    try:
-        return loop.run_until_complete(read())
-    finally:
-        loop.close()
+    return virtual_time.run(read)
 
 
 def test_tokens_that_come_at_once_are_given_one_after_another() -> None:

@@ -556,32 +556,56 @@ def test_a_model_that_does_not_fit_is_refused_with_both_numbers(paths: dict[str,
         assert post(server, run_on("x", 2, model="other"))["usage"]["completion_tokens"] == 2
 
 
-def test_of_requests_that_wait_for_two_models_with_room_for_one_none_is_lost(paths: dict[str, Path]) -> None:
+def test_of_requests_for_models_with_room_for_one_none_is_refused(paths: dict[str, Path]) -> None:
     """A model that was just loaded is not unloaded before the request for which it was loaded."""
     with running_server(models(paths, "small", "other", limits=Limits(max_loaded=1))) as server:
-        for _ in range(3):
-            pending = [
-                Background.post(server, "/v1/completions", run_on("x", 2, model=name)) for name in ("small", "other")
-            ]
-            found = [each.result() for each in pending]
-            assert 200 in [answer.status_code for answer in found]
-            for answer in found:  # the other one may be unloaded soon
-                assert answer.status_code == 200 or (answer.status_code, answer.headers["retry-after"]) == (507, "1")
+        names = {"a": "demo", "b": "small", "c": "other"}
+        pending = [Background.post(server, "/v1/completions", run_on("x", 2, model=names[each])) for each in "abaacabc"]
+        assert [each.result().status_code for each in pending] == [200] * 8
 
 
-def test_a_model_that_runs_requests_is_not_unloaded(paths: dict[str, Path]) -> None:
+def test_a_model_that_runs_requests_is_not_unloaded_and_others_wait_for_it(paths: dict[str, Path]) -> None:
     with running_server(models(paths, "small", limits=Limits(max_loaded=1))) as server, StepGate(server) as gate:
+        busy = Background.post(server, "/v1/completions", run_on("x", 3))
+        gate.wait_held()
+        with (
+            raw(server) as client,
+            client.stream("POST", "/v1/completions", json=run_on("x", 3, model="small", stream=True)) as answer,
+        ):
+            lines = answer.iter_lines()
+            assert ": waiting for small, 1 ahead" in itertools.islice((line for line in lines if line), 2)
+            status, error = refusal(server, "/v1/models/demo/unload")
+            assert (status, error["code"]) == (409, "model_busy")
+            gate.open()
+            assert busy.text is not None
+            assert "data: [DONE]" in list(lines)
+        assert states(server) == {"demo": "available", "small": "loaded"}
+
+
+def test_a_request_that_waits_for_room_and_leaves_is_not_waited_for(paths: dict[str, Path]) -> None:
+    with running_server(models(paths, "small", limits=Limits(max_loaded=1))) as server, StepGate(server) as gate:
+        busy = Background.post(server, "/v1/completions", run_on("x", 3))
+        gate.wait_held()
+        body = run_on("x", 3, model="small", stream=True)
+        with raw(server) as client, client.stream("POST", "/v1/completions", json=body) as answer:
+            assert next(line for line in answer.iter_lines() if line).startswith(": waiting for small")
+        wait_until(lambda: len(list(server.app.state.server.open_requests)) == 1)
+        gate.open()
+        assert busy.text is not None
+        assert post(server, run_on("x", 3))["usage"]["completion_tokens"] == 3
+        assert states(server) == {"demo": "loaded", "small": "available"}
+
+
+def test_a_pinned_model_makes_no_room_for_another(paths: dict[str, Path]) -> None:
+    limits = Limits(max_loaded=1)
+    with running_server(models(paths, "small", limits=limits, pinned=["demo"])) as server, StepGate(server) as gate:
         busy = Background.post(server, "/v1/completions", run_on("x", 3))
         gate.wait_held()
         status, error = refusal(server, "/v1/completions", run_on("x", 3, model="small"))
         assert (status, error["code"]) == (507, "insufficient_memory")
         assert "'demo' run requests or are pinned, and --max-loaded-models is 1" in error["message"]
-        status, error = refusal(server, "/v1/models/demo/unload")
-        assert (status, error["code"]) == (409, "model_busy")
         gate.open()
         assert busy.text is not None
-        assert post(server, run_on("x", 3, model="small"))["usage"]["completion_tokens"] == 3
-        assert states(server) == {"demo": "available", "small": "loaded"}
 
 
 def test_an_idle_model_is_unloaded_after_a_time_and_comes_back(paths: dict[str, Path]) -> None:

@@ -32,7 +32,7 @@ async def start(
     """
     server = server_of(http)
     request = await server.prepare(http, lambda: check_request(translate()))
-    engine, info = await server.ready(http, request.model)
+    engine, info = await server.ready(http, request.model, request.service_tier)
     adapter = adapter_of(request, server.started().adapter_in(request.model), info)
     request = request.with_defaults(info.sampling_defaults)
     context = context_of(http, request, engine.config, id_prefix)

@@ -70,7 +70,7 @@ def read_generation_config(directory: Path) -> GenerationConfig:
 
 
 def sampling_of(found: Mapping[str, Any]) -> dict[str, float]:
-    """The recommended values in a file. `do_sample: false` is a temperature of 0, whatever temperature stands beside."""
+    """The recommended values in a file. `do_sample: false` is a temperature of 0, whatever the file's own is."""
     sampling: dict[str, float] = {}
     for name, limits in LIMITS.items():
         value: Any = found.get(name)
