@@ -102,7 +102,6 @@ def questions(doctor: dict[str, Any]) -> Iterator[tuple[str, str]]:
         ratio = f", {ours / theirs:.2f} times" if is_known else ""
         rates = f"{value(ours, '{:.1f}')} tokens/s, mlx-lm {value(theirs, '{:.1f}')}{ratio}"
         yield f"decoding, batch {each['batch']}", rates
-    yield "wired bytes", value(doctor.get("wired_memory"), "{0[bytes]}")
     yield "steps by rows, a prompt beside one stream", value(doctor.get("prompt_steps"), "{0[steps_by_rows]}")
     for name, title in (("largest_prefill", "memory of a prompt"), ("long_prefill", "memory of a long prompt")):
         yield title, value(doctor.get(name), "{0[tokens]} tokens: {0[bytes]} bytes")

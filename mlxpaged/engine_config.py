@@ -21,7 +21,7 @@ from mlxpaged.vision import MOST_PIXELS
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 WIRED_MEMORY = ("auto", "on", "off")
-"""auto: on Macs with 24 GB and more."""
+"""auto: off, until it is known to be safe."""
 
 SPECULATIVE = ("off", "auto", "ngram", "mtp", "draft")
 """ngram: what came after the same tokens earlier in the prompt or the answer."""
@@ -54,7 +54,7 @@ class EngineConfig:
     swap_space_bytes: int = 0  # size of the swap space; 0: preempted sequences are recomputed
     swap_dir: Path | None = None  # directory of the swap file; None: the swap space is in memory
     state_cache_bytes: int | None = None  # checkpoints of recurrent states; None: `memory.state_checkpoints` decides
-    wired_memory: str = "auto"  # one of WIRED_MEMORY: whether a Mac keeps weights and pools resident for the GPU
+    wired_memory: str = "auto"  # one of WIRED_MEMORY: whether an idle Mac keeps weights and pools resident for the GPU
     block_size: int = DEFAULT_BLOCK_SIZE  # tokens per KV block
     prefix_caching: bool = True
     prefix_cache_dir: Path | None = None  # directory of the prefix cache's tier on a disk; None: there is none

@@ -16,6 +16,11 @@ Qwen3-30B-A3B.
 MLX frees arrays at the end of their command buffer. ml-explore/mlx#4521 measured the same peak at 20,000 tokens, and
 5 to 8 % more tokens per second. `measure_step` runs the largest step with these limits, so its memory is kept free."""
 
+REFRESH = "MLX_METAL_RESIDENCY_REFRESH_INTERVAL_MS"
+REFRESH_MS = "500"
+"""Milliseconds after which MLX asks again for what is wired. macOS 26 lets go of wired memory a second after its last
+use (ggml-org/llama.cpp#17766). MLX 0.32.4 asks only once by default."""
+
 LAST_GENERATION = 4
 """Longer command buffers help on M1 to M4. On M5 they do not (lablup/mlxcel#360)."""
 
@@ -26,6 +31,16 @@ def prepare() -> None:
         if generation and int(generation[1]) <= LAST_GENERATION:
             for name, value in LONG_BUFFERS.items():
                 os.environ.setdefault(name, value)
+
+
+def keep_wired() -> None:
+    """Let MLX ask again and again for what is wired. It reads that when it is imported."""
+    if sys.platform == "darwin":
+        os.environ.setdefault(REFRESH, REFRESH_MS)
+
+
+def keeps_wired() -> bool:
+    return os.environ.get(REFRESH, "0").strip() not in ("", "0")
 
 
 def chip() -> str:

@@ -23,7 +23,6 @@ DOCTOR = {
         {"batch": 1, "tokens_per_second": 50.0, "mlx_lm_tokens_per_second": 40.0},
         {"batch": 4, "tokens_per_second": 90.0, "mlx_lm_tokens_per_second": {"not_measured": "RuntimeError: no"}},
     ],
-    "wired_memory": {"bytes": 3_000_000_000},
     "prompt_steps": {"prompt_tokens": 2048, "steps_by_rows": {"64": 32}},
     "largest_prefill": {"tokens": 2048, "bytes": 800},
 }
@@ -37,7 +36,6 @@ def test_each_question_that_only_a_mac_can_answer_has_an_answer_or_why_not() -> 
     assert found["milliseconds of a decoding step by rows"] == "{'1': 14.0, '32': 29.04}"
     assert found["decoding, batch 1"] == "50.0 tokens/s, mlx-lm 40.0, 1.25 times"
     assert found["decoding, batch 4"] == "90.0 tokens/s, mlx-lm not measured: RuntimeError: no"
-    assert found["wired bytes"] == "3000000000"
     assert found["steps by rows, a prompt beside one stream"] == "{'64': 32}"
     assert found["memory of a prompt"] == "2048 tokens: 800 bytes"
     assert found["memory of a long prompt"] == "missing"

@@ -13,7 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from mlxpaged import addons
+from mlxpaged import addons, mlx_settings
 from mlxpaged.cli.config_file import ConfigFile, ConfigFileError
 from mlxpaged.cli.parser import INTERRUPTED, Parser
 
@@ -63,6 +63,8 @@ def run(argv: Sequence[str]) -> int:
         every = addons.everything("commands")
         config.check_keys(keys_of(make_parser(every, known=every)))
     args = parser.parse_args(argv)
+    if getattr(args, "wired_memory", None) == "on":
+        mlx_settings.keep_wired()
     status: int = args.run(args)
     return status
 

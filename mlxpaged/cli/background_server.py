@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mlxpaged.cli.client import Client, ServerError
 from mlxpaged.cli.running_servers import server_of
@@ -24,15 +24,16 @@ class BackgroundServer:
     """Listens on a free port of this machine. Its standard input is a pipe from this process, and it ends with the
     pipe: also if this process is killed."""
 
-    def __init__(self, model: str | None, config: str | None) -> None:
+    def __init__(self, model: str | None, config: str | None, more: Sequence[str] = ()) -> None:
         """model: as for `mlxpaged serve`; None: what the user has set for it, or the demo model. config: the file of
-        --config, if the user has named one. Raises ServerError if there is no room for its log."""
+        --config, if the user has named one. more: further flags of `mlxpaged serve`. Raises ServerError if there is no
+        room for its log."""
         # Another server may have the port that is configured for Ollama's clients, and the directory.
         own = ["--port", "0", "--ollama-port", "0", "--data-dir", "0"]
         flags = ["--host", "127.0.0.1", *own, "--until-eof", "--log-level", "warning"]
         file = [] if config is None else ["--config", config]
         named = [] if model is None else ["--model", model]
-        command = [*PYTHON, "-m", "mlxpaged", *file, "serve", *flags, *named]
+        command = [*PYTHON, "-m", "mlxpaged", *file, "serve", *flags, *more, *named]
         try:
             self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
         except OSError as error:

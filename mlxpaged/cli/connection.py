@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,9 +88,10 @@ def found(args: argparse.Namespace) -> Client | None:
 
 
 @contextlib.contextmanager
-def connected(args: argparse.Namespace, model: str | None) -> Iterator[Connection]:
+def connected(args: argparse.Namespace, model: str | None, more: Sequence[str] = ()) -> Iterator[Connection]:
     """Connects to the running server when its models are loaded. Without --url, a server is started if none runs, and
-    ended with the context. Standard error shows what is waited for. model: the user's name for it; None: any."""
+    ended with the context. Standard error shows what is waited for. model: the user's name for it; None: any. more:
+    flags of a server that is started."""
     line, wanted = StatusLine(sys.stderr), model
     said = None if model is None else taken(model)
     with contextlib.ExitStack() as stack:
@@ -100,7 +101,7 @@ def connected(args: argparse.Namespace, model: str | None) -> Iterator[Connectio
         if client is None:
             if said is not None:
                 print(f"mlxpaged: {said}", file=sys.stderr)
-            server = BackgroundServer(model, args.config)
+            server = BackgroundServer(model, args.config, more)
             stack.callback(server.end)
             client = Client(server.wait_ready(line.show), args.api_key)
             model = None  # the server may have a better name for it

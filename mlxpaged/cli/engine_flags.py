@@ -21,9 +21,10 @@ block_size = flags.fitting(int, f"one of {SUPPORTED_BLOCK_SIZES}", SUPPORTED_BLO
 
 @flags.checked
 def tuning(text: str) -> str:
-    from mlxpaged.attention.tuning import parse_tuning  # heavy, and needed only if there is a value
+    if text.lower() != DEFAULTS.attention_tuning:
+        from mlxpaged.attention.tuning import parse_tuning  # heavy, and needed only for another value
 
-    parse_tuning(text.lower())
+        parse_tuning(text.lower())
     return text.lower()
 
 
@@ -54,7 +55,7 @@ def add_engine_flags(groups: flags.Flags) -> None:
     memory.field("--swap-dir", flags.directory, "directory for the swap space", "swap space is in memory")
     states = "checkpoints of recurrent states for the prefix cache, for example 1GB; 0: none"
     memory.field("--state-cache-memory", flags.or_zero(size, 0), states, "a tenth of it", "state_cache_bytes")
-    wired = "auto: keep weights and KV cache resident on a Mac with 24 GB or more; on, off"
+    wired = "on: keep weights and KV cache resident while a Mac waits for requests; auto, off: never"
     memory.field("--wired-memory", flags.one_of(*WIRED_MEMORY), wired)
     add_block_size(memory)
     memory.switch("--no-prefix-cache", "turn off the prefix cache: compute every prompt from its first token")

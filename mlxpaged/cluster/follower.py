@@ -16,14 +16,13 @@ from mlxpaged.parts.disk.disk_share import CALLS as DISK_CALLS
 from mlxpaged.parts.disk.disk_share import DiskShare
 from mlxpaged.parts.disk.disk_tier import DiskTier
 from mlxpaged.parts.memory.fitting import CACHE_LIMIT, limit_freed_buffers
-from mlxpaged.parts.memory.wired_memory import wire_memory
 from mlxpaged.parts.ranks.rank_messages import MessageReader
 from mlxpaged.parts.ranks.ranks import Ranks
 from mlxpaged.parts.ranks.shared_runner import SharedRunner
 from mlxpaged.progress import Report
 
 CALLS = {
-    *("move_blocks", "copy_blocks", "resize_pool", "clear_cache", "wire_memory", "free_memory"),
+    *("move_blocks", "copy_blocks", "resize_pool", "clear_cache", "free_memory"),
     *("receive_features", "forget_features"),
 }
 """The calls of the model runner that a message can ask for, in addition to that for a step."""
@@ -77,7 +76,6 @@ def follow(
     assert isinstance(core, EngineCore)
     assert isinstance(core.runner, SharedRunner)
     limit_freed_buffers(core.step_bytes)
-    wire_memory()
     tier = core.part(DiskTier)
     follower = Follower(core.runner, None if tier is None else tier.share)
     try:

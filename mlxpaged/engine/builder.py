@@ -95,8 +95,10 @@ def load_core(
     """Load a model and make its engine, on the thread that will run it. report: called while the model loads, and as
     `build_engine` calls it. ranks: those that compute the model together; all of them call this with an equal `config`.
     Raises ModelNotFoundError, UnsupportedModelError and the errors of `build_engine`."""
-    choose_wiring(config.wired_memory)
+    choose_wiring(config.wired_memory if ranks is None else "off")
     if ranks is not None:
+        if config.wired_memory == "on":
+            logger.warning("several machines wire no memory (--wired-memory)")
         check_for_ranks(config)
     turns = Turns(report)
     if config.only_embeds:

@@ -30,7 +30,7 @@ from mlxpaged.library_errors import public_reason
 from mlxpaged.models.errors import InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
 from mlxpaged.parts.embeddings.embedding_core import EmbeddingCore
 from mlxpaged.parts.memory.fitting import CACHE_LIMIT, limit_freed_buffers
-from mlxpaged.parts.memory.wired_memory import wire_memory, wires_memory
+from mlxpaged.parts.memory.wired_memory import IdleWiring
 from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.progress import Progress, Report
 
@@ -169,6 +169,7 @@ class EngineThread(threading.Thread):
         self._virtual_time = 0.0  # of the model that took the last turn, at its start
         self._last: ModelSlot | None = None  # which took the last turn
         self._device = DeviceClock()
+        self._wiring = IdleWiring(clock)
         self._garbage: list[ModelSlot] = []  # models that have ended whose memory is not free yet
         self._ending = False
         self.activity: Activity | None = None  # None while it waits for commands
@@ -240,7 +241,8 @@ class EngineThread(threading.Thread):
         """Seconds for which nothing is to be done if no command arrives."""
         if self._to_load or self._garbage:
             return 0.0
-        return min([core.pause() for _, core in self._loaded], default=REST_SECONDS)
+        pauses = [core.pause() for _, core in self._loaded]
+        return min([*pauses, self._wiring.pause()]) if pauses else REST_SECONDS
 
     def _take_turn(self, pause: float) -> None:
         """Run the commands, waiting up to `pause` seconds for the first one, and a step of one model."""
@@ -275,10 +277,15 @@ class EngineThread(threading.Thread):
             else:
                 idle.append((slot, core))
             slot.had_work = has_work
+        if working:
+            self._wiring.note_use()
         for slot, core in idle:
             with self._guarded(slot):
                 if core.rest(device_is_idle=not working):
+                    self._wiring.note_use()  # pools have changed, and may go on to
                     self._deliver(slot)
+        if idle and not working and self._loading is None:
+            self._wiring.rest()
         alone = len(working) == 1
         for slot in working if alone else sorted(working, key=self._order):
             self._virtual_time, started = slot.virtual_time, self._clock()
@@ -356,6 +363,7 @@ class EngineThread(threading.Thread):
             if slot.is_unwanted or self._ending:
                 raise LoadCancelled
 
+        self._wiring.note_use()
         self._loading, slot.freezes = slot, freezes()
         self._fit_limits()
         self._begin(Work.LOAD, slot)
@@ -376,6 +384,7 @@ class EngineThread(threading.Thread):
             slot.callbacks.on_ready(info_of(slot.core, slot.config), slot.core.stats())
         finally:
             self._loading = None
+            self._wiring.note_use()
         self._fit_limits()
 
     def _unload(self, slot: ModelSlot) -> None:
@@ -388,17 +397,14 @@ class EngineThread(threading.Thread):
         if self._garbage:
             since = min(slot.freezes for slot in self._garbage)
             self._garbage = []
+            self._wiring.note_use()
             free_garbage(since)
             self._fit_limits()
 
     def _fit_limits(self) -> None:
-        """Limit freed buffers and wired memory to what the loaded models need."""
+        """Limit freed buffers to what the loaded models need."""
         most = max((core.step_bytes for _, core in self._loaded), default=CACHE_LIMIT)
         limit_freed_buffers(most, loading=self._loading is not None)
-        if wires_memory() and self._loading is None:  # the arrays of a step in flight would be wired too
-            for slot, _ in self._loaded:
-                self._finish_step(slot)
-            wire_memory()
 
     def _end(self) -> None:
         self._ending = True

@@ -23,7 +23,7 @@ from mlxpaged.parts.graphs.step_graphs import StepGraphs
 from mlxpaged.parts.graphs.warm_up import warm_up
 from mlxpaged.parts.images.images import Images
 from mlxpaged.parts.invariant.tiled_runner import TiledRunner
-from mlxpaged.parts.memory.wired_memory import wire_memory
+from mlxpaged.parts.memory.wired_memory import unwire_memory
 from mlxpaged.parts.ranks.ranks import Ranks, least
 from mlxpaged.parts.ranks.shared_runner import SharedRunner
 from mlxpaged.progress import Report, Stage, reporter
@@ -69,7 +69,7 @@ def executor_of(
         *(served, sizes.start_blocks, config.block_size, backend, tunings, slots, config.swap_dir, sizes.layout),
         inputs=inputs,
         graphs=StepGraphs,
-        wire=wire_memory,
+        unwire=unwire_memory,
     )
     runner.rollback.pad(pads)
     on_gpu = mx.default_device() != mx.Device(mx.cpu)

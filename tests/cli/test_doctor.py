@@ -27,7 +27,6 @@ SECTIONS = [
     "step_times",
     "drafts",
     "decoding",
-    "wired_memory",
     "prompt_steps",
     "largest_prefill",
     "long_prefill",
@@ -71,7 +70,6 @@ def test_the_report_of_a_model_has_checks_times_rates_and_memory_and_no_name_of_
     monkeypatch.setattr(tuner, "BUDGET_S", 600.0)
     monkeypatch.setattr(tuning_cache, "default_path", lambda: tmp_path / "tuning.json")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "wire_memory", lambda: 5_000)
     model = make_tiny_model(tmp_path / "secret" / "tiny", "llama", head_dim=32)
     assert main(["doctor", str(model), "--json", "--retune", "--block-size", "16", "--report"]) == 0
     output = capsys.readouterr().out
@@ -79,7 +77,6 @@ def test_the_report_of_a_model_has_checks_times_rates_and_memory_and_no_name_of_
     assert json.loads((tmp_path / flags.REPORT_FILE).read_text()) == found
     assert "secret" not in output
     check_measurements(found, "metal")
-    assert found["wired_memory"] == {"bytes": 5_000}
     assert found["model"] == {
         "name": "tiny",
         "layers": 2,
@@ -120,7 +117,6 @@ def test_without_metal_the_rest_is_measured_and_what_cannot_be_is_said(capsys: p
     found = json.loads(capsys.readouterr().out)
     assert "mean nothing for a real model or for a Mac" in found.pop("note")
     check_measurements(found, "cpu")
-    assert found["wired_memory"] == {"not_measured": "nothing is wired here (--wired-memory)"}
     assert found["kernels"] == found["tuning"] == {"not_measured": "there is no Metal device"}
     assert main(["doctor", "./nothing"]) == 1
     assert "no such directory" in capsys.readouterr().err

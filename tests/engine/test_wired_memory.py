@@ -1,9 +1,11 @@
-"""What a Mac keeps resident for the GPU, with MLX's rule of which allocations it wires."""
+"""What an idle Mac keeps resident for the GPU, with MLX's rule of which allocations it wires."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -11,13 +13,27 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlxpaged import mlx_settings
+from mlxpaged.attention.kv_cache import LayerKVCache
+from mlxpaged.core.engine.model_runner import ModelRunner
+from mlxpaged.core.engine.request import Request, RequestOutput
+from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.engine.status import EngineStats
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.engine_thread import EngineThread
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import load_model
-from mlxpaged.parts.memory.wired_memory import PAGE, choose_wiring, wire_memory
+from mlxpaged.parts.memory import wired_memory
+from mlxpaged.parts.memory.wired_memory import (
+    WIRE_AFTER_SECONDS,
+    IdleWiring,
+    choose_wiring,
+    unwire_memory,
+    wire_memory,
+)
 from tests.engine.test_memory import slot
 
+PAGE = 2**14
 HEAP = 2**20
 SMALL = 256
 """Smaller buffers are in MLX's heap."""
@@ -33,6 +49,19 @@ class Residency:
         self.tracked = {0: HEAP}
         self._ids = itertools.count(1)
 
+    def set_limit(self, limit: int) -> int:
+        if limit > self.working_set:
+            raise ValueError("larger than the maximum working set")
+        before, self.limit = self.limit, limit
+        order = list(self.tracked)
+        random.Random(limit).shuffle(order)  # that of an unordered map
+        for buffer in order:
+            if sum(self.wired.values()) > limit:
+                self.changes += self.wired.pop(buffer, None) is not None
+            elif buffer not in self.wired:
+                self._insert(buffer)
+        return before
+
     def allocate(self, size: int) -> int:
         buffer = next(self._ids)
         self.active += size
@@ -47,19 +76,6 @@ class Residency:
         if self.wired.pop(buffer, None) is not None:
             self.changes += 1
 
-    def set_limit(self, limit: int) -> int:
-        if limit > self.working_set:
-            raise ValueError("larger than the maximum working set")
-        before, self.limit = self.limit, limit
-        order = list(self.tracked)
-        random.Random(limit).shuffle(order)  # that of an unordered map
-        for buffer in order:
-            if sum(self.wired.values()) > limit:
-                self.wired.pop(buffer, None)
-            elif buffer not in self.wired:
-                self._insert(buffer)
-        return before
-
     def _insert(self, buffer: int) -> None:
         if sum(self.wired.values()) + self.tracked[buffer] <= self.limit:
             self.wired[buffer] = self.tracked[buffer]
@@ -67,86 +83,125 @@ class Residency:
 
 
 @pytest.fixture(autouse=True)
-def _choice() -> Iterator[None]:
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
+    monkeypatch.setattr(mx, "set_wired_limit", lambda limit: 0)
+    unwire_memory()
     choose_wiring("auto")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @pytest.fixture
 def mac(monkeypatch: pytest.MonkeyPatch) -> Residency:
-    """A Mac with 32 GB. Only what the test allocates, and what fills the limit, is counted."""
+    """A Mac with 32 GB. Only what the test allocates is counted."""
     residency = Residency()
-
-    class Filling:
-        """An array, until it is freed."""
-
-        def __init__(self, size: int) -> None:
-            self._size, self._buffer = size, residency.allocate(size)
-
-        def __del__(self) -> None:
-            residency.free(self._buffer, self._size)
-
     info: dict[str, Any] = {"memory_size": 2**35, "max_recommended_working_set_size": residency.working_set}
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda: info)
     monkeypatch.setattr(mx, "get_active_memory", lambda: residency.active)
     monkeypatch.setattr(mx, "set_wired_limit", residency.set_limit)
-    monkeypatch.setattr(mx, "zeros", lambda shape, dtype: Filling(shape[0]))
-    monkeypatch.setattr(mx, "eval", lambda *arrays: None)
+    monkeypatch.setenv(mlx_settings.REFRESH, "500")
     return residency
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_all_that_is_constant_is_wired_and_no_array_of_a_step_changes_a_set(mac: Residency, seed: int) -> None:
+def test_all_is_wired_while_no_request_runs_and_no_array_of_a_request_enters_a_set(mac: Residency, seed: int) -> None:
+    """Neither those of its steps, nor pools that grow, nor states that are freed by other requests."""
     rng = random.Random(seed)
     sizes = [rng.choice((64, 256, 5_120, 20_000, 3_000_000, 500_000_000)) for _ in range(rng.randrange(20, 400))]
-    weights = {mac.allocate(min(size, 2**33 // len(sizes))) for size in sizes}
-    allocated = mac.active
-    for _ in range(2):  # the second time as after a load or a resize
-        assert wire_memory() == allocated
-        assert mac.wired.keys() >= weights & mac.tracked.keys()
+    held = {mac.allocate(size := min(each, 2**33 // len(sizes))): size for each in sizes}
+    choose_wiring("on")
+    clock = Clock()
+    wiring = IdleWiring(clock)
+    for _ in range(3):
+        clock.now += WIRE_AFTER_SECONDS
+        wiring.rest()
+        assert mac.wired.keys() >= held.keys() & mac.tracked.keys()
+        wiring.note_use()
+        assert not mac.wired
         before = mac.changes
-        for size in (PAGE, 40_000, 2_000_000, 300_000_000):
+        for size in (PAGE, 40_000, 2_000_000, 300_000_000):  # of steps
             mac.free(mac.allocate(size), size)
+        for buffer in rng.sample(sorted(held), 5):  # pools that grow
+            size = held.pop(buffer)
+            mac.free(buffer, size)
+            held[mac.allocate(2 * size)] = 2 * size
+        wiring.note_use()
         assert mac.changes == before
-        weights.add(mac.allocate(100_000_000))
-        allocated += 100_000_000
+
+
+def test_memory_is_wired_once_after_a_time_without_requests(mac: Residency) -> None:
+    mac.allocate(50_000_000)
+    choose_wiring("on")
+    clock = Clock()
+    wiring = IdleWiring(clock)
+    assert wiring.pause() == WIRE_AFTER_SECONDS
+    clock.now = WIRE_AFTER_SECONDS - 1
+    wiring.rest()
+    assert (mac.limit, wiring.pause()) == (0, 1.0)
+    wiring.note_use()  # a request: the time begins again
+    clock.now += WIRE_AFTER_SECONDS - 1
+    wiring.rest()
+    assert mac.limit == 0
+    clock.now += 1
+    wiring.rest()
+    assert mac.limit > 50_000_000
+    assert wiring.pause() == math.inf
+    changes = mac.changes
+    clock.now += 1_000
+    wiring.rest()
+    assert mac.changes == changes
 
 
 def test_the_limit_is_never_above_the_working_set(mac: Residency) -> None:
+    choose_wiring("on")
     mac.allocate(mac.working_set - 3 * 2**20)
     assert wire_memory() > 0
     assert mac.limit == mac.working_set
 
 
-def test_a_limit_that_mlx_refuses_is_logged(
+def test_a_limit_that_mlx_refuses_is_logged_once(
     mac: Residency, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(limit: int) -> int:
         raise ValueError("larger than the maximum working set")
 
     monkeypatch.setattr(mx, "set_wired_limit", refuse)
-    assert wire_memory() == 0
-    assert "the model's memory is not wired: larger than" in caplog.text
+    choose_wiring("on")
+    clock = Clock()
+    wiring = IdleWiring(clock)
+    for _ in range(3):
+        clock.now += WIRE_AFTER_SECONDS
+        wiring.rest()
+    assert [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING] == [
+        "the model's memory is not wired: larger than the maximum working set"
+    ]
 
 
-@pytest.mark.parametrize(
-    ("choice", "memory", "is_wired"),
-    [
-        ("auto", 24 * 2**30, True),
-        ("auto", 24 * 2**30 - 1, False),
-        ("on", 2**34, True),
-        ("off", 2**37, False),
-    ],
-)
-def test_memory_is_wired_from_24_gb_on_or_as_the_flag_says(
-    mac: Residency, choice: str, memory: int, is_wired: bool
+@pytest.mark.parametrize("choice", ["auto", "off"])
+@pytest.mark.parametrize("memory", [2**34, 2**37])
+def test_mlx_is_never_asked_for_a_limit_unless_the_flag_says_on(
+    mac: Residency, monkeypatch: pytest.MonkeyPatch, choice: str, memory: int
 ) -> None:
-    mac.allocate(50_000_000)
+    """Also not for a limit of 0: only Macs whose server never set it are known to be safe."""
     mx.device_info()["memory_size"] = memory
+    monkeypatch.setattr(mx, "set_wired_limit", lambda limit: pytest.fail(f"the limit is set to {limit}"))
+    mac.allocate(50_000_000)
     choose_wiring(choice)
-    assert (wire_memory() > 0) == is_wired
-    assert (mac.limit > 0) == is_wired
+    clock = Clock()
+    wiring = IdleWiring(clock)
+    clock.now = 1_000
+    wiring.rest()
+    wiring.note_use()
+    unwire_memory()
+    assert (wire_memory(), wiring.pause()) == (0, math.inf)
 
 
 def test_without_metal_nothing_is_wired(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,24 +210,94 @@ def test_without_metal_nothing_is_wired(monkeypatch: pytest.MonkeyPatch) -> None
     assert wire_memory() == 0
 
 
-def test_it_is_done_after_each_load_unload_and_resize(monkeypatch: pytest.MonkeyPatch) -> None:
-    wired: list[str] = []
-    engine_thread, executor = (f"mlxpaged.engine.{name}.wire_memory" for name in ("engine_thread", "executor"))
-    monkeypatch.setattr("mlxpaged.engine.engine_thread.wires_memory", lambda: True)
-    monkeypatch.setattr(engine_thread, lambda: wired.append("thread"))
-    monkeypatch.setattr(executor, lambda: wired.append("resize"))
-    thread = EngineThread()
-    loading = slot(lambda _: None, EngineConfig(kv_cache_bytes=4_000_000))
+@pytest.mark.parametrize(("interval", "warns"), [(None, True), ("0", True), ("500", False)])
+def test_memory_that_macos_lets_go_of_at_once_is_said(
+    mac: Residency, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, interval: str | None, warns: bool
+) -> None:
+    if interval is None:
+        monkeypatch.delenv(mlx_settings.REFRESH)
+    else:
+        monkeypatch.setenv(mlx_settings.REFRESH, interval)
+    choose_wiring("on")
+    assert ("lets go of it after a second" in caplog.text) == warns
+
+
+def request_of(length: int, now: float) -> Request:
+    prompt = [1 + index % 200 for index in range(length)]
+    return Request(str(length), prompt, SamplingParams(max_tokens=2, temperature=0.0), now)
+
+
+def test_the_engine_thread_wires_between_requests_and_never_while_one_runs_or_a_pool_is_resized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+    clock = Clock()
+    thread = EngineThread(clock)
+    config = EngineConfig(kv_cache_bytes=64_000_000, wired_memory="on")
+    loading = slot(lambda _: thread.end(), config)
+    requests = iter([40, 3_900])  # the second one needs larger pools
+
+    def set_limit(limit: int) -> int:
+        events.append("wire" if limit else "unwire")
+        if limit and (length := next(requests, None)) is not None:
+            thread.submit(loading, [request_of(length, clock.now)])
+        elif limit:
+            thread.end()
+        return 0
+
+    def on_step(outputs: list[RequestOutput], stats: EngineStats) -> None:
+        if any(output.finish_reason for output in outputs):
+            clock.now += WIRE_AFTER_SECONDS
+
+    def noting(kind: type, name: str) -> None:
+        call = getattr(kind, name)
+
+        def noted(self: Any, *arguments: Any) -> Any:
+            events.append(name)
+            return call(self, *arguments)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    def begin() -> None:
+        clock.now += WIRE_AFTER_SECONDS
+        events.clear()  # those of the load
+
+    monkeypatch.setattr(wired_memory, "wires_memory", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 2**40})
+    monkeypatch.setattr(mx, "set_wired_limit", set_limit)
+    noting(ModelRunner, "forward")
+    noting(LayerKVCache, "resize")
 
     def on_ready(*_: object) -> None:
-        thread.unload(loading)
-        thread.end()
+        thread.commands.put(begin)
 
-    loading.callbacks = dataclasses.replace(loading.callbacks, on_ready=on_ready)
+    loading.callbacks = dataclasses.replace(loading.callbacks, on_ready=on_ready, on_step=on_step)
     thread.load(loading)
     thread.run()
-    assert wired == ["thread", "thread"]
+    phases = "".join({"wire": "w", "unwire": "u", "forward": "f", "resize": "r"}[each] for each in events)
+    first, second, third = phases.replace("wu", "w|u").split("|")
+    assert first == "w"
+    assert second.lstrip("uf") == "w", "the first request is computed unwired"
+    assert third[0] == "u"
+    assert third[-1] == "w"
+    assert set(third[1:-1]) == {"f", "r"}, "the pools of the second one grow unwired"
+
+
+def test_a_model_that_is_unloaded_or_resized_while_idle_is_unwired_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    wired = [True]
+    monkeypatch.setattr("mlxpaged.engine.executor.unwire_memory", lambda: wired.__setitem__(0, False))
     core = build_engine(EngineConfig(kv_cache_bytes=64_000_000), load_model("demo"))
+    resize = LayerKVCache.resize
+
+    def checked(self: LayerKVCache, num_blocks: int) -> None:
+        assert not wired[0]
+        resize(self, num_blocks)
+
+    monkeypatch.setattr(LayerKVCache, "resize", checked)
     core.scheduler.blocks.size.ask(1)
     core.step()
-    assert wired[2:] == ["resize"]
+    assert not wired[0]
+    wired[0] = True
+    core.runner.rebuild_pools()
+    assert not wired[0]
+    core.close()

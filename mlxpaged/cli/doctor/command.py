@@ -34,7 +34,6 @@ from mlxpaged.models.sources.resolve import resolve
 from mlxpaged.models.sources.short_names import BUNDLED
 from mlxpaged.parts.drafting.acceptance import MOST_DRAFTS
 from mlxpaged.parts.drafting.draft_budget import draft_lengths
-from mlxpaged.parts.memory.wired_memory import wire_memory
 
 SIZES = Sizes()
 
@@ -72,7 +71,6 @@ class Doctor:
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._retune = retune
-        self._wired = 0
 
     def sections(self) -> Iterator[tuple[str, Any]]:
         """Names and contents, as JSON has them. mlx-lm comes first, so that one model at a time is in memory.
@@ -115,14 +113,12 @@ class Doctor:
             """Measures with the first engine, which has the pools of the shorter prompt."""
             if not engines:
                 engines.append(make_engine(served, backend, self._block_size, SIZES, SIZES.prefill_tokens))
-                self._wired = wire_memory()
             return measure(engines[0])
 
         yield "step_times", measured(lambda: with_engine(time_rows_of))
         yield "drafts", measured(lambda: with_engine(drafts_of))
         ours = measured(lambda: with_engine(lambda engine: engine_rates(engine, SIZES)))
         yield "decoding", report.decoding_section(SIZES.batches, ours, theirs)
-        yield "wired_memory", {"bytes": self._wired} if self._wired else report.not_measured(NOT_WIRED)
         yield "prompt_steps", measured(lambda: with_engine(lambda engine: prompt_rows(engine, SIZES)))
         most = SIZES.prefill_tokens
         yield "largest_prefill", measured(lambda: with_engine(lambda engine: prefill_peak(engine, most)))
@@ -163,7 +159,6 @@ def long_prefill(served: ServedModel, backend: str, block_size: int) -> Any:
 
 
 NO_DEVICE = "there is no Metal device"
-NOT_WIRED = "nothing is wired here (--wired-memory)"
 DEMO_NOTE = (
     "These figures are of the bundled demo model, which is tiny: they mean nothing for a real model or for a Mac. For "
     "figures that do, run `mlxpaged doctor MODEL` on the Mac."

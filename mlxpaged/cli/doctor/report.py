@@ -147,12 +147,6 @@ def rate_text(content: Any) -> str:
     return f"{content:9.1f}" if reason is None else f"not measured, because {reason}"
 
 
-def wired_text(content: Any) -> list[str]:
-    reason = unknown(content)
-    size = f"{content['bytes'] / 1e9:.2f} GB" if reason is None else f"not measured, because {reason}"
-    return [f"wired for the GPU: {size}"]
-
-
 def times_text(content: Any) -> list[str]:
     if (reason := unknown(content)) is not None:
         return [f"milliseconds of a decoding step by its rows: not measured, because {reason}"]
@@ -197,7 +191,6 @@ TEXTS: dict[str, Callable[[Any], list[str]]] = {
     "step_times": times_text,
     "drafts": drafts_text,
     "decoding": decoding_text,
-    "wired_memory": wired_text,
     "prompt_steps": steps_text,
     "largest_prefill": partial(prefill_text, "largest"),
     "long_prefill": partial(prefill_text, "long"),

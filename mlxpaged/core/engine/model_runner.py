@@ -90,7 +90,7 @@ class ModelRunner:
 
     tunings: by the shape of a layer; shapes that are missing have the default tuning. layout: the cache groups of the
     model's layers; by default one. inputs: what some steps have beside tokens. graphs: of decode steps, which are
-    replayed. wire: keeps resident what is allocated, after a resize. is_shared: whether runners of other processes
+    replayed. unwire: is called before pools are freed. is_shared: whether runners of other processes
     compute the model together with this one (shared_runner.py), so that all must be in the same state at each call.
     least_top: of how many of the most likely tokens prompt log-probabilities are computed, also if fewer are asked for.
     """
@@ -110,13 +110,13 @@ class ModelRunner:
         layout: CacheLayout | None = None,
         inputs: ListOf[StepInput] = (),
         graphs: type[NoGraphs] = NoGraphs,
-        wire: Callable[[], object] = lambda: None,
+        unwire: Callable[[], object] = lambda: None,
     ) -> None:
         self._model, self._rows, self._adapters = served.model, served.rows, served.adapters.step
         self._inputs = inputs
         self._block_size = block_size
         sizes = served.layers, num_blocks, block_size
-        self._wire = wire
+        self._unwire = unwire
         self.caches = ModelCaches(*sizes, backend, tunings, layout=layout, num_drafting=served.num_drafting)
         self.layers = self.caches.layers
         self.pools = self.caches.pools
@@ -305,6 +305,7 @@ class ModelRunner:
 
     def resize_pool(self, index: int, num_blocks: int) -> None:
         """Give a pool another size, as `LayerKVCache.resize` does. Raises MLX's error if memory is missing."""
+        self._unwire()
         self.pools[index].resize(num_blocks)
 
     def free_memory(self) -> int:
@@ -314,10 +315,6 @@ class ModelRunner:
     def clear_cache(self) -> None:
         """Give back the freed buffers that MLX keeps."""
         mx.clear_cache()
-
-    def wire_memory(self) -> None:
-        """Keep the pools resident after a resize. No step may be in flight."""
-        self._wire()
 
     def start_step(self, *results: mx.array) -> None:
         """Let the device begin and return at once. Raises DeviceError."""
@@ -332,6 +329,7 @@ class ModelRunner:
     def rebuild_pools(self) -> None:
         """After a device error, wait for all running work, then make all KV pools anew. Raises DeviceError if the
         device cannot do even that: memory that was short may still be."""
+        self._unwire()
         rebuild(self.caches, self.finish_step)
 
 

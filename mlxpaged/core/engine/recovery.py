@@ -98,7 +98,6 @@ class Recovery:
         if is_out_of_memory(error):
             self.run_short(Step([row for step in steps for row in step.rows]))
         self._runner.rebuild_pools()
-        self._runner.wire_memory()
         self._sampler.reset()
         self._scheduler.reset_cache()
         for step in steps:

@@ -143,7 +143,6 @@ class PoolResizer(Part):
         except (MemoryError, RuntimeError) as error:  # MLX has no type of its own for a failed allocation
             self._fail(error)
         self._runner.clear_cache()  # the old pools: MLX would keep them for later allocations of their size
-        self._runner.wire_memory()
         if not self._remaining and self._target > self._size.num_blocks:
             self._size.grow(self._target)
             if self._target < self._wanted:  # a growth by a few blocks copies as much as one by many

@@ -107,10 +107,6 @@ class SharedRunner(ModelRunner):
         self.tell("clear_cache")
         super().clear_cache()
 
-    def wire_memory(self) -> None:
-        self.tell("wire_memory")
-        super().wire_memory()
-
     # -- images --------------------------------------------------------------------------------------------------------
 
     def _share_features(self, number: int, grid: tuple[int, int], features: mx.array) -> None:
