@@ -3,10 +3,11 @@ user has set them."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import sys
+
+from mlxpaged.macos import chip
 
 LONG_BUFFERS = {"MLX_MAX_OPS_PER_BUFFER": "1000", "MLX_MAX_MB_PER_BUFFER": "400"}
 """Dispatches, and 2^20 elements of the arrays that they read and write, after which MLX ends a command buffer. By
@@ -41,10 +42,3 @@ def keep_wired() -> None:
 
 def keeps_wired() -> bool:
     return os.environ.get(REFRESH, "0").strip() not in ("", "0")
-
-
-def chip() -> str:
-    """The name of the chip, as "Apple M4 Max"; "" if macOS does not say."""
-    name, size = ctypes.create_string_buffer(128), ctypes.c_size_t(128)
-    found = ctypes.CDLL(None).sysctlbyname(b"machdep.cpu.brand_string", name, ctypes.byref(size), None, 0)
-    return name.value.decode() if found == 0 else ""

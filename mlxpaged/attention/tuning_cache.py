@@ -20,6 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxpaged import macos
 from mlxpaged.attention import kernels
 from mlxpaged.attention.tuning import Choice, ShapeClass, parse_choice
 
@@ -45,7 +46,7 @@ class Machine:
     def current(cls) -> Machine:
         return cls(
             chip=str(mx.device_info().get("device_name", platform.machine())),
-            system=f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else platform.platform(),
+            system=f"macOS {macos.version()}" if sys.platform == "darwin" else platform.platform(),
             mlx=version("mlx"),
             kernels=kernels.source_hash(),
         )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from mlxpaged.attention.neural_accelerators import log_advice
 from mlxpaged.core.engine.core import EngineCore
 from mlxpaged.core.engine.part import Part
 from mlxpaged.core.engine.request_table import RequestTable
@@ -95,6 +96,7 @@ def load_core(
     """Load a model and make its engine, on the thread that will run it. report: called while the model loads, and as
     `build_engine` calls it. ranks: those that compute the model together; all of them call this with an equal `config`.
     Raises ModelNotFoundError, UnsupportedModelError and the errors of `build_engine`."""
+    log_advice()
     choose_wiring(config.wired_memory if ranks is None else "off")
     if ranks is not None:
         if config.wired_memory == "on":

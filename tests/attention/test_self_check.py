@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,32 +178,6 @@ def test_float32_passes_if_mlxs_own_attention_is_rounded_to_tf32_and_a_wrong_key
     case = break_kernel(copied_kernels, "kv_write")
     kernels.build.cache_clear()
     assert case in str(choose_backend("auto", [shape]).kernels_off)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "release", "setting", "expected"),
-    [
-        ("applegpu_g17s", "26.2", None, True),
-        ("applegpu_g17g", "27.0.1", "1", True),
-        ("applegpu_g17p", "26.2", None, False),
-        ("applegpu_g18p", "26.3", None, True),
-        ("applegpu_g16s", "26.4", None, False),
-        ("applegpu_g17s", "26.1", None, False),
-        ("applegpu_g17s", "26.2", "0", False),
-        ("air64_v27", "26.2", None, False),  # a hosted macOS runner
-    ],
-)
-def test_float32_is_rounded_where_mlx_has_matrix_units_and_tf32_is_on(
-    architecture: str, release: str, setting: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": architecture})
-    monkeypatch.setattr(platform, "mac_ver", lambda: (release, ("", "", ""), "arm64"))
-    if setting is None:
-        monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)
-    else:
-        monkeypatch.setenv("MLX_ENABLE_TF32", setting)
-    assert precision.rounds_float32() == expected
 
 
 @pytest.mark.usefixtures("metal", "warm_up")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from mlxpaged.attention import tuner, tuning_cache
 from mlxpaged.attention.self_check import CASES, FUSED_CASE
 from mlxpaged.cli import main
 from mlxpaged.cli.doctor import command, flags
-from mlxpaged.cli.doctor.machine import machine
 from tests.support import make_tiny_model
 
 PLAIN_CASES = [name for name, case in CASES.items() if not case.latent]
@@ -136,22 +134,3 @@ def test_if_mlx_lm_cannot_run_the_model_the_reason_stands_beside_our_rate(
         "not measured, because RuntimeError: no such generator"
     ] * 2
     assert lines[-2].startswith("These figures are of the bundled demo model"), "the last of the report"
-
-
-@pytest.mark.parametrize(
-    ("environment", "has_them", "rounds", "said"),
-    [
-        ({}, False, False, "none: "),
-        ({}, True, True, "used"),
-        ({}, True, False, "not used: this MLX is built without them"),
-        ({"MLX_ENABLE_TF32": "0"}, True, False, "not known"),
-    ],
-)
-def test_the_machine_says_whether_neural_accelerators_are_used(
-    environment: dict[str, str], has_them: bool, rounds: bool, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr("mlxpaged.cli.doctor.machine.has_neural_accelerators", lambda: has_them)
-    full = mx.full
-    monkeypatch.setattr(mx, "full", lambda shape, value: full(shape, round(value, 3) if rounds else value))
-    assert dict(machine())["neural accelerators"].startswith(said)

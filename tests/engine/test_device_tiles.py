@@ -28,7 +28,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_quantized_weights_have_smaller_tiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantized: bool, accelerators: bool, tiles: RowTiles
 ) -> None:
-    monkeypatch.setattr(module, "has_neural_accelerators", lambda: accelerators)
+    monkeypatch.setattr(module, "uses_neural_accelerators", lambda: accelerators)
     path = make_tiny_model(tmp_path, "llama")
     if quantized:
         quantize(path, 4)

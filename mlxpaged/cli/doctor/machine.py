@@ -8,7 +8,7 @@ from importlib.metadata import version
 import mlx.core as mx
 
 from mlxpaged import __version__, addons
-from mlxpaged.attention.precision import forbids_tf32, has_neural_accelerators, uses_neural_accelerators
+from mlxpaged.attention.neural_accelerators import advice, forbids_tf32, has_units, uses_neural_accelerators
 from mlxpaged.attention.tuning_cache import Machine
 from mlxpaged.cpu import blas
 
@@ -31,8 +31,9 @@ def machine() -> list[tuple[str, str]]:
 
 
 def neural_accelerators() -> str:
-    if not has_neural_accelerators():
-        return "none: an M5 or later with macOS 26.2 or later has them"
-    if forbids_tf32():
-        return "not known, because MLX_ENABLE_TF32 is 0"
-    return "used" if uses_neural_accelerators() else "not used: this MLX is built without them, as Homebrew's is"
+    """What runs, and what to do if it should not be so."""
+    said = advice()
+    more = "" if said is None else f": {said}"
+    if uses_neural_accelerators():
+        return f"used{more}" if not forbids_tf32() else "not known, because MLX_ENABLE_TF32 is 0"
+    return f"not used{more}" if has_units() else "none: an M5 or later has them"

@@ -6,7 +6,7 @@ import mlx.core as mx
 from mlx.nn.layers.quantized import QuantizedLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from mlxpaged.attention.precision import has_neural_accelerators
+from mlxpaged.attention.neural_accelerators import uses_neural_accelerators
 from mlxpaged.core.scheduling.row_tiles import ANY_ROWS, RowTiles
 from mlxpaged.models.files.json_files import model_config
 from mlxpaged.models.loader import ServedModel
@@ -27,7 +27,7 @@ def device_tiles(served: ServedModel) -> RowTiles:
         return ANY_ROWS
     modules = [module for _, module in served.model.named_modules()]
     quantized = any(isinstance(module, (QuantizedLinear, QuantizedSwitchLinear)) for module in modules)
-    least = LEAST_ON_ACCELERATORS if has_neural_accelerators() else 1
+    least = LEAST_ON_ACCELERATORS if uses_neural_accelerators() else 1
     experts = max((len(module.weight) for module in modules if is_of_experts(module)), default=0)
     if experts:
         config = model_config(served.path)
