@@ -21,19 +21,26 @@ def prepared(monkeypatch: pytest.MonkeyPatch, chip: str, environment: dict[str, 
     return environment
 
 
-@pytest.mark.parametrize("chip", ["Apple M1", "Apple M2 Pro", "Apple M4 Max"])
-def test_command_buffers_are_long_on_chips_up_to_m4(monkeypatch: pytest.MonkeyPatch, chip: str) -> None:
+@pytest.mark.parametrize("chip", ["Apple M1 Max", "Apple M2 Ultra", "Apple M4 Max"])
+def test_command_buffers_are_long_on_large_chips_up_to_m4(monkeypatch: pytest.MonkeyPatch, chip: str) -> None:
     assert prepared(monkeypatch, chip, {}) == LONG
 
 
-@pytest.mark.parametrize("chip", ["Apple M5", "Apple M10 Ultra", "Apple processor", ""])
+@pytest.mark.parametrize("chip", ["Apple M1", "Apple M2 Pro", "Apple M4"])
+def test_command_buffers_of_small_chips_end_before_they_hold_up_the_display(
+    monkeypatch: pytest.MonkeyPatch, chip: str
+) -> None:
+    assert prepared(monkeypatch, chip, {}) == LONG | {"MLX_MAX_MB_PER_BUFFER": "100"}
+
+
+@pytest.mark.parametrize("chip", ["Apple M5", "Apple M5 Max", "Apple M10 Ultra", "Apple processor", ""])
 def test_other_chips_have_mlxs_own_command_buffers(monkeypatch: pytest.MonkeyPatch, chip: str) -> None:
     assert prepared(monkeypatch, chip, {}) == {}
 
 
 @pytest.mark.parametrize("name", LONG)
 def test_a_value_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    assert prepared(monkeypatch, "Apple M1", {name: "7"}) == LONG | {name: "7"}
+    assert prepared(monkeypatch, "Apple M1 Max", {name: "7"}) == LONG | {name: "7"}
 
 
 def test_wired_memory_is_asked_for_again_unless_the_user_has_set_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,7 @@ from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.layers import bytes_per_token
 from mlxpaged.models.loader import ServedModel
+from mlxpaged.parts.memory import step_limit
 from tests.attention.scenes import fill_blocks
 from tests.engine.llama import PROMPTS, core, make_core, run, served, submit, tokens
 from tests.support import run_requests
@@ -121,14 +123,16 @@ def num_output_tokens(core: EngineCore, step: InFlightStep) -> int:
     return core.scheduler.sequences[step.rows[0].sequence_id].num_output_tokens
 
 
-def lose_pools_when(monkeypatch: pytest.MonkeyPatch, condition: Callable[[InFlightStep], bool]) -> list[InFlightStep]:
+def lose_pools_when(
+    monkeypatch: pytest.MonkeyPatch, condition: Callable[[InFlightStep], bool], message: str = "injected"
+) -> list[InFlightStep]:
     """Let the device fail in some steps, with other contents in the pools. Returns the steps that failed."""
     read, failed = InFlightStep.read, []
 
     def failing(step: InFlightStep) -> StepResult:
         if condition(step):
             failed.append(step)
-            raise DeviceError("injected")
+            raise DeviceError(message)
         return read(step)
 
     monkeypatch.setattr(InFlightStep, "read", failing)
@@ -156,6 +160,61 @@ def test_a_device_error_loses_no_request_and_nothing_stale_is_reused(
     outputs = run(core)
     assert [output.error for answer in outputs.values() for output in answer if output.error] == []
     assert run_requests(core, prompts, max_tokens=12) == expected
+
+
+TIMEOUT = "[METAL] Command buffer execution failed: Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErro"
+
+
+@pytest.mark.parametrize("most", [100, 30])
+def test_a_step_that_took_the_device_too_long_is_repeated_in_smaller_chunks(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """More than two failures end no request as long as the chunks can be cut."""
+    prompts = [[1 + i * 7 % 50 for i in range(400)], [3, 4, 5]]
+    expected = run_requests(make_core(served), prompts, max_tokens=12)
+    core = make_core(served)
+    failed = lose_pools_when(monkeypatch, lambda step: step.scheduled.num_tokens > most, TIMEOUT)
+    assert run_requests(core, prompts, max_tokens=12) == expected
+    sizes = [step.scheduled.num_tokens for step in failed]
+    assert sizes[0] > 400
+    assert all(after <= before // 2 for before, after in itertools.pairwise(sizes)), "each is half of the one before"
+    assert core.scheduler.max_tokens <= most, "it stays so for the next prompts"
+
+
+def test_steps_are_as_long_as_before_after_many_in_time(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(served)
+    before = core.scheduler.max_tokens
+    lost: list[InFlightStep] = []
+    lost = lose_pools_when(monkeypatch, lambda step: not lost and step.scheduled.num_tokens > 100, TIMEOUT)
+    monkeypatch.setattr(step_limit, "STEPS_IN_TIME", 20)
+    run_requests(core, [list(range(200))], max_tokens=8)
+    assert core.scheduler.max_tokens == 100
+    run_requests(core, [list(range(20))], max_tokens=25)
+    assert core.scheduler.max_tokens == 200
+    run_requests(core, [list(range(20))], max_tokens=120)
+    assert core.scheduler.max_tokens == before
+
+
+def test_a_short_step_that_takes_too_long_ends_its_request(
+    core: EngineCore, served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = lose_pools_when(monkeypatch, lambda step: holds_poisoned_token(core, step.scheduled), TIMEOUT)
+    submit(core, "culprit", [20, POISONED_TOKEN, 21])
+    assert str(run(core)["culprit"][-1].error).startswith("the step failed on the device 2 times: ")
+    assert len(failed) == 2
+
+
+@pytest.mark.parametrize(
+    ("message", "is_timeout"),
+    [
+        (TIMEOUT, True),
+        ("Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)", True),
+        ("Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)", False),
+        ("Caused GPU Hang Error (00000003:kIOGPUCommandBufferCallbackErrorHang)", False),
+    ],
+)
+def test_metals_timeouts_are_known_by_their_messages(message: str, is_timeout: bool) -> None:
+    assert DeviceError(f"RuntimeError: {message}").is_timeout == is_timeout
 
 
 def test_a_request_whose_steps_keep_failing_on_the_device_ends_and_its_neighbours_do_not(

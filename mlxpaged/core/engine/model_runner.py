@@ -32,8 +32,18 @@ REBUILD_PAUSES = (0.05, 0.2, 1.0)
 """Seconds before the pools are rebuilt again, if that failed."""
 
 
+TOO_LONG = ("gpu timeout", "callbackerrortimeout", "impactinginteractivity", "impacting interactivity")
+"""Parts of Metal's messages, in lower case, of a command buffer that the system ended because it took too long: for
+itself, or for the display."""
+
+
 class DeviceError(RuntimeError):
     """The device failed to run this step or an earlier one. The contents of the KV pools are lost."""
+
+    @property
+    def is_timeout(self) -> bool:
+        """Whether the step took the device too long."""
+        return any(text in str(self).lower() for text in TOO_LONG)
 
 
 Outputs = list[mx.array]

@@ -102,6 +102,11 @@ class Part:
     def ran_short(self, step: Step) -> None:
         """An allocation failed in this step."""
 
+    def ran_long(self, tokens: int) -> bool:
+        """The device has ended a step of so many tokens because it took too long. Returns whether the next ones are
+        shorter."""
+        return False
+
     def rest(self, device_is_idle: bool) -> bool:
         """No step can run. device_is_idle: whether no other model has work. Returns whether something was done. Raises
         DeviceError."""

@@ -92,7 +92,8 @@ class Recovery:
         MLX reports a failed command buffer late and at another call (mlx PR 3523), so the failure cannot be attributed
         to a row. steps: those in flight, the oldest first; none if it failed between two steps. The sequences of the
         oldest one are admitted again one at a time, each after the previous one has sampled a token. If the device
-        fails again, the sequence that runs then is ended.
+        fails again, the sequence that runs then is ended. If a step took too long, the next ones are shorter, and no
+        sequence is to blame as long as they can be.
         """
         logger.error("a step failed on the device; KV pools are rebuilt, running sequences are recomputed: %s", error)
         if is_out_of_memory(error):
@@ -103,8 +104,16 @@ class Recovery:
         for step in steps:
             self._scheduler.undo_moves(step)
             self._scheduler.update(step, {})  # no token of it will be read
+        if error.is_timeout and self._cut_steps(steps):
+            return
         message = f"the step failed on the device {MAX_STEP_FAILURES} times: {public_reason(error)}"
         self._blame([row for step in steps[:1] for row in step.rows], message, error)
+
+    def _cut_steps(self, steps: ListOf[Step]) -> bool:
+        """Let the next steps have fewer tokens than those that took too long. Returns False if none is shorter: then
+        their requests are at fault."""
+        tokens = max((step.num_tokens for step in steps), default=0)
+        return any(part.ran_long(tokens) for part in self._parts)
 
     def _isolate(self, rows: ListOf[Row], error: HostError) -> None:
         """Repeat a failed step in halves until the request that makes it fail is alone, and end that request.
