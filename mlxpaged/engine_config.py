@@ -23,6 +23,8 @@ ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 WIRED_MEMORY = ("auto", "on", "off")
 """auto: off, until it is known to be safe."""
 
+LEAST_DUTY_CYCLE = 0.1
+
 SPECULATIVE = ("off", "auto", "ngram", "mtp", "draft")
 """ngram: what came after the same tokens earlier in the prompt or the answer."""
 
@@ -55,6 +57,8 @@ class EngineConfig:
     swap_dir: Path | None = None  # directory of the swap file; None: the swap space is in memory
     state_cache_bytes: int | None = None  # checkpoints of recurrent states; None: `memory.state_checkpoints` decides
     wired_memory: str = "auto"  # one of WIRED_MEMORY: whether an idle Mac keeps weights and pools resident for the GPU
+    allow_sleep: bool = False  # whether a Mac may go to sleep by itself while requests or batches run
+    duty_cycle: float = 1.0  # share of the time in which the GPU computes while its Mac is used or short of power
     block_size: int = DEFAULT_BLOCK_SIZE  # tokens per KV block
     prefix_caching: bool = True
     prefix_cache_dir: Path | None = None  # directory of the prefix cache's tier on a disk; None: there is none
@@ -102,6 +106,8 @@ class EngineConfig:
         self.scheduler_config(num_blocks=1)  # checks the scheduler's fields
         if self.wired_memory not in WIRED_MEMORY:
             raise ValueError(f"wired_memory must be one of {', '.join(WIRED_MEMORY)}, got {self.wired_memory!r}")
+        if not LEAST_DUTY_CYCLE <= self.duty_cycle <= 1:
+            raise ValueError(f"duty_cycle must be {LEAST_DUTY_CYCLE} to 1, got {self.duty_cycle}")
         if self.speculative not in SPECULATIVE:
             raise ValueError(f"speculative must be one of {', '.join(SPECULATIVE)}, got {self.speculative!r}")
         if self.mtp is not None and not self.loads_draft_head:

@@ -77,6 +77,11 @@ def add_engine_flags(groups: flags.Flags) -> None:
         "--batch-invariant", "give each request the same tokens and log-probabilities in any batch, to the bit; slower"
     )
 
+    owner = groups.group("the Mac's user", DEFAULTS)
+    share = "share of the time in which the GPU computes while somebody uses the Mac, on battery, or if it is hot"
+    owner.field("--duty-cycle", flags.duty_cycle, share)
+    owner.switch("--allow-sleep", "let the Mac go to sleep by itself while requests or batches run")
+
     attention = groups.group("attention", DEFAULTS)
     attention.field("--attention-backend", flags.one_of(*BACKENDS), ", ".join(BACKENDS))
     choices = (

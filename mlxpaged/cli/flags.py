@@ -249,6 +249,7 @@ positive_int = fitting(int, "a whole number of at least 1", lambda value: value 
 natural_int = fitting(int, "a whole number of at least 0", lambda value: value >= 0)
 port = fitting(int, "a whole number from 0 to 65535", range(65536).__contains__)
 fraction = fitting(float, "a number of at least 0 and below 1", lambda value: 0 <= value < 1)
+duty_cycle = fitting(float, "a number of 0.1 to 1", lambda value: 0.1 <= value <= 1)
 size = checked(parse_size)
 milliseconds = fitting(float, "a number of milliseconds, at least 0", lambda value: 0 <= value < math.inf)
 seconds = fitting(float, "a number of seconds, at least 0", lambda value: 0 <= value < math.inf)

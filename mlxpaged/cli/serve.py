@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxpaged import addons
 from mlxpaged.api.config import HttpConfig
+from mlxpaged.awake import AWAKE
 from mlxpaged.cli import flags
 from mlxpaged.cli.background_server import end_with_standard_input
 from mlxpaged.cli.engine_flags import DEFAULTS, add_engine_flags, add_log_level, engine_config, priority
@@ -325,6 +326,7 @@ def of(config: EngineConfig, model: str, name: str, **fields: Any) -> EngineConf
 
 def run(args: argparse.Namespace) -> int:
     set_up(args.log_level)
+    AWAKE.choose(not args.allow_sleep)
     for addon in addons.from_outside():
         logger.info("add-on %s: %s", addon.name, addon.contents)
     try:

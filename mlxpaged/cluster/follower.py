@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from mlxpaged.awake import AWAKE, LINGER_SECONDS, Hold
 from mlxpaged.core.engine.core import EngineCore
 from mlxpaged.core.engine.step_input import SampledTokens
 from mlxpaged.core.step import Step
+from mlxpaged.daemon_thread import in_daemon_thread
 from mlxpaged.engine.builder import load_core
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.parts.disk.disk_share import CALLS as DISK_CALLS
@@ -32,7 +34,11 @@ class Follower:
     """Runs the steps of rank 0. Its steps overlap if rank 0's do: it waits for a step once it has launched the next.
     share: of the prefixes on a disk; None if none are stored."""
 
-    def __init__(self, runner: SharedRunner, share: DiskShare | None = None) -> None:
+    def __init__(
+        self, runner: SharedRunner, share: DiskShare | None = None, note_use: Callable[[], None] = lambda: None
+    ) -> None:
+        """note_use: is called before each step."""
+        self._note_use = note_use
         self._runner, self._share = runner, share
         self._reader = MessageReader()
         self._in_flight: mx.array | None = None
@@ -41,6 +47,7 @@ class Follower:
         """Do what a message says. Any exception means that this rank has to end: it is out of step with the others."""
         call, arguments = self._reader.read(message)
         if call == "run":
+            self._note_use()
             self._run(*arguments)
         elif call in CALLS:
             self.finish()
@@ -77,9 +84,19 @@ def follow(
     assert isinstance(core.runner, SharedRunner)
     limit_freed_buffers(core.step_bytes)
     tier = core.part(DiskTier)
-    follower = Follower(core.runner, None if tier is None else tier.share)
+    hold = Hold(AWAKE, time.monotonic)
+    in_daemon_thread(lambda: let_go(hold), "mlxpaged-awake")
+    follower = Follower(core.runner, None if tier is None else tier.share, hold.note_use)
     try:
         while (message := receive()) is not None:
             follower.perform(message)
     finally:
+        hold.end()
         core.close()
+
+
+def let_go(hold: Hold) -> None:
+    """Let this Mac sleep when rank 0 has sent no step for a while: this thread waits for messages then."""
+    while True:
+        time.sleep(LINGER_SECONDS)
+        hold.rest()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mlxpaged.attention.neural_accelerators import log_advice
+from mlxpaged.awake import AWAKE
 from mlxpaged.core.engine.core import EngineCore
 from mlxpaged.core.engine.part import Part
 from mlxpaged.core.engine.request_table import RequestTable
@@ -97,6 +98,7 @@ def load_core(
     `build_engine` calls it. ranks: those that compute the model together; all of them call this with an equal `config`.
     Raises ModelNotFoundError, UnsupportedModelError and the errors of `build_engine`."""
     log_advice()
+    AWAKE.choose(not config.allow_sleep)
     choose_wiring(config.wired_memory if ranks is None else "off")
     if ranks is not None:
         if config.wired_memory == "on":

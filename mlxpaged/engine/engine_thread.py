@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from mlxpaged.awake import AWAKE, Hold, StayAwake
 from mlxpaged.core.engine.core import EngineCore
 from mlxpaged.core.engine.request import Request, RequestOutput
 from mlxpaged.core.engine.stall import Stall, StepSize, Work
@@ -156,8 +157,11 @@ class EngineThread(threading.Thread):
     """Runs commands between steps, and steps while there is work. Without work it waits for commands, and looks about
     once a second whether it is to give back memory."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, loads: LoadJournal | None = None) -> None:
-        """clock: seconds. loads: notes what is being loaded; None if nothing remembers it."""
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, loads: LoadJournal | None = None, awake: StayAwake = AWAKE
+    ) -> None:
+        """clock: seconds. loads: notes what is being loaded; None if nothing remembers it. awake: is held while a model
+        has work or is loaded."""
         # A daemon: a step or a download must not delay an interpreter that quits.
         super().__init__(name="mlxpaged-engine", daemon=True)
         self._clock = clock
@@ -169,7 +173,7 @@ class EngineThread(threading.Thread):
         self._virtual_time = 0.0  # of the model that took the last turn, at its start
         self._last: ModelSlot | None = None  # which took the last turn
         self._device = DeviceClock()
-        self._wiring = IdleWiring(clock)
+        self._wiring, self._awake = IdleWiring(clock), Hold(awake, clock)
         self._garbage: list[ModelSlot] = []  # models that have ended whose memory is not free yet
         self._ending = False
         self.activity: Activity | None = None  # None while it waits for commands
@@ -232,6 +236,7 @@ class EngineThread(threading.Thread):
                 logger.critical("the engine thread failed", exc_info=error)
                 self._end_slots(error)
         self._end_slots(why="the server was shut down")
+        self._awake.end()
         self.activity = None
 
     def _begin(self, work: Work, slot: ModelSlot | None = None) -> None:
@@ -242,7 +247,7 @@ class EngineThread(threading.Thread):
         if self._to_load or self._garbage:
             return 0.0
         pauses = [core.pause() for _, core in self._loaded]
-        return min([*pauses, self._wiring.pause()]) if pauses else REST_SECONDS
+        return min([REST_SECONDS, *pauses, self._awake.pause(), *([self._wiring.pause()] if pauses else [])])
 
     def _take_turn(self, pause: float) -> None:
         """Run the commands, waiting up to `pause` seconds for the first one, and a step of one model."""
@@ -279,6 +284,9 @@ class EngineThread(threading.Thread):
             slot.had_work = has_work
         if working:
             self._wiring.note_use()
+            self._awake.note_use()
+        elif self._loading is None:
+            self._awake.rest()
         for slot, core in idle:
             with self._guarded(slot):
                 if core.rest(device_is_idle=not working):
@@ -364,6 +372,7 @@ class EngineThread(threading.Thread):
                 raise LoadCancelled
 
         self._wiring.note_use()
+        self._awake.note_use()
         self._loading, slot.freezes = slot, freezes()
         self._fit_limits()
         self._begin(Work.LOAD, slot)

@@ -30,6 +30,8 @@ from mlxpaged.parts.memory.memory_pressure import MemoryPressure
 from mlxpaged.parts.memory.pool_resizer import PoolResizer
 from mlxpaged.parts.memory.step_limit import StepLimit
 from mlxpaged.parts.memory.step_memory import bytes_per_key
+from mlxpaged.parts.owner.duty_cycle import DutyCycle
+from mlxpaged.parts.owner.sensors import sensors_here
 from mlxpaged.parts.ranks.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -58,11 +60,13 @@ class Assembly:
 def parts_of(assembly: Assembly, parts: Sequence[Part]) -> Iterator[Part]:
     """In the order in which they are asked. parts: the list that they come into.
 
-    The pools grow and shrink first, so that a step has what it asked for. Requests that have waited too long for memory
-    end next: nothing is prepared for them. Images that a prefix covers are not encoded, so the encoder comes after the
-    tier. Drafts follow known tokens, so they come after it: the encoder may have ended the step in flight. How long the
-    next step may be is decided last, by the memory that is free then.
+    A pause comes before all that a step needs. The pools grow and shrink next, so that a step has what it asked for.
+    Requests that have waited too long for memory end next: nothing is prepared for them. Images that a prefix covers
+    are not encoded, so the encoder comes after the tier. Drafts follow known tokens, so they come after it: the encoder
+    may have ended the step in flight. How long the next step may be is decided last, by the memory that is free then.
     """
+    if assembly.config.duty_cycle < 1:
+        yield from duty_cycle_of(assembly)
     scheduler, requests, clock, sizes = assembly.scheduler, assembly.requests, assembly.clock, assembly.sizes
     bytes_of = sizes.bytes_per_block, sizes.step_bytes
     yield PoolResizer(scheduler, assembly.executor.runner, *bytes_of, clock, assembly.pressure, parts)
@@ -82,6 +86,13 @@ def parts_of(assembly: Assembly, parts: Sequence[Part]) -> Iterator[Part]:
     per_key = bytes_per_key(assembly.executor.served.kv_layers)
     headroom = Headroom(sizes.step_bytes, assembly.config.max_num_batched_tokens, clock, per_key)
     yield StepLimit(scheduler, requests, headroom)
+
+
+def duty_cycle_of(assembly: Assembly) -> Iterator[Part]:
+    if (sensors := sensors_here()) is None:
+        logger.warning("--duty-cycle has no effect here: only macOS says whether somebody uses the machine")
+    else:
+        yield DutyCycle(assembly.config.duty_cycle, sensors, assembly.clock)
 
 
 def bytes_of_parts(config: EngineConfig, served: ServedModel, drafts: bool) -> int:

@@ -29,6 +29,7 @@ from mlxpaged.api.batches.store import ERRORS, OUTPUT, Store
 from mlxpaged.api.errors import NOT_STORED, ApiError
 from mlxpaged.api.request_id import new_id
 from mlxpaged.api.turns import Rules, Turn, Turns
+from mlxpaged.awake import AWAKE
 from mlxpaged.core.engine.errors import EngineUnavailableError
 from mlxpaged.journal import Journal
 from mlxpaged.library_errors import public_reason
@@ -200,7 +201,8 @@ class BatchRunner:
         turn = await self.batch_turns.enter(client_of(batch))
         self._current.add(batch.id)
         try:
-            await self._run_batch(batch)
+            with AWAKE.held():
+                await self._run_batch(batch)
         except EngineUnavailableError:
             raise
         except Exception as error:

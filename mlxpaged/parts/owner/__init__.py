@@ -1,0 +1,1 @@
+"""Leaves the machine to the person who uses it: what says that somebody does, and pauses between steps."""
