@@ -35,6 +35,10 @@ CPU_DTYPES = ("auto", "float32", "model")
 """auto: float32 if the memory has room for the weights. model: the type of the checkpoint, as on a GPU."""
 
 
+DTYPES = ("auto", "float16", "bfloat16")
+"""auto: float16 on M1 and M2 if it gives the same logits, else the checkpoint's."""
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Raises ValueError if a value is out of range."""
@@ -53,6 +57,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None  # greatest size of the KV pools; None: `memory.kv_blocks` decides
     kv_cache_dtype: str = "auto"  # one of KV_CACHE_DTYPES: how keys and values of layers without a window are stored
     cpu_dtype: str = "auto"  # one of CPU_DTYPES: in what a CPU computes quantized and 16-bit weights
+    dtype: str = "auto"  # one of DTYPES: the half type in which a model in 16 bits, or its scales, is computed
     swap_space_bytes: int = 0  # size of the swap space; 0: preempted sequences are recomputed
     swap_dir: Path | None = None  # directory of the swap file; None: the swap space is in memory
     state_cache_bytes: int | None = None  # checkpoints of recurrent states; None: `memory.state_checkpoints` decides
@@ -123,6 +128,8 @@ class EngineConfig:
             raise ValueError(f"kv_cache_dtype must be one of {known}, got {self.kv_cache_dtype!r}")
         if self.cpu_dtype not in CPU_DTYPES:
             raise ValueError(f"cpu_dtype must be one of {', '.join(CPU_DTYPES)}, got {self.cpu_dtype!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.tool_parser is not None and self.tool_parser not in FORMATS:
             raise ValueError(f"tool_parser must be one of {', '.join(FORMATS)}, got {self.tool_parser!r}")
         self._check_adapters()

@@ -11,7 +11,7 @@ from mlxpaged.cli.flags import size
 from mlxpaged.core.blocks.block_pool import SUPPORTED_BLOCK_SIZES
 from mlxpaged.core.scheduling.config import MOST_MULTIPLE, step_multiple
 from mlxpaged.core.scheduling.sequence import Priority
-from mlxpaged.engine_config import CPU_DTYPES, KV_CACHE_DTYPES, SPECULATIVE, WIRED_MEMORY, EngineConfig
+from mlxpaged.engine_config import CPU_DTYPES, DTYPES, KV_CACHE_DTYPES, SPECULATIVE, WIRED_MEMORY, EngineConfig
 
 DEFAULTS = EngineConfig()
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -48,6 +48,8 @@ def add_engine_flags(groups: flags.Flags) -> None:
         "what a CPU computes in; auto: float32 if the weights fit; float32; model: the checkpoint's; no effect on a Mac"
     )
     memory.field("--cpu-dtype", flags.one_of(*CPU_DTYPES), computed)
+    half = "half type of models in 16 bits and of scales; auto: float16 on M1 and M2 if the logits are equal"
+    memory.field("--dtype", flags.one_of(*DTYPES), half)
     longest = "most tokens of a prompt and its answer together"
     memory.field("--max-model-len", flags.positive_int, longest, "the model's context length")
     lost = "space for KV blocks of preempted sequences, for example 4GB; 0: they are recomputed"

@@ -150,6 +150,7 @@ def load_options(config: EngineConfig, ranks: Ranks | None) -> LoadOptions:
         # The machine that renders prompts has the file; ranks on others may not.
         chat_template=config.chat_template if ranks is None else None,
         cpu_dtype=config.cpu_dtype,
+        dtype=config.dtype,
     )
 
 

@@ -17,6 +17,7 @@ from mlxpaged.cpu.float32 import UNCHANGED, Choice, Storage
 from mlxpaged.cpu.optimize import optimize_for_cpu, prepare_first_load
 from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.models.adapters.adapters import Adapters, check_files
+from mlxpaged.models.checks.half_type import HALF_TYPES, NAMES, gpu_generation, recast_if_equal, target_of
 from mlxpaged.models.checks.quantized_kv import choose_quantization
 from mlxpaged.models.drafts.draft_assistant import Assistant
 from mlxpaged.models.drafts.draft_head import Mtp, load_mtp
@@ -47,7 +48,7 @@ from mlxpaged.models.files.files import check_entries
 from mlxpaged.models.files.generation_config import read_generation_config
 from mlxpaged.models.files.json_files import model_config
 from mlxpaged.models.files.kinds import Kind, is_encoder, judges_pairs, kind_of
-from mlxpaged.models.files.weights import READ_BYTES, WeightReader, computed_dtype
+from mlxpaged.models.files.weights import READ_BYTES, WeightReader, computed_dtype, recast
 from mlxpaged.models.head import RowSelection
 from mlxpaged.models.layers import KV, LayerSpec, kv_layers, mutual
 from mlxpaged.models.replacements import Replaced, replace_parts
@@ -69,6 +70,7 @@ from mlxpaged.vision.tower import Vision
 logger = logging.getLogger(__name__)
 
 DEMO_PATH = MODELS / BUNDLED[DEMO_MODEL]
+NO_RECAST = "several ranks compute in the checkpoint's type"
 NO_HEADS_TO_READ = "each of several ranks has only a part of the heads that an assistant reads"
 
 
@@ -141,7 +143,7 @@ class LoadOptions:
     is_reranker: true if the user says so, false if the name decides. adapters: to be loaded beside it. joins: whether
     operations of its modules are joined (models/joins/). most_pixels: of an image; a larger one is reduced. drafts:
     whether its draft head is loaded, if it has one. mtp_path: where it is if not in its own files. chat_template: a
-    file that replaces the model's own. cpu_dtype: as `WeightReader` has it.
+    file that replaces the model's own. cpu_dtype: as `WeightReader` has it. dtype: as `target_of` has it.
     """
 
     served_name: str | None = None
@@ -157,6 +159,7 @@ class LoadOptions:
     mtp_path: str | None = None
     chat_template: Path | None = None
     cpu_dtype: str = "model"
+    dtype: str = "model"
 
 
 def load_model(
@@ -266,6 +269,19 @@ def read_model(
     dtype = computed_dtype(model)
     if mtp is not None:
         reader.read(mtp.head)
+    target = target_of(options.dtype, dtype, gpu_generation())
+    if target is not None:
+        problem = NO_RECAST if group is not None else recast_if_equal(model, dtype, target, turns.report)
+        if problem is None:
+            if mtp is not None:
+                recast(mtp.head, HALF_TYPES[dtype], target)
+            dtype = NAMES[target]
+        elif options.dtype != "auto":
+            raise UnsupportedModelError(f"--dtype {options.dtype} cannot be used: {problem}")
+        elif group is None:
+            logger.info("the model is computed in %s and not in %s: %s", dtype, NAMES[target], problem)
+            del model, mtp
+            return read_model(files, own_config, replace(options, dtype="model"), turns, group)
     turns.begin(Stage.TOKENIZER)
     chosen = options.tool_parser, recommended.end_tokens, options.chat_template
     tokenizer = turns.during(lambda: tokenizer_in(path, *chosen))

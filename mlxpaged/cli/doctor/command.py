@@ -80,7 +80,7 @@ class Doctor:
         path = resolve(self._model).directory
         theirs = measured(lambda: mlx_lm_rates(path, SIZES))
         free_memory()
-        served = load_model(self._model, LoadOptions(cpu_dtype=EngineConfig.cpu_dtype))
+        served = load_model(self._model, LoadOptions(cpu_dtype=EngineConfig.cpu_dtype, dtype=EngineConfig.dtype))
         yield "model", report.model_section(served)
         shapes = [spec.attention_shape(self._block_size) for spec in served.kv_layers]
         fusions = [fusion for fusion in (spec.qkv_shape(self._block_size) for spec in served.kv_layers) if fusion]

@@ -139,10 +139,17 @@ def measure_rounding(model: Module, tokens: Sequence[int], logits: mx.array) -> 
 @contextmanager
 def rounded_otherwise(model: Module) -> Iterator[None]:
     """Move the results of the innermost modules with weights by up to one unit of their type's rounding."""
-    plain = [(module, type(module)) for module in model.modules() if not module.children() and module.parameters()]
     seeds = count()
+    with other_calls(model, lambda base: moved(base, seeds)):
+        yield
+
+
+@contextmanager
+def other_calls(model: Module, call_of: Callable[[type[Module]], Callable[..., Any]]) -> Iterator[None]:
+    """Let the innermost modules with weights be called as `call_of` says for their class."""
+    plain = [(module, type(module)) for module in model.modules() if not module.children() and module.parameters()]
     for module, base in plain:
-        module.__class__ = type(base.__name__, (base,), {"__call__": moved(base, seeds)})
+        module.__class__ = type(base.__name__, (base,), {"__call__": call_of(base)})
     try:
         yield
     finally:

@@ -7,9 +7,19 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
-from mlxpaged.cpu.float32 import Choice, Sizes, Storage, choose, sizes_of, widen
+from mlxpaged.cpu.float32 import (
+    Choice,
+    Sizes,
+    Storage,
+    arrays_of,
+    choose,
+    holds_arrays,
+    sizes_of,
+    unique_modules,
+    widen,
+)
 from mlxpaged.models.device_memory import free_device_memory
 from mlxpaged.progress import ReportAmount
 
@@ -64,6 +74,27 @@ def read_weights(model: Module, report: ReportAmount, group_bytes: int = READ_BY
             mx.eval(waiting)
             done, group, waiting = done + group, 0, []
             report(done, total)
+
+
+def recast(model: Module, before: mx.Dtype, after: mx.Dtype, report: ReportAmount = lambda done, total: None) -> None:
+    """Give weights, scales and constants of one type another one, in place, one module at a time. What the model has in
+    a third type stays. report: gets the bytes that are done, and of all."""
+    modules = list(unique_modules(model))
+    total, done = sum(array.nbytes for module in modules for _, array in arrays_of(module)), 0
+    report(0, total)
+    for module in modules:
+        for name, value in list(module.items()):
+            if holds_arrays(value):
+                dict.__setitem__(module, name, tree_map(lambda each: recast_array(each, before, after), value))
+        own = [array for _, array in arrays_of(module)]
+        if own:
+            mx.eval(own)
+            done += sum(array.nbytes for array in own)
+            report(done, total)
+
+
+def recast_array(array: Any, before: mx.Dtype, after: mx.Dtype) -> Any:
+    return array.astype(after) if isinstance(array, mx.array) and array.dtype == before else array
 
 
 def computed_dtype(model: Module) -> str:

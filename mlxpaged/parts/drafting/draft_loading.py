@@ -30,7 +30,9 @@ def with_draft_model(
     if config.draft_model is not None and (ranks is None or ranks.leads):
         reserved = Reserved(config.kv_cache_bytes or 0, least_step())
         try:
-            options = LoadOptions(reserved=reserved, joins=config.joins, most_pixels=0, cpu_dtype=config.cpu_dtype)
+            options = LoadOptions(
+                reserved=reserved, joins=config.joins, most_pixels=0, cpu_dtype=config.cpu_dtype, dtype="auto"
+            )
             draft = load_model(config.draft_model, options, turns)
         except AssistantError:
             if ranks is not None:
