@@ -39,6 +39,7 @@ if (is_query || is_key) {
   float first[PAIRS_OF_LANE];
   float second[PAIRS_OF_LANE];
   float squares = 0.0f;
+#pragma clang loop unroll(full)
   for (int i = 0; i < PAIRS_OF_LANE; i++) {
     const int pair = lane + 32 * i;
     const bool halves = !TRADITIONAL && pair < HALF;
@@ -53,6 +54,7 @@ if (is_query || is_key) {
   }
   const float scaled_position = settings[3] * static_cast<float>(positions[token]);
   const float factor = static_cast<float>(static_cast<T>(settings[4]));
+#pragma clang loop unroll(full)
   for (int i = 0; i < PAIRS_OF_LANE; i++) {
     const int pair = lane + 32 * i;
     if (pair >= PAIRS || (is_key && slot < 0)) {

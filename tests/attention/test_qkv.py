@@ -160,3 +160,12 @@ def test_a_broken_kernel_is_named_and_its_layers_run_without_it(
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
     assert str(SHAPES[0]) in caplog.text
     assert "the kernel of fused layers is not used" in caplog.text
+
+
+def test_loops_over_the_pairs_of_a_lane_are_unrolled() -> None:
+    """From head size 256 on, clang leaves them as loops otherwise, and the arrays that they index are in memory in
+    place of registers."""
+    lines = (kernels.kernel_directory() / "qkv_write.metal").read_text().splitlines()
+    loops = [number for number, line in enumerate(lines) if line.startswith("  for (int i = 0; i < PAIRS_OF_LANE")]
+    assert len(loops) == 2
+    assert all(lines[number - 1] == "#pragma clang loop unroll(full)" for number in loops)
