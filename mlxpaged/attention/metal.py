@@ -55,12 +55,13 @@ SCALES = 2
 @dataclass(frozen=True)
 class PagedPart:
     """One launch of a paged kernel, or if `matrix` of the matrix kernel. single_queries: all its sequences decode.
-    mutual: it has images whose tokens see one another."""
+    mutual: it has images whose tokens see one another. few: as in Choice."""
 
     schedule: TileSchedule
     single_queries: bool
     matrix: bool = False
     mutual: bool = False
+    few: bool = False
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,7 @@ class MetalPool:
                 members_of_part = np.asarray(sequences)
                 schedule = make_schedule(step, members_of_part, locality, queries, choice.partition or ranges, upload)
                 mutual = locality.looks_ahead(step, sequences)
-                parts.append(PagedPart(schedule, single, choice.matrix, mutual))
+                parts.append(PagedPart(schedule, single, choice.matrix, mutual, choice.few))
         if len(parts) == 1:
             return Plan(tuple(parts), None, self._decode_choice(keys[decoding]) if decoding.size else None)
         rows = [np.arange(starts[i], starts[i + 1]) for i in itertools.chain(*members.values())]
@@ -333,7 +334,7 @@ class MetalPool:
         variant = of_matrix or (self._decode if part.single_queries else self._tile)(group, *flags)
         if isinstance(variant, DecodeVariant):
             simdgroups = variant.threads // 32 * self.num_kv_heads * variant.head_tiles * schedule.num_items
-            variant = self._decode(group, *flags, by_head=simdgroups < FULL_DEVICE)
+            variant = self._decode(group, *flags, by_head=simdgroups < FULL_DEVICE, few=part.few)
         pool_keys, pool_values, last = self._arrays
         sinks = last if options.sinks is None else self._float_sinks(options.sinks)
         dtype, size = self.layout.dtype, self.layout.value_size

@@ -21,7 +21,7 @@ from mlxpaged.attention.kv_cache import LayerKVCache, resolve_backend
 from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.metadata import AttentionMetadata
 from mlxpaged.attention.qkv import Norm, Qkv, QkvShape, Rope, row_size
-from mlxpaged.attention.tuning import CHUNK_PARTITION, CONTIGUOUS, DEFAULT_TUNING, MATRIX, Choice, Tuning
+from mlxpaged.attention.tuning import CHUNK_PARTITION, CONTIGUOUS, DEFAULT_TUNING, FEW, MATRIX, Choice, Tuning
 from mlxpaged.attention.variants import DECODE_THREADS, FULL_DEVICE
 from mlxpaged.progress import ReportAmount
 
@@ -183,6 +183,14 @@ MATRIX_CASES: dict[str, Case] = {
 }
 """The cases of the matrix kernel. Metal works without it: no default needs it."""
 
+FEW_CASES: dict[str, Case] = {
+    "paged_decode, few heads": Case(CaseRun.many_sequences, Tuning(decode=FEW), latent=False),
+    "paged_decode, few heads of long contexts": Case(
+        CaseRun.long_contexts, Tuning(decode=replace(FEW, partition=2)), latent=False
+    ),
+}
+"""The cases of decoding with few heads for a threadgroup, if the tuner has chosen it."""
+
 NEEDED_CASES: dict[str, Case] = {
     "kv_write, paged_attention and paged_decode, overlapped steps": Case(CaseRun.overlapped_steps, PAGED, latent=False),
     "kv_write and latent_attention, overlapped steps": Case(CaseRun.overlapped_steps, PAGED, latent=True),
@@ -262,7 +270,7 @@ def cases_of(
 
 
 def run_case(shape: AttentionShape, case: str, backend: str) -> list[mx.array]:
-    steps, tuning, _ = CASES[case]
+    steps, tuning, _ = (CASES | FEW_CASES)[case]
     return steps(CaseRun(shape, backend, tuning))
 
 
@@ -332,8 +340,13 @@ def broken_fusions(shapes: Iterable[QkvShape]) -> Iterator[QkvShape]:
 
 
 def usable_tuning(shape: AttentionShape, tuning: Tuning) -> Tuning:
-    """The tuning, or if it chose the matrix kernel and that fails its cases, the tuning without it. The kernel is
-    compiled on return."""
+    """The tuning, or if it chose the matrix kernel or few heads, and that fails its cases, the tuning without it. The
+    kernels are compiled on return."""
+    if tuning.uses_few:
+        few = next((check for check in self_check([shape], cases=FEW_CASES) if check.problem is not None), None)
+        if few is not None:
+            logger.warning("decoding takes no fewer heads at once: %s (%s): %s", few.case, few.shape, few.problem)
+            tuning = tuning.without_few()
     checks = self_check([shape], cases=MATRIX_CASES) if tuning.uses_matrix else []
     failed = next((check for check in checks if check.problem is not None), None)
     if failed is None:

@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpaged.attention import tuning
+from mlxpaged.attention.gpu import has_fixed_registers
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import AttentionShape
 from mlxpaged.attention.matrix import choose_variant
@@ -31,6 +32,7 @@ from mlxpaged.attention.tuning import (
     parse_tuning,
 )
 from mlxpaged.attention.tuning_cache import Times, TuningCache
+from mlxpaged.attention.variants import may_spill
 from mlxpaged.progress import ReportAmount
 
 logger = logging.getLogger(__name__)
@@ -156,7 +158,7 @@ def workload_of(shape_class: ShapeClass, shape: AttentionShape, limits: Limits) 
 
 def candidates(shape_class: ShapeClass, shape: AttentionShape, workload: Workload) -> list[Choice]:
     """The choices to time, the default first. It skips a partition that makes as many ranges as an earlier one, and
-    choices that take too much memory, and the matrix kernel if it has no variant."""
+    choices that take too much memory, the matrix kernel if it has no variant, and few heads if more have registers."""
     longest, tokens = max(workload.context_lens), sum(workload.query_lens)
     copied = sum(workload.context_lens) * shape.layout.unquantized.bytes_per_token
     bytes_per_row = 4 * shape.num_query_heads * (shape.layout.value_size + 4)
@@ -165,7 +167,9 @@ def candidates(shape_class: ShapeClass, shape: AttentionShape, workload: Workloa
     found: list[Choice] = []
     ranges: set[int] = set()
     for choice in candidate_choices(shape_class):
-        if choice.matrix:
+        if choice.few:
+            fits = has_fixed_registers() and may_spill(shape.layout, group)
+        elif choice.matrix:
             fits = choose_variant(shape.layout, group) is not None
         elif choice.partition is None:
             fits = shape_class.queries > 1 or copied <= POOL_BYTES

@@ -66,14 +66,15 @@ MAX_PARTITION = 2**20
 class Choice:
     """A paged kernel with `partition` keys per threadgroup; 0: as many as `Ranges` says; None: MLX's own attention
     over a contiguous copy of each sequence's keys. matrix: the matrix kernel, for chunks; None: as many keys per
-    threadgroup as matrix.py says."""
+    threadgroup as matrix.py says. few: a threadgroup of the decode kernel serves half as many query heads."""
 
     partition: int | None
     matrix: bool = False
+    few: bool = False
 
     def __str__(self) -> str:
-        if self.matrix:
-            return "matrix"
+        if self.matrix or self.few:
+            return "matrix" if self.matrix else "few"
         return "contiguous" if self.partition is None else f"paged:{self.partition}" if self.partition else "paged"
 
     def num_ranges(self, keys: int, ranges: Ranges) -> int:
@@ -86,6 +87,7 @@ class Choice:
 CONTIGUOUS = Choice(None)
 MATRIX = Choice(None, matrix=True)
 BY_CONTEXT = Choice(0)
+FEW = Choice(0, few=True)
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ def candidate_choices(shape_class: ShapeClass) -> list[Choice]:
     """The choices that the tuner times for a class, the default first."""
     found = [default_choice(shape_class)]
     if shape_class.queries == 1:
-        found += map(Choice, DECODE_CANDIDATES)
+        found += [FEW, *map(Choice, DECODE_CANDIDATES)]
     else:
         found += map(Choice, SHORT_CHUNK_CANDIDATES if shape_class.queries == CHUNKS[0] else CHUNK_CANDIDATES)
     if shape_class.queries > 1 or shape_class.batch <= MAX_COPIED_SEQUENCES:
@@ -224,6 +226,15 @@ class Tuning:
     def uses_matrix(self) -> bool:
         return any(choice.matrix for _, choice in self.choices) or self.chunks == MATRIX
 
+    @property
+    def uses_few(self) -> bool:
+        return any(choice.few for _, choice in self.choices) or (self.decode is not None and self.decode.few)
+
+    def without_few(self) -> Tuning:
+        """The default in all places where the decode kernel with few heads was chosen."""
+        choices = tuple((entry, choice) for entry, choice in self.choices if not choice.few)
+        return Tuning(choices, None if self.decode is not None and self.decode.few else self.decode, self.chunks)
+
     def without_matrix(self) -> Tuning:
         """The default in all places where the matrix kernel was chosen."""
         choices = tuple((entry, choice) for entry, choice in self.choices if not choice.matrix)
@@ -240,15 +251,15 @@ AUTO = "auto"
 
 
 def parse_choice(text: str) -> Choice:
-    """Parses "contiguous", "matrix", "paged" or "paged:512". Raises ValueError for anything else."""
-    for choice in (CONTIGUOUS, MATRIX, BY_CONTEXT):
+    """Parses "contiguous", "matrix", "few", "paged" or "paged:512". Raises ValueError for anything else."""
+    for choice in (CONTIGUOUS, MATRIX, FEW, BY_CONTEXT):
         if text == str(choice):
             return choice
     match = re.fullmatch(r"paged:([0-9]{1,7})", text)
     if match and MIN_PARTITION <= int(match[1]) <= MAX_PARTITION:
         return Choice(int(match[1]))
     partitions = f"paged:N with N from {MIN_PARTITION} to {MAX_PARTITION} keys"
-    raise ValueError(f"must be auto, default, contiguous, matrix, paged or {partitions}, got {text!r}")
+    raise ValueError(f"must be auto, default, contiguous, matrix, few, paged or {partitions}, got {text!r}")
 
 
 def parse_tuning(text: str) -> Tuning | None:
@@ -264,6 +275,8 @@ def parse_tuning(text: str) -> Tuning | None:
     choice = parse_choice(text)
     if choice.matrix:
         return Tuning(decode=BY_CONTEXT, chunks=choice)
+    if choice.few:
+        return Tuning(decode=choice)
     if choice.partition is None:
         return Tuning(decode=choice, chunks=choice)
     return Tuning(decode=choice, chunks=Choice(max(choice.partition, CHUNK_PARTITION)))

@@ -37,6 +37,8 @@ MAX_SUMS = 64
 MAX_KEY_SIZE = 32 * MAX_KEY_FLOATS
 MAX_VALUE_SIZE = THREADS * VECTOR
 
+LARGE_HEAD = 512
+
 ROWS = 32
 """Most rows (query tokens x heads) of a tile. Their outputs are in its registers, 32 to 64 per thread."""
 
@@ -296,14 +298,23 @@ def choose_tile(
         rows //= 2
 
 
-def choose_decode(layout: KVLayout, group: int, *flags: bool, by_head: bool = False) -> Variant:
+def choose_decode(layout: KVLayout, group: int, *flags: bool, by_head: bool = False, few: bool = False) -> Variant:
     """The decode kernel with as many heads of a group as fit the registers of a simdgroup, else tiles of one token.
-    flags: the last fields of a TileVariant. by_head: if it is the decode kernel, a threadgroup serves one head."""
+    flags: the last fields of a TileVariant. by_head: if it is the decode kernel, a threadgroup serves one head. few: it
+    serves half as many as fit."""
     for head_tiles in range(1, MOST_HEAD_TILES + 1) if not layout.latent else ():
         variant = DecodeVariant(layout, group, group // head_tiles, *flags[:3])
         if group % head_tiles == 0 and variant.fits:
-            return replace(variant, heads=1) if by_head else variant
+            heads = 1 if by_head else variant.heads // 2 if few and variant.heads % 2 == 0 else variant.heads
+            return replace(variant, heads=heads)
     return choose_tile(layout, group, *flags, single_queries=True)
+
+
+def may_spill(layout: KVLayout, group: int) -> bool:
+    """Whether the decode kernel has so many sums that a thread of 128 registers may keep some of them in memory. By the
+    allocation of a stand-in, that is so at head size 512 alone: 184 bytes with four heads, 48 with two."""
+    variant = choose_decode(layout, group)
+    return isinstance(variant, DecodeVariant) and layout.value_size >= LARGE_HEAD and variant.heads >= 4
 
 
 def choose_latent(layout: KVLayout, group: int, *flags: bool, single_queries: bool) -> LatentVariant:

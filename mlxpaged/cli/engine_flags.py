@@ -87,8 +87,8 @@ def add_engine_flags(groups: flags.Flags) -> None:
     attention = groups.group("attention", DEFAULTS)
     attention.field("--attention-backend", flags.one_of(*BACKENDS), ", ".join(BACKENDS))
     choices = (
-        "auto: as `mlxpaged doctor` has measured; default, contiguous, matrix, paged, or paged:N for N keys per "
-        "threadgroup"
+        "auto: as `mlxpaged doctor` has measured; default, contiguous, matrix, few, paged, or paged:N for N keys "
+        "per threadgroup"
     )
     attention.field("--attention-tuning", tuning, choices)
     add_retune(attention)

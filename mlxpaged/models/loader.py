@@ -13,11 +13,12 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.utils import get_total_parameters
 
+from mlxpaged.attention.gpu import gpu_generation
 from mlxpaged.cpu.float32 import UNCHANGED, Choice, Storage
 from mlxpaged.cpu.optimize import optimize_for_cpu, prepare_first_load
 from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.models.adapters.adapters import Adapters, check_files
-from mlxpaged.models.checks.half_type import HALF_TYPES, NAMES, gpu_generation, recast_if_equal, target_of
+from mlxpaged.models.checks.half_type import HALF_TYPES, NAMES, recast_if_equal, target_of
 from mlxpaged.models.checks.quantized_kv import choose_quantization
 from mlxpaged.models.drafts.draft_assistant import Assistant
 from mlxpaged.models.drafts.draft_head import Mtp, load_mtp

@@ -9,11 +9,12 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxpaged.attention.gpu import gpu_generation
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models import loader
 from mlxpaged.models.checks import half_type
-from mlxpaged.models.checks.half_type import gpu_generation, target_of
+from mlxpaged.models.checks.half_type import target_of
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
 from tests.models.architectures import make_architecture

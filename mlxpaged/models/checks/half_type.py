@@ -8,7 +8,6 @@ at 65,504. So the largest numbers of a prompt are looked at before, and its logi
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlxpaged.attention.gpu import M1, M2
 from mlxpaged.models.checks.reference import (
     differences,
     forward,
@@ -35,8 +35,7 @@ logger = logging.getLogger(__name__)
 HALF_TYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
 NAMES = {dtype: name for name, dtype in HALF_TYPES.items()}
 
-WITHOUT_BFLOAT16 = (13, 14)
-"""Generations of Apple's GPUs: M1 and M2."""
+WITHOUT_BFLOAT16 = (M1, M2)
 
 MOST_NUMBER = {mx.float16: 65504.0, mx.bfloat16: 3.3e38}
 HEADROOM = 4.0
@@ -59,14 +58,6 @@ class Trial:
     dtype: mx.Dtype
     largest: float
     rounding: float
-
-
-def gpu_generation() -> int | None:
-    """The generation of Apple's GPUs, as 13 for M1; None on other devices."""
-    if not mx.metal.is_available() or mx.default_device() == mx.Device(mx.cpu):
-        return None
-    found = re.match(r"applegpu_g(\d+)", str(mx.device_info().get("architecture", "")))
-    return int(found[1]) if found else None
 
 
 def target_of(wanted: str, dtype: str, generation: int | None) -> mx.Dtype | None:
