@@ -277,30 +277,27 @@ for drafts, overlaps in (("off", False), ("ngram", False), ("off", True), ("ngra
     while core.has_work():
         outputs += core.step()
     assert outputs[-1].num_output_tokens < 60, "the loop was not ended"
-    assert outputs[-1].finish_reason.value == "stop"
+    assert (outputs[-1].finish_reason.value, outputs[-1].stop_cause) == ("stop", "one token")
     assert sum(len(output.token_ids) for output in outputs) == outputs[-1].num_output_tokens, "tokens are lost"
 """,
         {
             "engine/parts.py": (
-                before("    yield GrowthWait(", "    yield LoopEnd(requests)\n"),
-                before(
-                    "from mlxpaged.parts.drafting.network_drafters", "from mlxpaged.parts.loop_end import LoopEnd\n"
-                ),
+                before("    yield GrowthWait(", "    yield OneToken(requests)\n"),
+                before("from mlxpaged.parts.ranks.ranks", "from mlxpaged.parts.one_token import OneToken\n"),
             ),
         },
         {
-            "parts/loop_end.py": '''
+            "parts/one_token.py": '''
 """Ends answers that repeat one token: an example of a part."""
 
 from mlxpaged.core.engine.in_flight import InFlightStep
 from mlxpaged.core.engine.part import Need, Part
 from mlxpaged.core.engine.request_table import RequestTable
-from mlxpaged.core.scheduling.sequence import FinishReason
 
 MOST = 20
 
 
-class LoopEnd(Part):
+class OneToken(Part):
     """It ends answers before a step: all tokens that are known have become text then."""
 
     def __init__(self, requests: RequestTable) -> None:
@@ -311,7 +308,7 @@ class LoopEnd(Part):
             sequence = running.sequence
             answer = sequence.token_ids[sequence.num_prompt_tokens : sequence.num_known_tokens]
             if len(answer) >= MOST and len(set(answer[-MOST:])) == 1:
-                self._requests.outputs.append(self._requests.end(sequence_id, FinishReason.STOP, None))
+                self._requests.outputs.append(self._requests.complete(sequence_id, "one token"))
         return Need.NOTHING
 '''
         },

@@ -103,9 +103,10 @@ class Server:
             opened.count(len(output.token_ids))
         if output.finish_reason is not None:
             logger.info(
-                "%s finish_reason=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d seconds=%.3f",
+                "%s finish_reason=%s%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d seconds=%.3f",
                 request.request_id,
                 output.finish_reason.value,
+                "" if output.stop_cause is None else f" ({output.stop_cause})",
                 len(request.prompt_token_ids),
                 output.num_cached_tokens,
                 output.num_output_tokens,

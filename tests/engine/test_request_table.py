@@ -8,11 +8,13 @@ import pytest
 
 from mlxpaged.core.engine.core import EngineCore
 from mlxpaged.core.engine.part import Part
-from mlxpaged.core.engine.request import EndedRequest, Request
+from mlxpaged.core.engine.request import EndedRequest, Request, RequestOutput
 from mlxpaged.core.engine.request_table import WEIGHTS, RequestTable
 from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.core.scheduling.sequence import FinishReason, Priority, Sequence, SequenceStatus
-from tests.engine.llama import core, served, submit
+from mlxpaged.models.loader import ServedModel
+from tests.engine.llama import PROMPTS, core, make_core, run, served, submit
+from tests.support import run_requests
 
 __all__ = ["core", "served"]
 
@@ -106,3 +108,43 @@ def test_a_request_that_a_part_refuses_leaves_nothing_behind(core: EngineCore) -
     assert not table.by_sequence
     assert not core.scheduler.sequences
     assert table.abort("a") == []
+
+
+@pytest.mark.usefixtures("overlaps")
+@pytest.mark.parametrize("holds", ["a stop string", "half a character"])
+def test_a_completed_answer_has_the_text_that_was_held_back(served: ServedModel, holds: str) -> None:
+    [whole] = run_requests(make_core(served), [PROMPTS[3]], max_tokens=24)
+    num_held = 0
+    for length in range(1, 24):
+        text = served.tokenizer.decode(whole[:length])
+        stop = (text[-1:] + "\0",) if holds == "a stop string" else ()
+        core = make_core(served)
+        submit(core, "a", PROMPTS[3], max_tokens=24, stop=stop, logprobs=0)
+        outputs: list[RequestOutput] = []
+        while sum(len(each.token_ids) for each in outputs) < length:
+            outputs += core.step()
+        [sequence_id] = core.requests.by_sequence
+        num_held += "".join(each.text for each in outputs) != text
+        outputs.append(core.requests.complete(sequence_id, "tiredness; hours=9"))
+        assert "".join(each.text for each in outputs) == text
+        assert [each.token_id for output in outputs for each in output.logprobs] == whole[:length]
+        assert (outputs[-1].finish_reason, outputs[-1].error) == (FinishReason.STOP, None)
+        assert (outputs[-1].stop_cause, outputs[-1].num_output_tokens) == ("tiredness; hours=9", length)
+        run(core)
+        assert core.scheduler.pool.usage().used == 0
+    assert num_held, "some text was held back"
+
+
+def test_a_stop_string_in_the_text_that_was_held_back_is_the_reason_itself(served: ServedModel) -> None:
+    """Half a character is the replacement character at the end of an answer, and a stop string may have that."""
+    [whole] = run_requests(make_core(served), [PROMPTS[3]], max_tokens=24)
+    length = next(i for i in range(1, 24) if "\ufffd" in served.tokenizer.decode(whole[:i]))
+    core = make_core(served)
+    submit(core, "a", PROMPTS[3], max_tokens=24, stop=("\ufffd",))
+    outputs: list[RequestOutput] = []
+    while len(outputs) < length:
+        outputs += core.step()
+    [sequence_id] = core.requests.by_sequence
+    outputs.append(core.requests.complete(sequence_id, "tiredness"))
+    assert (outputs[-1].stop_string, outputs[-1].stop_cause) == ("\ufffd", None)
+    assert "".join(each.text for each in outputs) == served.tokenizer.decode(whole[:length]).partition("\ufffd")[0]

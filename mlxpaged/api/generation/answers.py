@@ -37,6 +37,8 @@ Counts = tuple[int, int, int, int]
 """Tokens that were cached, made, drafted, and accepted of those."""
 NOTHING: Counts = (0, 0, 0, 0)
 
+STOP_CAUSE_HEADER = "X-Mlxpaged-Stop-Cause"
+
 MANY_LOGPROBS, MANY_UPDATES = 1000, 4000
 """The most that is rendered on the event loop at a time: 2 to 4 ms of work."""
 
@@ -132,7 +134,7 @@ class Answers:
             deltas = parser.feed(output.text)
             thinking |= parser.thinks
             if output.finish_reason is not None:
-                deltas += parser.finish(is_cut=output.finish_reason is FinishReason.LENGTH)
+                deltas += parser.finish(output.finish_reason is FinishReason.LENGTH or output.stop_cause is not None)
             num_calls = parser.calls_made
         if thinking:
             self._thinking_tokens += len(output.token_ids)
@@ -140,7 +142,7 @@ class Answers:
             reason, stop_string = output.finish_reason.value, output.stop_string
             if parser is not None and parser.is_done:  # it ended with its only call, whatever ended the rest
                 reason, stop_string = "stop", None
-            finish = Finish(reason, stop_string, num_calls, output.timeline)
+            finish = Finish(reason, stop_string, num_calls, output.timeline, output.stop_cause)
             self._timelines[choice] = output.timeline
         if output.prompt_logprobs is not None and self._prompts.echoes:
             deltas.insert(0, Text(self._echo(choice)))
@@ -246,10 +248,24 @@ class Answer:
 
 def timeline_field(timelines: Sequence[Timeline | None]) -> dict[str, Any]:
     """Returns {"timeline": an object, or a list of them for several choices}, or {} if none was recorded."""
-    objects = [dataclasses.asdict(timeline) for timeline in timelines if timeline is not None]
+    objects = [shown(timeline) for timeline in timelines if timeline is not None]
     if not objects:
         return {}
     return {"timeline": objects[0] if len(objects) == 1 else objects}
+
+
+def shown(timeline: Timeline) -> dict[str, Any]:
+    """Returns its fields. Only an answer that was stopped has a cause of that."""
+    return {name: value for name, value in dataclasses.asdict(timeline).items() if value is not None}
+
+
+def stop_causes(answers: Sequence[Answer]) -> dict[str, str]:
+    """Returns the header that says why the server has stopped answers whose model would have gone on: a list of causes
+    with parameters (RFC 8941). It says which choice was stopped if there are several."""
+    causes = [(index, answer.finish.stop_cause) for index, answer in enumerate(answers)]
+    many = len(answers) > 1
+    found = [cause + (f"; choice={index}" if many else "") for index, cause in causes if cause is not None]
+    return {STOP_CAUSE_HEADER: ", ".join(found)} if found else {}
 
 
 def progress_field(progress: PromptProgress) -> dict[str, Any]:
@@ -335,7 +351,8 @@ async def reply(answers: Answers, renderer: Renderer, stream: bool) -> Response:
         return to_json(renderer.whole(collected))
 
     large = renderer.repeats_much or are_large([update for answer in collected for update in answer.updates])
-    return Response(await answers.render(body) if large else body(), media_type=JSONResponse.media_type)
+    content = await answers.render(body) if large else body()
+    return Response(content, headers=stop_causes(collected), media_type=JSONResponse.media_type)
 
 
 async def events(answers: Answers, renderer: Renderer) -> AsyncGenerator[str, None]:

@@ -16,12 +16,13 @@ __all__ = ["Delta", "Finish", "Part", "Text", "Thinking", "ToolCall", "Update", 
 @dataclass(frozen=True)
 class Finish:
     """Says why an answer ended. reason: "stop" or "length". stop_string: the one that ended it, if any. num_calls: the
-    number of complete calls."""
+    number of complete calls. stop_cause: as in RequestOutput."""
 
     reason: str
     stop_string: str | None = None
     num_calls: int = 0
     timeline: Timeline | None = None
+    stop_cause: str | None = None
 
 
 class Update(NamedTuple):

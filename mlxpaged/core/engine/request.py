@@ -36,10 +36,11 @@ class RequestOutput(NamedTuple):
 
     finish_reason is set on the last output of a request, together with `error` if the answer is not complete and
     `timeline` if the request asked for one. num_output_tokens counts all tokens so far, including the one that ended
-    the answer. stop_string: the one that ended the answer. prompt_logprobs: set on the first output if the request
-    asked for them; incomplete if `error` is set. num_drafted, num_accepted: draft tokens so far that were verified, and
-    those of them that are tokens of the answer. It is a NamedTuple because there is one for every token: making it
-    takes less than half the time of a frozen dataclass.
+    the answer. stop_string: the one that ended the answer. stop_cause: what a part has found in the answer, if that
+    ended it, as the value of a header: a name, and parameters after it. prompt_logprobs: set on the first output if the
+    request asked for them; incomplete if `error` is set. num_drafted, num_accepted: draft tokens so far that were
+    verified, and those of them that are tokens of the answer. It is a NamedTuple because there is one for every token:
+    making it takes less than half the time of a frozen dataclass.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class RequestOutput(NamedTuple):
     error: str | None = None
     timeline: Timeline | None = None
     stop_string: str | None = None
+    stop_cause: str | None = None
     prompt_logprobs: PromptLogprobs | None = None
     num_drafted: int = 0
     num_accepted: int = 0

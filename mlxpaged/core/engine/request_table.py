@@ -155,6 +155,15 @@ class RequestTable:
         self._scheduler.finish(sequence_id, reason)
         return self._last_output(self.by_sequence[sequence_id], error)
 
+    def complete(self, sequence_id: int, cause: str) -> RequestOutput:
+        """End an answer as complete, although its model would have gone on. All of its known tokens must have become
+        text. Returns its last output, with the text that was held back. cause: as in RequestOutput."""
+        running = self.by_sequence[sequence_id]
+        output = running.complete(self._clock(), cause)
+        self._scheduler.finish(sequence_id, FinishReason.STOP)
+        self._release(running)
+        return output
+
     def end_held(self, sequence: Sequence, reason: FinishReason, error: str) -> None:
         """End a request that has not run yet, with an error."""
         self.outputs.append(self.end(sequence.sequence_id, reason, error))

@@ -20,7 +20,8 @@ from mlxpaged.models.text.tokenizer import Tokenizer
 class RunningRequest:
     """A request inside the engine: its sequence and the state of its text.
 
-    `advance` alone decides whether an answer ends: by a stop token, max_tokens, its grammar, or a stop string.
+    `advance` decides whether an answer ends: by a stop token, max_tokens, its grammar, or a stop string. What else ends
+    one as complete calls `complete`.
     parent: of a fork. prompt_logprobs: if it asked for them. Steps fill them, and the first output takes them. Those of
     a fork are its parent's, whose prompt is complete before the fork runs.
     """
@@ -46,6 +47,7 @@ class RunningRequest:
         form = request.params.answer_form if request.params.stop else None
         self.stop = AnswerStop(request.params.stop, None if form is None else form.parser(tokenizer.tags))
         self.num_tokens = 0  # of the answer, as text
+        self.stop_cause: str | None = None  # as in RequestOutput
         self.num_drafted = self.num_accepted = 0  # draft tokens that were verified, and those that were sampled
         self.made_chars = 0  # characters of the answer so far, including those that are held back
         self.sent_chars = 0
@@ -114,16 +116,32 @@ class RunningRequest:
         if sampled.logprobs is not None:
             self.held_logprobs.append((sampled.logprobs, self.made_chars, self.made_chars + len(piece)))
         self.made_chars += len(piece)
-        too_short = self.num_tokens < self.request.params.min_tokens
-        text, stopped = self.stop.feed(piece, counts=not too_short)
-        if not stopped and reason is not None:
-            rest, stopped = self.stop.finish(is_cut=reason is FinishReason.LENGTH)
-            text += rest
+        text, stopped = self._to_send(piece, reason is not None, is_cut=reason is FinishReason.LENGTH)
         if stopped:
             reason = FinishReason.STOP
-        self.sent_chars += len(text)
         logprobs = self._release_logprobs(reason, stopped) if self.held_logprobs else ()
         return self.output(now, reason, text=text, token_ids=(sampled.token_id,), logprobs=logprobs)
+
+    def complete(self, now: float, cause: str) -> RequestOutput:
+        """End the answer here, although the model would have gone on. The output has the text that was held back, for
+        the rest of a character or of a stop string. cause: as in RequestOutput."""
+        piece = self.detokenizer.finish()
+        self.made_chars += len(piece)
+        text, stopped = self._to_send(piece, ends=True, is_cut=True)
+        self.stop_cause = None if stopped else cause
+        logprobs = self._release_logprobs(FinishReason.STOP, stopped)
+        return self.output(now, FinishReason.STOP, text=text, logprobs=logprobs)
+
+    def _to_send(self, piece: str, ends: bool, is_cut: bool) -> tuple[str, bool]:
+        """Returns the text to send after a piece of text, and whether a stop string was found in it. ends: whether the
+        answer ends with the piece. is_cut: whether the model would have gone on."""
+        counts = self.num_tokens >= self.request.params.min_tokens
+        text, stopped = self.stop.feed(piece, counts)
+        if ends and not stopped:
+            rest, stopped = self.stop.finish(is_cut)
+            text += rest
+        self.sent_chars += len(text)
+        return text, stopped
 
     def resume(self, token_ids: ListOf[int], now: float) -> None:
         """Go on after these tokens of the answer, whose text was sent before."""
@@ -167,8 +185,9 @@ class RunningRequest:
             num_output_tokens=self.num_tokens,
             finish_reason=reason,
             error=error,
-            timeline=self.timeline.finish(now) if self.timeline is not None and reason is not None else None,
+            timeline=None if self.timeline is None or reason is None else self.timeline.finish(now, self.stop_cause),
             stop_string=self.stop.found,
+            stop_cause=self.stop_cause,
             prompt_logprobs=prompt_logprobs,
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted - max(0, left - 1),

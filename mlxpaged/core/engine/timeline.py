@@ -23,7 +23,8 @@ class Timeline:
     """The four phases add up to total_seconds, from arrival to the last token.
 
     cached_tokens + sum(prompt_chunks) is the prompt's length: cached tokens may also be found while the request runs.
-    recomputed_tokens: computed again after a preemption. steps: the number of its forward passes.
+    recomputed_tokens: computed again after a preemption. steps: the number of its forward passes. stop_cause: as in
+    RequestOutput.
     """
 
     total_seconds: float
@@ -38,6 +39,7 @@ class Timeline:
     preemptions: int
     swaps_out: int
     swaps_in: int
+    stop_cause: str | None = None
 
 
 class TimelineRecorder:
@@ -86,7 +88,7 @@ class TimelineRecorder:
         if self._phase is Phase.PREFILL:
             self._enter(Phase.DECODE, now)
 
-    def finish(self, now: float) -> Timeline:
+    def finish(self, now: float, stop_cause: str | None = None) -> Timeline:
         self._enter(self._phase, now)
         sequence, seconds = self._sequence, self._seconds
         return Timeline(
@@ -102,4 +104,5 @@ class TimelineRecorder:
             preemptions=sequence.num_preemptions,
             swaps_out=sequence.kv.num_swaps_out,
             swaps_in=sequence.kv.num_swaps_in,
+            stop_cause=stop_cause,
         )
