@@ -31,6 +31,9 @@ SPECULATIVE = ("off", "auto", "ngram", "mtp", "draft")
 KV_CACHE_DTYPES = ("auto", "int8", "int4")
 """auto: the model's type. int4: 4-bit values with 8-bit keys."""
 
+END_LOOPS = ("auto", "on", "off")
+"""Requests that do not say it themselves. auto: those with tools."""
+
 CPU_DTYPES = ("auto", "float32", "model")
 """auto: float32 if the memory has room for the weights. model: the type of the checkpoint, as on a GPU."""
 
@@ -92,6 +95,7 @@ class EngineConfig:
     request_timeout: float | None = None  # seconds for the whole answer, for requests that set no timeout
     ttft_timeout: float | None = None  # seconds for the first token, for requests that set no timeout
     close_thoughts: bool = False  # whether an end token in a thought closes the thought, and the answer begins
+    end_loops: str = "auto"  # one of END_LOOPS: whose answers end if they repeat themselves
     timelines: bool = False  # whether every answer has a timeline, also if the request does not ask for it
 
     attention_backend: str = "auto"  # "auto", "metal", "gather" or "cpu"
@@ -126,6 +130,8 @@ class EngineConfig:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             known = ", ".join(KV_CACHE_DTYPES)
             raise ValueError(f"kv_cache_dtype must be one of {known}, got {self.kv_cache_dtype!r}")
+        if self.end_loops not in END_LOOPS:
+            raise ValueError(f"end_loops must be one of {', '.join(END_LOOPS)}, got {self.end_loops!r}")
         if self.cpu_dtype not in CPU_DTYPES:
             raise ValueError(f"cpu_dtype must be one of {', '.join(CPU_DTYPES)}, got {self.cpu_dtype!r}")
         if self.dtype not in DTYPES:

@@ -18,6 +18,7 @@ from mlxpaged.parts.disk.disk_tier import NO_TIER
 from mlxpaged.parts.drafting.draft_stats import DRAFTERS, NO_DRAFTS
 from mlxpaged.parts.embeddings.embedder import NO_EMBEDDINGS
 from mlxpaged.parts.images.image_encoder import NO_IMAGES
+from mlxpaged.parts.repetition.loop_end import NO_LOOPS
 from mlxpaged.registry.model import Model, ModelState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -76,6 +77,8 @@ COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ),
     ("prompt_tokens", "Prompt tokens of admitted requests", lambda stats: stats.scheduler.prompt_tokens_total),
     ("generated_tokens", "Tokens generated", lambda stats: stats.generated_tokens_total),
+    ("loops_ended", "Answers ended because they repeated themselves", lambda stats: stats.of(NO_LOOPS).ended_total),
+    ("loop_tokens", "Tokens of the repetitions by which answers ended", lambda stats: stats.of(NO_LOOPS).tokens_total),
     ("preemptions", "Sequences preempted", lambda stats: stats.scheduler.preemptions_total),
     (
         "starvation_admissions",

@@ -29,7 +29,7 @@ from mlxpaged.cli.logs import set_up
 from mlxpaged.cli.parser import heavy_imports
 from mlxpaged.cli.running_servers import registered
 from mlxpaged.cli.service.manager import SERVICE_DIRECTORY, SERVICE_VARIABLE
-from mlxpaged.engine_config import KV_CACHE_DTYPES
+from mlxpaged.engine_config import END_LOOPS, KV_CACHE_DTYPES
 from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.models.files.generation_config import LIMITS
 from mlxpaged.models.sources.short_names import without_address
@@ -147,6 +147,8 @@ def add_parser(commands: Any) -> None:
     requests.field("--ttft-timeout", timeout, f"time for the first token, {limit}", "0")
     requests.switch("--strict", "refuse unknown fields and hints in requests, which are ignored otherwise")
     requests.switch("--close-thoughts", "if a model ends within its thought, close the thought and begin the answer")
+    ended = "auto: if a request has tools, end its answer once it only repeats itself; on: of any request; off"
+    requests.field("--end-loops", flags.one_of(*END_LOOPS), ended)
     requests.switch("--timelines", "add the times of waiting, prefill and decoding to every answer")
     kept = "directory for /v1/files and /v1/batches; 0: both are off"
     requests.value("--data-dir", flags.or_zero(flags.path, None), None, kept, "0")

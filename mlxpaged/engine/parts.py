@@ -33,6 +33,7 @@ from mlxpaged.parts.memory.step_memory import bytes_per_key
 from mlxpaged.parts.owner.duty_cycle import DutyCycle
 from mlxpaged.parts.owner.sensors import sensors_here
 from mlxpaged.parts.ranks.ranks import Ranks
+from mlxpaged.parts.repetition.loop_end import LoopEnd
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +62,10 @@ def parts_of(assembly: Assembly, parts: Sequence[Part]) -> Iterator[Part]:
     """In the order in which they are asked. parts: the list that they come into.
 
     A pause comes before all that a step needs. The pools grow and shrink next, so that a step has what it asked for.
-    Requests that have waited too long for memory end next: nothing is prepared for them. Images that a prefix covers
-    are not encoded, so the encoder comes after the tier. Drafts follow known tokens, so they come after it: the encoder
-    may have ended the step in flight. How long the next step may be is decided last, by the memory that is free then.
+    Requests that have waited too long for memory end next, and answers that only repeat themselves: nothing is prepared
+    for them. Images that a prefix covers are not encoded, so the encoder comes after the tier. Drafts follow known
+    tokens, so they come after it: the encoder may have ended the step in flight. How long the next step may be is
+    decided last, by the memory that is free then.
     """
     if assembly.config.duty_cycle < 1:
         yield from duty_cycle_of(assembly)
@@ -71,6 +73,7 @@ def parts_of(assembly: Assembly, parts: Sequence[Part]) -> Iterator[Part]:
     bytes_of = sizes.bytes_per_block, sizes.step_bytes
     yield PoolResizer(scheduler, assembly.executor.runner, *bytes_of, clock, assembly.pressure, parts)
     yield GrowthWait(scheduler, requests, clock)
+    yield LoopEnd(requests, assembly.executor.served.tokenizer, assembly.config.end_loops)
     if assembly.store is not None:
         yield tier_of(assembly, assembly.store)
     runner, sampler, images = assembly.executor.runner, assembly.executor.sampler, assembly.executor.images

@@ -18,13 +18,14 @@ from tests.support import RunningServer
 
 THOUGHT = "They ask for 2 < 3. Simple."
 CLOCK_CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+LONG = " ".join(map(str, range(100, 190)))
 SCRIPT = {
     "Rome?": f"<think>I need the weather.</think>\n{CALL}",
     "21 degrees": "It is 21 degrees in Rome.",
     "Both?": f"I ask both.\n{CALL}\n{CLOCK_CALL}",
     "Broken?": 'I try. <tool_call>\n{"name": "weather", "arguments": {"city": ]}\n</tool_call>',
     "Why?": f"<think>\n{THOUGHT}\n</think>\n\nBecause.",
-    "Long?": f"<think>{'so ' * 90}</think>Yes.",
+    "Long?": f"<think>{LONG}</think>Yes.",
     "<think>\n\n</think>": "At once.",
     "Time?": '<tool_call>\n{"name": "time__now", "arguments": {}}\n</tool_call>',
     "noon": "It is noon.",
@@ -266,7 +267,7 @@ def test_usage_tells_thinking_and_what_was_cached(client: OpenAI) -> None:
 
 def test_effort_limits_or_forbids_thinking(client: OpenAI) -> None:
     short = client.responses.create(**question("Long?", tools=[], reasoning={"effort": "minimal", "summary": "auto"}))
-    assert short.output[0].content[0].text == ("so " * 90)[:256].rstrip()  # type: ignore[union-attr, index]
+    assert short.output[0].content[0].text == LONG[:256].rstrip()  # type: ignore[union-attr, index]
     assert (short.reasoning.effort, short.reasoning.summary) == ("minimal", None)  # type: ignore[union-attr]
     none = client.responses.create(**question("Why?", tools=[], reasoning={"effort": "none"}))
     assert (none.output_text, [item.type for item in none.output]) == ("At once.", ["message"])

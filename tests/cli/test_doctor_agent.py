@@ -99,7 +99,7 @@ def test_each_task_can_fail_and_the_report_shows_what_the_model_wrote(
 
 @pytest.mark.more
 def test_a_model_without_thinking_skips_these_tasks_and_says_so(tmp_path: Path, run: Callable[..., Result]) -> None:
-    script = right("mistral") | {TASKS[0].prompt: "I do not know." * 200}
+    script = right("mistral") | {TASKS[0].prompt: "I do not know" + " ".join(map(str, range(400)))}
     with scripted_server(tmp_path, "mistral", script, context_length=16384, plain=()) as server:
         result = run("doctor", "--agent", "--url", server.url, "--model", "scripted")
     assert "  thinking off       skipped: the model does not think\n" in result.stdout

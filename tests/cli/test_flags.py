@@ -51,6 +51,7 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     ("--max-step-ms", "0", "12.5", "max_step_ms", 0.0, 12.5),
     ("--speculative", "ngram", "off", "speculative", "ngram", "off"),
     ("--speculative", "mtp", "auto", "speculative", "mtp", "auto"),
+    ("--end-loops", "ON", "off", "end_loops", "on", "off"),
     ("--max-queue", "0", "5", "max_queue", 0, 5),
     ("--attention-backend", "gather", "auto", "attention_backend", "gather", "auto"),
     ("--attention-tuning", "paged:256", "CONTIGUOUS", "attention_tuning", "paged:256", "contiguous"),

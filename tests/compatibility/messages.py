@@ -102,4 +102,5 @@ TABLE: tuple[Claim, ...] = (
     honoured("output_config", {"format": {"type": "json_schema", "schema": {"type": "integer"}}}),
     label("metadata", {"user_id": "u"}),
     honoured("service_tier", "auto"),
+    shared.LOOPS,
 )

@@ -36,6 +36,7 @@ GENERATING: tuple[Claim, ...] = (
     options({"temperature": 0, "top_k": 5, "top_p": 0.9, "min_p": 0.1}, "the defaults are this server's"),
     options({"seed": 1, "stop": ["a"]}, "a `seed` below 0 is random; `num_predict` below 1 is no limit"),
     options({"repeat_penalty": 1.1, "repeat_last_n": 64}, "by default the penalty is for all tokens"),
+    options({"end_loops": True}, "ours: whether an answer ends that [only repeats itself](api.md#loops)"),
     options({"presence_penalty": 0.5, "frequency_penalty": 0.5}, "they count the whole answer"),
     hint("num_ctx", 4096, "the context is that of the model, or `--max-model-len`"),
     hint("num_keep", 4, "the context is not shifted"),

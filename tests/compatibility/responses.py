@@ -99,6 +99,7 @@ TABLE: tuple[Claim, ...] = (
     honoured("service_tier", "flex", "low priority"),
     *shared.DEADLINES,
     shared.PROGRESS,
+    shared.LOOPS,
     label("metadata", {"a": "b"}, "returned with the response"),
     label("client_metadata", {"a": "b"}, "Codex sends it"),
     label("user", "u"),

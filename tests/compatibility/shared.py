@@ -14,6 +14,8 @@ DEADLINES: tuple[Claim, ...] = (
     honoured("ttft_timeout", 60),
 )
 
+LOOPS = honoured("end_loops", True, "ours: whether an answer ends that [only repeats itself](api.md#loops)")
+
 PROGRESS = honoured("return_progress", True, "llama.cpp's; [a silent stream](api.md#streams) has data", stream=True)
 
 PROMPT_LOGPROBS: tuple[Claim, ...] = (
@@ -51,6 +53,7 @@ SAMPLING: tuple[Claim, ...] = (
     honoured("stop", ["a", "b"], "a string, or up to 16; an empty string is none"),
     honoured("stop_token_ids", [20]),
     honoured("ignore_eos", True),
+    LOOPS,
     honoured("speculative", False, "ours: `false`, `true` or the most draft tokens of a step, up to 8"),
     honoured("n", 2, "up to 16"),
     honoured("stream", True),
@@ -84,6 +87,7 @@ HINTS: tuple[Claim, ...] = (
     ignored("num_batch", 512, LOADED),
     ignored("draft_model", "d", "it would only make the answer faster"),
     ignored("num_draft_tokens", 3, "it would only make the answer faster"),
+    ignored("repetition_detection", {"max_pattern_size": 20, "min_count": 4}, "vLLM's; use `end_loops`"),
     ignored("priority", 1, "use `service_tier`"),
     ignored("request_id", "r", "use the header `X-Request-Id`"),
     ignored("mirostat_tau", 5, PART_OF_MIROSTAT),

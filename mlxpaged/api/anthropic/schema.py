@@ -252,6 +252,7 @@ class MessagesRequest(CountTokensRequest):
     top_p: TopP = None
     metadata: Metadata | None = None
     service_tier: Annotated[Literal["auto", "standard_only"] | None, hint("service_tier")] = None
+    end_loops: bool | None = None  # ours
 
     @model_validator(mode="after")
     def _thinking_leaves_room(self) -> MessagesRequest:

@@ -42,6 +42,7 @@ class Options(Body):
     repeat_last_n: Annotated[Annotated[int, Field(ge=-1, lt=2**31)] | None, AfterValidator(context_size)] = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
+    end_loops: bool | None = None  # ours
 
 
 def duration(given: Any) -> Any:

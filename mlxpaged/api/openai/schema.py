@@ -92,6 +92,7 @@ class RequestFields(Body):
     timeout: Seconds | None = None
     ttft_timeout: Seconds | None = None
     return_progress: bool | None = None  # llama.cpp's
+    end_loops: bool | None = None  # ours
 
 
 class SamplingFields(RequestFields, StructuredFields):

@@ -41,6 +41,7 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     min_tokens: int = 0  # tokens before a stop token or a stop string may end the answer
+    end_loops: bool | None = None  # whether an answer ends that repeats itself; None: as the server is set
     # An answer with a constraint ends when nothing can follow, even with ignore_eos or min_tokens.
     constraint: Constraint | StructuredOutput | None = None
     # What divides the answer: then stop strings hold for its text, not for its thoughts and calls.

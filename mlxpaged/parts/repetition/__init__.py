@@ -1,0 +1,1 @@
+"""Ends answers that repeat themselves."""
