@@ -12,6 +12,7 @@ from mlxpaged.core.blocks.block_pool import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_
 from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.core.scheduling.config import SchedulerConfig
 from mlxpaged.core.scheduling.sequence import Priority
+from mlxpaged.core.text.thinking_limit import ThinkingLimit
 from mlxpaged.formats import FORMATS
 from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.models.files.generation_config import LIMITS
@@ -94,6 +95,7 @@ class EngineConfig:
     default_frequency_penalty: float | None = None
     request_timeout: float | None = None  # seconds for the whole answer, for requests that set no timeout
     ttft_timeout: float | None = None  # seconds for the first token, for requests that set no timeout
+    thinking_limit: ThinkingLimit | None = None  # of all requests, whatever they ask for
     close_thoughts: bool = False  # whether an end token in a thought closes the thought, and the answer begins
     end_loops: str = "auto"  # one of END_LOOPS: whose answers end if they repeat themselves
     timelines: bool = False  # whether every answer has a timeline, also if the request does not ask for it

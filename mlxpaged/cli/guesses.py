@@ -55,6 +55,7 @@ FLAGS = {
     **dict.fromkeys(("format", "schema", "grammar"), ("json-schema",)),
     **dict.fromkeys(("cors", "allow-origin", "allowed-origins"), ("cors-origin",)),
     **dict.fromkeys(("model-draft", "md", "speculative-model"), ("draft-model",)),
+    "reasoning-budget": ("thinking-budget",),
     "s": ("seed",),
     "p": ("port",),
     "h": ("help",),

@@ -29,6 +29,7 @@ from mlxpaged.cli.logs import set_up
 from mlxpaged.cli.parser import heavy_imports
 from mlxpaged.cli.running_servers import registered
 from mlxpaged.cli.service.manager import SERVICE_DIRECTORY, SERVICE_VARIABLE
+from mlxpaged.core.text.thinking_limit import ThinkingLimit
 from mlxpaged.engine_config import END_LOOPS, KV_CACHE_DTYPES
 from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.models.files.generation_config import LIMITS
@@ -146,6 +147,8 @@ def add_parser(commands: Any) -> None:
     requests.field("--request-timeout", timeout, f"time for the whole answer, {limit}", "0")
     requests.field("--ttft-timeout", timeout, f"time for the first token, {limit}", "0")
     requests.switch("--strict", "refuse unknown fields and hints in requests, which are ignored otherwise")
+    thoughts = "most tokens of an answer's thoughts, a number or per cent of its max_tokens; 0: no limit"
+    requests.field("--thinking-budget", thinking_limit, thoughts, "no limit", "thinking_limit")
     requests.switch("--close-thoughts", "if a model ends within its thought, close the thought and begin the answer")
     ended = "auto: if a request has tools, end its answer once it only repeats itself; on: of any request; off"
     requests.field("--end-loops", flags.one_of(*END_LOOPS), ended)
@@ -173,6 +176,9 @@ def add_sampling_flags(sampling: flags.Flags) -> None:
         kind = flags.fitting(int if limits.whole else float, str(limits), limits.fit)
         text = f"{name} of requests that do not set it, {limits}"
         sampling.field(f"--default-{name.replace('_', '-')}", kind, text, "the model's")
+
+
+thinking_limit = flags.or_zero(flags.checked(ThinkingLimit.parse), None)
 
 
 @flags.checked

@@ -50,6 +50,7 @@ class EngineInfo:
         self.tokenizer = served.tokenizer
         self.vocab_size = served.vocab_size
         self.close_thoughts = config.close_thoughts
+        self.thinking_limit = config.thinking_limit
         self.context_length = served.context_length
         self.longest = served.max_model_len  # most tokens of a prompt and its answer, in any pool
         self.sampling_defaults = config.sampling_defaults(served.sampling)

@@ -20,6 +20,7 @@ from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import http_server, main, serve
 from mlxpaged.cli.flags import parse_size
 from mlxpaged.core.scheduling.sequence import Priority
+from mlxpaged.core.text.thinking_limit import ThinkingLimit
 from mlxpaged.engine.watchdog import StallLimits
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models import device_memory
@@ -81,6 +82,7 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     ("--idle-unload", "10m", "1.5h", "idle_unload", 600.0, 5400.0),
     ("--idle-unload", "0", "90", "idle_unload", None, 90.0),
     ("--step-timeout", "45", "0", "step_timeout", 45.0, math.inf),
+    ("--thinking-budget", "40%", "0", "thinking_limit", ThinkingLimit(share=0.4), None),
     ("--alias", "a=demo", "b=demo,c=demo", "aliases", {"a": "demo"}, {"b": "demo", "c": "demo"}),
     (
         "--adapter",

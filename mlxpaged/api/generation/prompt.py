@@ -23,6 +23,7 @@ from mlxpaged.api.generation.structured_output import (
     with_loose_text,
     with_loose_tools,
 )
+from mlxpaged.api.generation.thinking_limits import with_thinking_limits
 from mlxpaged.api.generation.tool_prompt import tool_prompt
 from mlxpaged.api.server import server_of
 from mlxpaged.core.engine.constraint import Constraint, StructuredOutput, Thinking
@@ -111,6 +112,8 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
     elif check.asked_to_think(chat) is False and info.tokenizer.thinking_switch is None:
         check.check_thinking_limit(request)
         params = dataclasses.replace(params, thinking_budget=0)
+    elif check.asked_to_think(chat) is not False:
+        params = with_thinking_limits(params, info, len(tokens))
 
     return Prompts(param, [tokens], params, new_parser=partial(answer_form.parser, tags), images=prompt.images)
 
