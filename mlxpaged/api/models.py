@@ -35,9 +35,9 @@ async def on_disk(request: Request, server: Server) -> list[Model]:
     return [each for each in found if allows(caller, each.name)]
 
 
-async def known_model(request: Request, server: Server, name: str) -> tuple[Model, str | None]:
-    """A model that is served or on this machine, also while none can be loaded, and the adapter in its name. Raises
-    ApiError."""
+async def known_model(request: Request, server: Server, name: str) -> tuple[Model, str]:
+    """A model that is served or on this machine, also while none can be loaded, and which of its names this is: its
+    own, that with an adapter, or that of a profile. Raises ApiError."""
     try:
         model = None if server.registry is None else await server.registry.find(name)
     except ModelUnknownError:
@@ -45,7 +45,10 @@ async def known_model(request: Request, server: Server, name: str) -> tuple[Mode
     if server.registry is None or model is None or not allows(caller_of(request), model.name):
         raise model_not_found(name, server.names_for(request))
     await server.registry.look()
-    return model, server.registry.adapter_in(name)
+    profile, adapter = server.registry.profile_in(name), server.registry.adapter_in(name)
+    if profile is not None:
+        return model, profile.name
+    return model, model.name if adapter is None else f"{model.name}:{adapter}"
 
 
 def named(name: str, created: int) -> dict[str, Any]:
@@ -85,14 +88,20 @@ def created_at(model: Model) -> int:
     return 0 if model.engine is None or model.engine.info is None else model.engine.info.created
 
 
-def describe_adapter(model: Model, adapter: str) -> dict[str, Any]:
-    """Describes an adapter as its model, whose state it has. The memory of the model includes that of its adapters."""
+def describe_as(model: Model, name: str, server: Server) -> dict[str, Any]:
+    """Describes a model, or an adapter or a profile as its model, whose state it has. The memory of the model includes
+    that of its adapters. name: one of the model's names."""
     found = describe(model)
-    found |= named(f"{model.name}:{adapter}", found["created"]) | {"parent": model.name}
-    found |= {"size_bytes": None, "memory_bytes": None}
-    if "capabilities" in found:
+    if name == model.name:
+        return found
+    found |= named(name, found["created"]) | {"parent": model.name, "size_bytes": None, "memory_bytes": None}
+    if server.registry is not None and (profile := server.registry.profiles.get(name)) is not None:
+        found["profile"] = profile.shown
+        if "sampling_defaults" in found:
+            found["sampling_defaults"] = found["sampling_defaults"] | profile.sampling
+    elif "capabilities" in found:
         found["capabilities"] = found["capabilities"] | {"embeddings": False}
-    found.pop("embedding_dimensions", None)
+        found.pop("embedding_dimensions", None)
     return found
 
 

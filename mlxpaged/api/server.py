@@ -33,11 +33,13 @@ from mlxpaged.core.scheduling.sequence import Priority
 from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.info import EmbeddingInfo, EngineInfo
 from mlxpaged.library_errors import public_reason
+from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.files.kinds import Kind
 from mlxpaged.models.text.tokenizer import Tokenizer
 from mlxpaged.process_memory import is_out_of_memory, require_memory
 from mlxpaged.registry.errors import LoadFailedError, ModelUnknownError, NoRoomError
 from mlxpaged.registry.model import Model
+from mlxpaged.registry.profile import Profile
 from mlxpaged.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -91,6 +93,7 @@ class Server:
         self._body_threads = ThreadPoolExecutor(BODIES.at_once, thread_name_prefix="mlxpaged-body")
         self._huge_body_thread = ThreadPoolExecutor(HUGE_BODIES.at_once, thread_name_prefix="mlxpaged-body-huge")
         self._answer_thread = AnswerThread()
+        self._with_templates: dict[str, tuple[EngineInfo, EngineInfo]] = {}  # by profile: of its model, and its own
         self.images = ImageThreads()
         self.image_hosts = ImageHosts(http.image_hosts)
         self.file_turns = Turns(FILES)
@@ -147,6 +150,21 @@ class Server:
             does = "makes embeddings" if info.cross_encoder is None else "reranks"
             raise bad_parameter("model", f"{model.name!r} {does}{use}", code="generation_not_supported")
         return loaded, info
+
+    async def with_template(self, info: EngineInfo, profile: Profile | None) -> EngineInfo:
+        """The facts of an engine, with the chat template of a profile if that has one of its own. Raises ApiError if
+        the model cannot use it."""
+        if profile is None or profile.chat_template is None:
+            return info
+        known = self._with_templates.get(profile.name)
+        if known is None or known[0] is not info:  # the model was loaded again
+            try:
+                tokenizer = await asyncio.to_thread(info.tokenizer.with_template, profile.chat_template)
+            except UnsupportedModelError as error:
+                message = f"the chat template of the profile {profile.name!r} cannot be used: {error}"
+                raise ApiError(400, message, param="model", code="chat_template_not_supported") from None
+            self._with_templates[profile.name] = known = info, info.with_tokenizer(tokenizer)
+        return known[1]
 
     async def embedder(self, request: Request, name: str | None) -> tuple[AsyncEngine, EngineInfo | EmbeddingInfo]:
         """The engine of the model that is to make embeddings. None: the first one that only makes embeddings, else the

@@ -90,9 +90,9 @@ class Flags:
         options: dict[str, Any] = {} if without_value is None else {"nargs": "?", "const": without_value}
         self._add(flag, help, kind, default=self._setting(flag, default, otherwise), dest=dest, **options)
 
-    def values(self, flag: str, kind: Kind, help: str, dest: str) -> None:
-        """Add a flag that can be repeated. Its variable has commas between the values; the file has a list."""
-        given = self._texts(flag)
+    def values(self, flag: str, kind: Kind, help: str, dest: str, separator: str = ",") -> None:
+        """Add a flag that can be repeated. separator: between the values in its variable. The file has a list."""
+        given = self._texts(flag, separator)
         self._parser.settings.append(Setting(key_of(flag), None, "none", given or None))
         try:
             default = tuple(map(located(kind), given))
@@ -100,9 +100,9 @@ class Flags:
             self._parser.error(f"{flag}: {error}")
         self._add(flag, f"{help}; can be repeated", kind, action=Append, default=default, dest=dest)
 
-    def _texts(self, flag: str) -> list[Given]:
+    def _texts(self, flag: str, separator: str = ",") -> list[Given]:
         """The texts that the variable or the file gives for a flag that can be repeated."""
-        texts = list(filter(None, (text.strip() for text in os.environ.get(variable(flag), "").split(","))))
+        texts = list(filter(None, (text.strip() for text in os.environ.get(variable(flag), "").split(separator))))
         return [Given(text, variable(flag)) for text in texts] or self._parser.config.values(key_of(flag)) or []
 
     def _add(self, flag: str, help: str, kind: Kind, **options: Any) -> None:

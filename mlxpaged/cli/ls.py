@@ -7,13 +7,18 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from mlxpaged.cli import flags
 from mlxpaged.cli.banner import megabytes
 from mlxpaged.cli.parser import heavy_imports
+from mlxpaged.cli.profiles import profile
 from mlxpaged.cli.table import print_table
 from mlxpaged.models.sources.short_names import short_name
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mlxpaged.models.sources.downloads import Download
+    from mlxpaged.registry.profile import Profile
 
 COLUMNS = ("name", "size", "kind", "source", "quantization", "context", "served")
 
@@ -23,8 +28,10 @@ def add_parser(commands: Any) -> None:
         "ls",
         usage="%(prog)s [--json]",
         description="List the downloaded models, those of Ollama and LM Studio too: size, kind, source of the type, "
-        "quantization, context length, and whether they can be served, or why not.",
+        "quantization, context length, and whether they can be served, or why not. Profiles of the configuration "
+        "file stand after their model.",
     )
+    flags.Flags(parser).values("--profile", profile, "as for `mlxpaged serve`", "profiles", separator=";")
     parser.add_argument("--json", action="store_true", help="print JSON: sizes in bytes, and the directories")
     parser.set_defaults(run=run)
 
@@ -34,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         from mlxpaged.models.sources.downloads import downloads
         from mlxpaged.models.sources.source import source_models
     rows = [row_of(download) for download in [*downloads(), *source_models()]]
+    rows = [each for row in rows for each in (row, *rows_of_profiles(row, args.profiles))]
     if args.json:
         print(json.dumps(rows, indent=1))
         return 0
@@ -44,8 +52,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def rows_of_profiles(row: dict[str, Any], profiles: Sequence[Profile]) -> list[dict[str, Any]]:
+    """Rows of the profiles of a model, which have its files."""
+    names = row["name"], row["short_name"]
+    own = [each.name for each in profiles if each.model in names]
+    return [row | {"name": name, "short_name": None, "profile_of": row["name"]} for name in own]
+
+
 def cells(row: dict[str, Any]) -> list[str]:
     name = f"{row['name']} ({row['short_name']})" if row["short_name"] else row["name"]
+    if "profile_of" in row:
+        name = f"{row['name']} (profile of {row['profile_of']})"
     served = "yes" if row["served"] else f"no: {row['reason']}"
     facts = row["kind"], row["source"] or "-", row["quantization"], str(row["context_length"] or "-")
     return [name, megabytes(row["bytes"]), *facts, served]

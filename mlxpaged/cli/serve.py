@@ -27,6 +27,7 @@ from mlxpaged.cli.exit import exit_status
 from mlxpaged.cli.flags import size
 from mlxpaged.cli.logs import set_up
 from mlxpaged.cli.parser import heavy_imports
+from mlxpaged.cli.profiles import check_names, profile
 from mlxpaged.cli.running_servers import registered
 from mlxpaged.cli.service.manager import SERVICE_DIRECTORY, SERVICE_VARIABLE
 from mlxpaged.core.text.thinking_limit import ThinkingLimit
@@ -81,6 +82,9 @@ def add_parser(commands: Any) -> None:
     model.field("--max-image-pixels", flags.natural_int, reduced)
 
     several = groups.group("several models")
+    defaults = "thinking (on, off), thinking_budget, max_tokens, temperature and so on, chat_template, system"
+    other = f"NAME=MODEL,KEY=VALUE,...: another name of a model that is served, with its own {defaults}"
+    several.values("--profile", profile, other, "profiles", separator=";")
     several.values("--alias", named, "NAME=MODEL: another name of a model that is served", "aliases")
     several.values("--pin", str, "name of a model that is never unloaded to make room for another", "pinned")
     found = "directory whose subdirectories are models; a request names one by its path in DIR"
@@ -220,7 +224,11 @@ def server_models(args: argparse.Namespace) -> Registry | None:
         )
     names = flags.models_of(args)
     if NO_MODEL in names:
-        needing = {"--embedding-model": args.embedding_model, "--adapter": args.adapter_paths}
+        needing = {
+            "--embedding-model": args.embedding_model,
+            "--adapter": args.adapter_paths,
+            "--profile": args.profiles,
+        }
         for flag, given in (needing | {"--swap-space": args.swap_space_bytes}).items():
             if given:
                 raise ValueError(f"{flag} needs a MODEL; it cannot be used with {NO_MODEL!r}")
@@ -250,6 +258,7 @@ def server_models(args: argparse.Namespace) -> Registry | None:
     give_kv_cache_dtypes(models, args.kv_cache_dtypes)
     if args.hosts is not None:
         return cluster_registry(args, models)
+    check_names(args.profiles, [*(model.name for model in models), *dict(args.aliases)])
     catalog = Catalog(args.model_dirs)
     for model in models:  # requests that name no model look for one of a kind
         model.found = catalog.find_source(model.config.model)
@@ -258,6 +267,7 @@ def server_models(args: argparse.Namespace) -> Registry | None:
         plain,
         num_at_start=num_at_start,
         aliases=dict(args.aliases),
+        profiles={each.name: each for each in args.profiles},
         pinned=args.pinned,
         limits=Limits(args.max_loaded_models, args.idle_unload, args.swap_wait),
         catalog=catalog,
@@ -286,7 +296,12 @@ def load_journal(data_dir: Path | None) -> LoadJournal | None:
 
 def cluster_registry(args: argparse.Namespace, models: Sequence[Model]) -> Registry:
     """A registry whose model runs on several machines. Raises ValueError."""
-    given = {"a second model": models[1:], "--adapter": args.adapter_paths, "--reranker": args.reranker}
+    given = {
+        "a second model": models[1:],
+        "--adapter": args.adapter_paths,
+        "--profile": args.profiles,
+        "--reranker": args.reranker,
+    }
     for what in (name for name, value in given.items() if value):
         raise ValueError(f"{what} cannot be used together with --hosts")
     if args.prefix_cache_dir is not None:  # the ranks have other working directories

@@ -18,6 +18,7 @@ from mlxpaged.parts.invariant.tiled_runner import TiledRunner
 
 if TYPE_CHECKING:
     from mlxpaged.core.engine.core import EngineCore
+    from mlxpaged.models.text.tokenizer import Tokenizer
     from mlxpaged.parts.embeddings.embedding_core import EmbeddingCore
 
 
@@ -93,6 +94,12 @@ class EngineInfo:
         own = {"tokenizer", "grammars", "reranker", "images"}
         others = {name: value for name, value in vars(self).items() if name not in own}
         return others | {"reranker": None, "images": None}
+
+    def with_tokenizer(self, tokenizer: Tokenizer) -> EngineInfo:
+        """The same facts, for prompts and answers of another chat template."""
+        other = EngineInfo.__new__(EngineInfo)
+        vars(other).update(vars(self) | {"tokenizer": tokenizer})
+        return other
 
     @property
     def kind(self) -> Kind:

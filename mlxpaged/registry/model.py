@@ -45,6 +45,7 @@ class Model:
     keep_alive: float | None = None  # seconds, as the last request has asked; None: as --idle-unload says
     num_waiting: int = 0  # requests that wait for the load, or are about to be submitted
     is_found: bool = False
+    profiles: tuple[str, ...] = ()  # names of those of this model
     loading: asyncio.Task[AsyncEngine] | None = field(default=None, repr=False)
 
     @property
@@ -53,8 +54,8 @@ class Model:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its name, and those with its adapters."""
-        return self.name, *(f"{self.name}:{adapter}" for adapter in self.adapters)
+        """Its name, those with its adapters, and those of its profiles."""
+        return self.name, *(f"{self.name}:{adapter}" for adapter in self.adapters), *self.profiles
 
     @property
     def state(self) -> ModelState:

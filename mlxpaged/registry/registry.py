@@ -31,6 +31,7 @@ from mlxpaged.progress import Progress
 from mlxpaged.registry.catalog import Catalog, Found
 from mlxpaged.registry.errors import LoadFailedError, ModelBusyError, ModelUnknownError, NoRoomError
 from mlxpaged.registry.model import Model, ModelState
+from mlxpaged.registry.profile import Profile
 from mlxpaged.registry.swaps import SwapLine
 
 logger = logging.getLogger(__name__)
@@ -68,15 +69,16 @@ class Registry:
     """Belongs to the event loop that `start` got, but for its construction and `start`.
 
     models: served from the start, by name; the first one is the default. num_at_start: how many of them are loaded at
-    the start. aliases: other names of models. base: configuration of models that no flag names; only their names
-    differ. clock: seconds. watchdog: None for a registry without one. engine_host: None for an engine thread.
-    loads: notes what the engine thread loads; None if no later process would know.
+    the start. aliases: other names of models. profiles: by their names. base: configuration of models that no flag
+    names; only their names differ. clock: seconds. watchdog: None for a registry without one. engine_host: None for an
+    engine thread. loads: notes what the engine thread loads; None if no later process would know.
     """
 
     models: dict[str, Model]
     base: EngineConfig
     num_at_start: int = 1
     aliases: Mapping[str, str] = field(default_factory=dict)
+    profiles: Mapping[str, Profile] = field(default_factory=dict)
     limits: Limits = Limits()
     catalog: Catalog = field(default_factory=Catalog)
     clock: Callable[[], float] = time.monotonic
@@ -306,7 +308,14 @@ class Registry:
         found = None if name is None else self._served(without_address(name))
         return None if found is None else found[1]
 
+    def profile_in(self, name: str | None) -> Profile | None:
+        """The profile of this name, if it is that of one."""
+        name = "" if name is None else without_address(name)
+        return self.profiles.get(name) or self.profiles.get(name.removesuffix(LATEST))
+
     def _served(self, name: str) -> tuple[Model, str | None] | None:
+        if (profile := self.profile_in(name)) is not None:
+            name = profile.model
         for each in (name, name.removesuffix(LATEST)):
             if (model := self.models.get(self.aliases.get(each, each))) is not None:
                 return model, None
@@ -621,6 +630,12 @@ def registry_of(models: Sequence[Model], base: EngineConfig, pinned: Sequence[st
         if alias in names or name not in names:
             reason = "is a model's name already" if alias in names else f"stands for {name!r}, which is not served"
             raise ValueError(f"alias {alias!r} {reason}")
+    for profile in registry.profiles.values():
+        if (model := registry.served(profile.model)) is None or profile.model in registry.profiles:
+            raise ValueError(f"profile {profile.name!r}: no model {profile.model!r} is served")
+        if not model.kind.generates:
+            raise ValueError(f"profile {profile.name!r}: {profile.model!r} does not generate text")
+        model.profiles = (*model.profiles, profile.name)
     for name in pinned:
         if (model := registry.served(name)) is None:
             raise ValueError(f"--pin {name!r}: no such model is served")

@@ -125,6 +125,18 @@ def test_a_model_is_pulled_by_its_short_name_listed_found_by_serve_and_removed(
     assert header.split() == ["NAME", "SIZE", "KIND", "SOURCE", "QUANTIZATION", "CONTEXT", "SERVED"]
     assert line.split()[:2] == [NAME, "(qwen3:4b)"]
     assert line.split()[-1] == "yes"
+    profiles = (
+        "--profile",
+        "fast=qwen3:4b,thinking=off",
+        "--profile",
+        f"cold={NAME},temperature=0",
+        "--profile",
+        "x=other",
+    )
+    rows = json.loads(run("ls", "--json", *profiles).stdout)
+    assert [(each["name"], each.get("profile_of")) for each in rows] == [(NAME, None), ("fast", NAME), ("cold", NAME)]
+    assert rows[1] | {"name": NAME, "short_name": row["short_name"]} == row | {"profile_of": NAME}
+    assert f"fast (profile of {NAME})" in run("ls", *profiles).stdout
 
     removed = run("rm", "qwen3:4b", "--yes")
     assert (removed.status, downloads()) == (0, [])

@@ -25,6 +25,7 @@ from mlxpaged.engine.watchdog import StallLimits
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models import device_memory
 from mlxpaged.models.adapters.adapter_path import AdapterPath
+from mlxpaged.registry.profile import Profile
 from mlxpaged.registry.registry import Registry
 
 DEFAULTS = EngineConfig()
@@ -83,6 +84,14 @@ SETTINGS: list[tuple[str, str, str, str, Any, Any]] = [
     ("--idle-unload", "0", "90", "idle_unload", None, 90.0),
     ("--step-timeout", "45", "0", "step_timeout", 45.0, math.inf),
     ("--thinking-budget", "40%", "0", "thinking_limit", ThinkingLimit(share=0.4), None),
+    (
+        "--profile",
+        "a=demo,top_k=3",
+        "b=demo",
+        "profiles",
+        {"a": Profile("a", "demo", {"top_k": 3})},
+        {"b": Profile("b", "demo")},
+    ),
     ("--alias", "a=demo", "b=demo,c=demo", "aliases", {"a": "demo"}, {"b": "demo", "c": "demo"}),
     (
         "--adapter",
@@ -153,6 +162,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             found.update(vars(registry.default.config) | vars(registry.limits) | vars(registry.watchdog))
             found["models"] = {model.name: model for model in registry.models.values()}
             found["num_at_start"], found["aliases"] = registry.num_at_start, registry.aliases
+            found["profiles"] = registry.profiles
             second = next((model for model in registry.models.values() if model.config.only_embeds), None)
             found["embedding_model"] = None if second is None else (second.name, second.config.model)
         return 0

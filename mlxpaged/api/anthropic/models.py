@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.errors import ApiError, render
-from mlxpaged.api.models import describe, describe_adapter, known_model, models_for, on_disk
-from mlxpaged.api.server import server_of
+from mlxpaged.api.models import describe_as, known_model, models_for, on_disk
+from mlxpaged.api.server import Server, server_of
 from mlxpaged.registry.facts import Facts
 from mlxpaged.registry.model import Model
 
@@ -27,24 +27,24 @@ async def list_models(request: Request) -> Response:
     """All models at once."""
     server = server_of(request)
     others = await on_disk(request, server)
-    served = [(model, adapter) for model in models_for(request, server) for adapter in (None, *model.adapters)]
-    data = [described(model, adapter) for model, adapter in (*served, *((model, None) for model in others))]
+    served = [(model, name) for model in models_for(request, server) for name in model.names]
+    data = [described(model, name, server) for model, name in (*served, *((model, model.name) for model in others))]
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     return JSONResponse({"data": data, "has_more": False, "first_id": first, "last_id": last})
 
 
 async def get_model(request: Request) -> Response:
     try:
-        model, adapter = await known_model(request, server_of(request), request.path_params["model"])
+        model, name = await known_model(request, server_of(request), request.path_params["model"])
     except ApiError as error:
         return render(error, "/v1/messages", request.state.request_id)
-    return JSONResponse(described(model, adapter))
+    return JSONResponse(described(model, name, server_of(request)))
 
 
-def described(model: Model, adapter: str | None) -> dict[str, Any]:
-    """The fields of Anthropic's API, above ours."""
+def described(model: Model, name: str, server: Server) -> dict[str, Any]:
+    """The fields of Anthropic's API, above ours. name: one of the model's names."""
     facts = model.facts
-    return (describe(model) if adapter is None else describe_adapter(model, adapter)) | {
+    return describe_as(model, name, server) | {
         "lifecycle": "active",
         "deprecated_at": None,
         "retires_at": None,

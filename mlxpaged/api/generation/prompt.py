@@ -16,6 +16,7 @@ from mlxpaged.api.errors import NOT_RENDERED, ApiError
 from mlxpaged.api.generation import check, images
 from mlxpaged.api.generation.history import adapted, as_shown, in_turns, with_thought_apart
 from mlxpaged.api.generation.images import Images, Prompt, apart, together
+from mlxpaged.api.generation.profiles import with_profile
 from mlxpaged.api.generation.request import Chat, GenerationRequest, Tool
 from mlxpaged.api.generation.structured_output import (
     parameters_of,
@@ -113,8 +114,7 @@ async def of_chat(http: Request, request: GenerationRequest, chat: Chat, info: E
         check.check_thinking_limit(request)
         params = dataclasses.replace(params, thinking_budget=0)
     elif check.asked_to_think(chat) is not False:
-        params = with_thinking_limits(params, info, len(tokens))
-
+        params = with_thinking_limits(request, params, info, len(tokens))
     return Prompts(param, [tokens], params, new_parser=partial(answer_form.parser, tags), images=prompt.images)
 
 
@@ -198,6 +198,8 @@ async def count_tokens(http: Request, translate: Callable[[], GenerationRequest]
     server = server_of(http)
     request = await server.prepare(http, lambda: check.check_request(translate()))
     _, info = await server.ready(http, request.model)
+    profile = server.started().profile_in(request.model)
+    info, request = await server.with_template(info, profile), with_profile(request, profile)
     assert isinstance(request.prompt, Chat)
     chat = await with_usable_tools(http, request, request.prompt, info)
     chat, shown = await images.resolve(http, chat, info)

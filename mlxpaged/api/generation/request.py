@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.media import Shown
 from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.text.thinking_limit import ThinkingLimit
 from mlxpaged.formats.pieces import LARK, Grammar
 
 MAX_LOGPROBS = 500_000
@@ -115,7 +116,8 @@ class GenerationRequest:
     too. cache_salt: only requests with the same one share prefixes. split_special_tokens: control tokens in texts to
     continue are text, as they always are in a conversation. echo: the answers begin with their prompts.
     timeout, ttft_timeout: seconds; None for the server's default. timed: the answers need their timelines, even if
-    the client does not ask for them. return_progress: whether a stream tells its progress. most_logprobs: of all
+    the client does not ask for them. return_progress: whether a stream tells its progress. thinking_limit: that of the
+    profile, if the client sets none. most_logprobs: of all
     answers, if these are collected; None if each is sent as it comes. chosen: names of the sampling parameters that
     the client has set. client_names: the client's names of fields that have other names here."""
 
@@ -133,6 +135,7 @@ class GenerationRequest:
     ttft_timeout: float | None = None
     timed: bool = False
     return_progress: bool = False
+    thinking_limit: ThinkingLimit | None = None
     most_logprobs: int | None = MAX_LOGPROBS
     chosen: frozenset[str] = frozenset()
     client_names: Mapping[str, str] = field(default_factory=dict)

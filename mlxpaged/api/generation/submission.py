@@ -9,6 +9,7 @@ from starlette.requests import Request as HttpRequest
 
 from mlxpaged.api.generation.answers import Answers
 from mlxpaged.api.generation.check import ContextLengthError, adapter_of, check_logprobs, check_request
+from mlxpaged.api.generation.profiles import with_profile
 from mlxpaged.api.generation.prompt import Prompts, prepare
 from mlxpaged.api.generation.request import Chat, GenerationRequest
 from mlxpaged.api.generation.request_context import RequestContext, context_of
@@ -34,7 +35,9 @@ async def start(
     request = await server.prepare(http, lambda: check_request(translate()))
     engine, info = await server.ready(http, request.model, request.service_tier)
     adapter = adapter_of(request, server.started().adapter_in(request.model), info)
-    request = request.with_defaults(info.sampling_defaults)
+    profile = server.started().profile_in(request.model)
+    info = await server.with_template(info, profile)
+    request = with_profile(request.with_defaults(info.sampling_defaults), profile)
     context = context_of(http, request, engine.config, id_prefix)
     num_prompts = 1 if isinstance(request.prompt, Chat) else len(request.prompt)
 
@@ -65,7 +68,8 @@ async def start(
                 raise ContextLengthError(prompts.param, error) from None
         raise
     model = info.model if adapter is None else f"{info.model}:{adapter}"
-    return Answers(info, model, context, request, prompts, streams, forget, server.render)
+    name = model if profile is None else profile.name
+    return Answers(info, name, context, request, prompts, streams, forget, server.render)
 
 
 def engine_requests(

@@ -39,6 +39,8 @@ def served_name(request: Request, name: str) -> str:
     model = None if registry is None else registry.served(name)
     if registry is None or model is None:
         return name
+    if (profile := registry.profile_in(name)) is not None:
+        return profile.name
     adapter = registry.adapter_in(name)
     return model.name if adapter is None else f"{model.name}:{adapter}"
 
@@ -89,11 +91,10 @@ def moment_after(seconds: float) -> str:
 
 async def show(request: Request, body: OllamaShowRequest) -> Response:
     """A model that is not loaded is not loaded for this: its files tell."""
-    model, adapter = await known_model(request, server_of(request), body.model or body.name or "")
+    model, shown = await known_model(request, server_of(request), body.model or body.name or "")
     facts, files = model.facts, model.files
-    details = details_of(model) | {"parent_model": "" if adapter is None else model.name}
+    details = details_of(model) | {"parent_model": "" if shown == model.name else model.name}
     family = details["family"]
-    shown = model.name if adapter is None else f"{model.name}:{adapter}"
     told: dict[str, Any] = {"general.architecture": family, "general.basename": shown}  # Copilot shows the name
     if files is not None and files.num_parameters is not None:
         told["general.parameter_count"] = files.num_parameters

@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 from mlxpaged.api.errors import ApiError, load_failed, no_room
 from mlxpaged.api.models import (
     describe,
-    describe_adapter,
+    describe_as,
     known_model,
     models_for,
     on_disk,
@@ -21,17 +21,14 @@ async def list_models(request: Request) -> Response:
     """The models that are served, then those that are on this machine and are loaded if a request names them."""
     server = server_of(request)
     found = await on_disk(request, server)
-    served = [
-        described
-        for model in models_for(request, server)
-        for described in (describe(model), *(describe_adapter(model, adapter) for adapter in model.adapters))
-    ]
+    served = [describe_as(model, name, server) for model in models_for(request, server) for name in model.names]
     return JSONResponse({"object": "list", "data": served + [describe(model) for model in found]})
 
 
 async def get_model(request: Request) -> Response:
-    model, adapter = await known_model(request, server_of(request), request.path_params["model"])
-    return JSONResponse(describe(model) if adapter is None else describe_adapter(model, adapter))
+    server = server_of(request)
+    model, name = await known_model(request, server, request.path_params["model"])
+    return JSONResponse(describe_as(model, name, server))
 
 
 async def load(request: Request) -> Response:

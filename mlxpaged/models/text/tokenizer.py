@@ -100,6 +100,7 @@ class Tokenizer:
         many bytes of UTF-8 its replacements can make of one. Raises UnsupportedModelError if the tokenizer has no
         vocabulary. transformers makes one of any directory."""
         self._encoder = wrapped
+        self._tool_format, self._growth = tool_format, growth
         self._most_encoded = int(MAX_WRITTEN / growth)
         # transformers turns truncation and padding off when it first encodes. `encode` does without it afterwards.
         known = [i for i in guarded(wrapped.encode)(SAMPLE, add_special_tokens=False) if i != wrapped.unk_token_id]
@@ -176,6 +177,19 @@ class Tokenizer:
         by_model = {text for text, i in ids.items() if i not in special and any(text in tag for tag in tags)}
         by_model |= {text for text in tags[:2] if ids.get(text, -1) not in self.eos_token_ids}
         return ControlTokens(ids, by_model, can_normalize_into(self._fast, ids))
+
+    def with_template(self, source: str) -> Tokenizer:
+        """The same vocabulary with another chat template, as --chat-template would set it. Raises UnsupportedModelError
+        if only one of the two has messages in Harmony, by which the engine divides answers."""
+        wrapped = copy.copy(self._encoder)
+        plain = wrapped._tokenizer
+        wrapped._tokenizer = copy.copy(plain) if self.is_thread_safe else copy.deepcopy(plain)
+        wrapped._tokenizer.chat_template = source
+        wrapped._chat_template, wrapped.has_chat_template = None, True
+        other = Tokenizer(wrapped, self._tool_format, self._growth)
+        if (other.tags.tools is HARMONY) != (self.tags.tools is HARMONY):
+            raise UnsupportedModelError("of it and the model's own, only one has messages in Harmony")
+        return other
 
     @property
     def shows_calls(self) -> bool:
