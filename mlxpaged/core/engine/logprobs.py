@@ -27,10 +27,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Log-probabilities of all tokens of a prompt but the first, which no logits predict.
+    """Log-probabilities of the tokens of a prompt from position `first` on. No logits predict the one at 0.
 
-    token_ids: the whole prompt. For the n tokens after the first one: logprobs[n], ranks[n], which is 1 for the most
-    likely token, and the k most likely tokens, best first: top_ids[n, k], top_logprobs[n, k].
+    token_ids: the whole prompt. For the n tokens from `first` on: logprobs[n], ranks[n], which is 1 for the most likely
+    token, and the k most likely tokens, best first: top_ids[n, k], top_logprobs[n, k].
     """
 
     token_ids: Sequence[int]
@@ -38,13 +38,15 @@ class PromptLogprobs:
     ranks: NDArray[np.int32]
     top_ids: NDArray[np.int32]
     top_logprobs: NDArray[np.float32]
+    first: int = 1
 
     @classmethod
-    def unknown(cls, token_ids: Sequence[int], top: int) -> PromptLogprobs:
+    def unknown(cls, token_ids: Sequence[int], top: int, first: int = 1) -> PromptLogprobs:
         """Arrays for a prompt of which nothing is computed yet. `put` fills them."""
-        n = len(token_ids) - 1
+        n = max(0, len(token_ids) - first)
         return cls(
             token_ids,
+            first=first,
             logprobs=np.zeros(n, np.float32),
             ranks=np.zeros(n, np.int32),
             top_ids=np.zeros((n, top), np.int32),
@@ -53,14 +55,14 @@ class PromptLogprobs:
 
     def put(self, positions: range, rows: PromptRows) -> None:
         """rows: for the tokens at these positions. They may have more columns than were asked for here."""
-        at, top = slice(positions.start - 1, positions.stop - 1), self.top_ids.shape[1]
+        at, top = slice(positions.start - self.first, positions.stop - self.first), self.top_ids.shape[1]
         self.logprobs[at], self.ranks[at] = rows.logprobs, rows.ranks
         self.top_ids[at], self.top_logprobs[at] = rows.top_ids[:, :top], rows.top_logprobs[:, :top]
 
     def tokens(self, top: int) -> Iterator[TokenLogprobs]:
-        """Yields those of the tokens after the first one, with the `top` most likely tokens each. All together would
-        take ten times the memory of the arrays."""
-        token_ids = iter(self.token_ids[1:])
+        """Yields those of the tokens from `first` on, with the `top` most likely tokens each. All together would take
+        ten times the memory of the arrays."""
+        token_ids = iter(self.token_ids[self.first :])
         for start in range(0, len(self.logprobs), PIECE):
             rows = slice(start, start + PIECE)
             tables: list[list[Any]] = [self.top_ids[rows, :top].tolist(), self.top_logprobs[rows, :top].tolist()]

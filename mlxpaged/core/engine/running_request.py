@@ -40,8 +40,9 @@ class RunningRequest:
         self.num_top = request.params.prompt_logprobs or 0  # for each token of the prompt
         self.prompt_logprobs: PromptLogprobs | None = None if parent is None else parent.prompt_logprobs
         if request.params.prompt_logprobs is not None and self.prompt_logprobs is None:
-            self.prompt_logprobs = PromptLogprobs.unknown(request.prompt_token_ids, self.num_top)
-            sequence.logits_from = 0 if sequence.num_prompt_tokens > 1 else None
+            first = max(1, request.params.prompt_logprobs_from)
+            self.prompt_logprobs = PromptLogprobs.unknown(request.prompt_token_ids, self.num_top, first)
+            sequence.logits_from = first - 1 if first < sequence.num_prompt_tokens else None
         after = request.prompt_token_ids[-1] if request.params.continues_text else None
         self.detokenizer = tokenizer.detokenizer(request.params.think_tags, request.params.tool_tags, after)
         form = request.params.answer_form if request.params.stop else None

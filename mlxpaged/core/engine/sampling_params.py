@@ -36,6 +36,7 @@ class SamplingParams:
     seed: int | None = None  # None for a random one
     logprobs: int | None = None  # how many of the most likely tokens to report; None for no log-probabilities
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    prompt_logprobs_from: int = 1  # with `prompt_logprobs`: the first token that has some; those before may be cached
     logprob_token_ids: tuple[int, ...] = ()  # with `logprobs`: report these tokens instead of the most likely ones
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
