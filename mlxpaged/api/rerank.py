@@ -1,8 +1,7 @@
 """Handles POST /v1/rerank, in Jina's and Cohere's format, and POST /v1/score, in vLLM's.
 
-If the reranker generates text, each document is a request of one token. It runs in the batch like all others, and the
-log-probabilities of "yes" and "no" at this token make the score. A cross-encoder gives the scores itself: its pairs are
-inputs of the embedder.
+If the reranker generates text, the probabilities of "yes" and "no" are read after each document, and make its score. A
+cross-encoder gives the scores itself: its pairs are inputs of the embedder.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from mlxpaged.api.embeddings import check_total, run_embedder
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import rerank as fields
 from mlxpaged.api.generation.check import ContextLengthError, check_text_length
+from mlxpaged.api.generation.readout import ONE_TOKEN, ReadoutPrompt, read_out
 from mlxpaged.api.generation.request import GenerationRequest
-from mlxpaged.api.generation.submission import start
 from mlxpaged.api.schema import Body
 from mlxpaged.api.server import program_of, server_of
-from mlxpaged.core.engine.sampling_params import SamplingParams
+from mlxpaged.core.engine.readout import Readout, normalized
 from mlxpaged.core.scheduling.admission import PromptTooLongError
 from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.info import EmbeddingInfo
@@ -184,19 +183,12 @@ async def judge(
         except PromptTooLongError as error:
             raise ContextLengthError(f"{param}.{index}", error) from None
         prompts.append(prompt)
-    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=(reranker.yes, reranker.no))
     names = dict.fromkeys(("prompt", "max_tokens", "candidates"), param)
-
-    def translate() -> GenerationRequest:
-        return GenerationRequest(prompts, params, body.model or info.model, timeout=body.timeout, client_names=names)
-
-    answers = await start(request, translate, id_prefix)
-    scores = []
-    for answer in await answers.collect():
-        [token] = answer.logprobs
-        (_, yes), (_, no) = token.top
-        scores.append(reranker.score(yes, no))
-    return Judged(answers.context.request_id, answers.model, scores, answers.usage.prompt)
+    asked = GenerationRequest([], ONE_TOKEN, body.model or info.model, timeout=body.timeout, client_names=names)
+    readout = Readout([[reranker.yes], [reranker.no]])
+    read = await read_out(request, [ReadoutPrompt(prompt, readout) for prompt in prompts], asked, id_prefix)
+    scores = [normalized(each)[0] for each in read.log_probabilities]
+    return Judged(read.request_id, read.model, scores, sum(map(len, prompts)))
 
 
 async def judge_by_encoder(

@@ -204,6 +204,11 @@ class Answers:
         cached, made, drafted, accepted = self._counts
         return Usage(self._num_prompt_tokens, cached, made, self._thinking_tokens, drafted, accepted)
 
+    @property
+    def cached_tokens(self) -> list[int]:
+        """Returns the tokens of each choice's prompt that the prefix cache had, after all have begun."""
+        return [self._latest[choice][0] for choice in range(len(self._streams))]
+
     @cached_property
     def _num_prompt_tokens(self) -> int:
         return sum(len(stream.request.prompt_token_ids) for stream in self._streams[:: self._request.candidates])

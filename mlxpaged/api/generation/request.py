@@ -15,6 +15,7 @@ from mlxpaged.api.media import Shown
 from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.core.text.thinking_limit import ThinkingLimit
 from mlxpaged.formats.pieces import LARK, Grammar
+from mlxpaged.vision.image import PromptImage
 
 MAX_LOGPROBS = 500_000
 """Log-probabilities in the answers to a request: of each token, and of the most likely ones in its place. One takes 12
@@ -119,7 +120,8 @@ class GenerationRequest:
     the client does not ask for them. return_progress: whether a stream tells its progress. thinking_limit: that of the
     profile, if the client sets none. most_logprobs: of all
     answers, if these are collected; None if each is sent as it comes. chosen: names of the sampling parameters that
-    the client has set. client_names: the client's names of fields that have other names here."""
+    the client has set. client_names: the client's names of fields that have other names here. of_prompts, images: of
+    each prompt of token ids, in place of `params` and of none."""
 
     prompt: Chat | list[str] | list[list[int]]
     params: SamplingParams
@@ -139,6 +141,8 @@ class GenerationRequest:
     most_logprobs: int | None = MAX_LOGPROBS
     chosen: frozenset[str] = frozenset()
     client_names: Mapping[str, str] = field(default_factory=dict)
+    of_prompts: Sequence[SamplingParams] = ()
+    images: Sequence[tuple[PromptImage, ...]] = ()
 
     @classmethod
     def of(cls, body: BaseModel, **others: Any) -> GenerationRequest:

@@ -88,12 +88,13 @@ def engine_requests(
     requests = []
     for number, name in enumerate(opened.names):
         prompt, candidate = divmod(number, request.candidates)
-        seed = None if params.seed is None else params.seed + candidate
+        of_prompt = request.of_prompts[prompt] if request.of_prompts else params
+        seed = None if of_prompt.seed is None else of_prompt.seed + candidate
         requests.append(
             Request(
                 name,
                 prompts.token_ids[prompt],
-                dataclasses.replace(params, seed=seed),
+                dataclasses.replace(of_prompt, seed=seed),
                 arrival_time,
                 context.priority,
                 client=context.client,
@@ -103,7 +104,7 @@ def engine_requests(
                 timeline=context.timeline or request.timed,
                 cache_salt=context.cache_scope + ((request.cache_salt,) if request.cache_salt else ()),
                 adapter=adapter,
-                images=prompts.images,
+                images=request.images[prompt] if request.images else prompts.images,
             )
         )
     return requests

@@ -6,7 +6,6 @@ Qwen3, so only its name tells it apart.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ INSTRUCT = "Given a web search query, retrieve relevant passages that answer the
 
 @dataclass(frozen=True)
 class Reranker:
-    """yes, no: the tokens that its answer is one of."""
+    """yes, no: the tokens that its answer is one of. The score is the probability of yes, given that."""
 
     tokenizer: Tokenizer
     yes: int
@@ -37,10 +36,6 @@ class Reranker:
         options: dict[str, Any] = {"enable_thinking": False} if self.tokenizer.template_reads("enable_thinking") else {}
         messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": text}]
         return self.tokenizer.apply_chat_template(messages, **options)
-
-    def score(self, yes: float, no: float) -> float:
-        """Returns the probability of yes, given that the answer is yes or no. yes, no: log-probabilities."""
-        return 1 / (1 + math.exp(min(no - yes, 700.0)))  # math.exp overflows above 709
 
 
 def make_reranker(name: str, tokenizer: Tokenizer, asked: bool) -> Reranker:
