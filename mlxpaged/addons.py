@@ -70,6 +70,13 @@ ADDONS = (
         apis={"ollama": Named("mlxpaged.api.ollama.endpoints:API")},
         sources={"ollama": Named("mlxpaged.models.sources.other_apps:OLLAMA")},
     ),
+    Addon(
+        "decisions",
+        apis={
+            "decisions": Named("mlxpaged.api.decisions.endpoints:DECISIONS"),
+            "systemone": Named("mlxpaged.api.decisions.endpoints:SYSTEM_ONE"),
+        },
+    ),
     Addon("lmstudio", sources={"lmstudio": Named("mlxpaged.models.sources.other_apps:LM_STUDIO")}),
     Addon(
         "tools",

@@ -94,7 +94,7 @@ def test_imports_point_one_way(room: str) -> None:
 
 
 WIRE_FORMATS = ("mlxpaged.api.openai", "mlxpaged.api.anthropic", "mlxpaged.api.ollama")
-ROUTES = {"app", "batches", "openapi", "server_api", "tokenize"}
+ROUTES = {"app", "batches", "decisions", "openapi", "server_api", "tokenize"}
 """In api/, beside the wire formats: modules that no other part of api/ is built on."""
 
 

@@ -10,6 +10,7 @@ def capabilities(facts: Facts) -> dict[str, bool]:
     return {
         "chat": facts.chats,
         "completions": facts.generates,
+        "decisions": facts.generates,
         "rerank": facts.reranks,
         "embeddings": facts.embeds,
         "tools": facts.chats,

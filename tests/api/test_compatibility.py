@@ -9,7 +9,13 @@ from typing import Any
 import httpx
 import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
-from openai.types import BatchCreateParams, EmbeddingCreateParams, FileCreateParams, completion_create_params
+from openai.types import (
+    BatchCreateParams,
+    EmbeddingCreateParams,
+    FileCreateParams,
+    completion_create_params,
+    decision_create_params,
+)
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import input_token_count_params, response_create_params
 
@@ -34,10 +40,12 @@ CHAT, COMPLETIONS = "POST /v1/chat/completions", "POST /v1/completions"
 MESSAGES, COUNT = "POST /v1/messages", "POST /v1/messages/count_tokens"
 RESPONSES, INPUT_TOKENS = "POST /v1/responses", "POST /v1/responses/input_tokens"
 EMBEDDINGS = "POST /v1/embeddings"
+DECISIONS, SYSTEM_ONE = "POST /v1/decisions", "POST /v1/systemone"
 OLLAMA_CHAT, OLLAMA_GENERATE = "POST /api/chat", "POST /api/generate"
 OTHER_ERRORS = (
     MESSAGES,
     COUNT,
+    SYSTEM_ONE,
     *(f"POST /api/{name}" for name in ("chat", "generate", "embed", "embeddings", "show", "pull")),
 )
 """Their errors have no `param`."""
@@ -52,6 +60,8 @@ SMALLEST: dict[str, dict[str, Any]] = {
     EMBEDDINGS: {"model": "vectors", "input": "x"},
     "POST /v1/rerank": {"query": "x", "documents": ["x"]},
     "POST /v1/score": {"text_1": "x", "text_2": "x"},
+    DECISIONS: {"input": "x", "questions": [{"type": "predicate", "instructions": "x"}]},
+    SYSTEM_ONE: {"state": "x", "questions": {"q": {"type": "noul", "instructions": "x"}}},
     OLLAMA_CHAT: {"model": "demo", "messages": [{"role": "user", "content": "x"}], "options": {"num_predict": 2}},
     OLLAMA_GENERATE: {"model": "demo", "prompt": "x", "options": {"num_predict": 2}},
     "POST /api/embed": {"model": "vectors", "input": "x"},
@@ -71,6 +81,7 @@ OFFICIAL: dict[str, set[str]] = {
     RESPONSES: set(response_create_params.ResponseCreateParamsBase.__annotations__) | {"stream"},
     INPUT_TOKENS: set(input_token_count_params.InputTokenCountParams.__annotations__),
     EMBEDDINGS: set(EmbeddingCreateParams.__annotations__),
+    DECISIONS: set(decision_create_params.DecisionCreateParams.__annotations__),
     MESSAGES: set(message_create_params.MessageCreateParamsBase.__annotations__) | {"stream"},
     COUNT: set(message_count_tokens_params.MessageCountTokensParams.__annotations__),
     "POST /v1/files": set(FileCreateParams.__annotations__),

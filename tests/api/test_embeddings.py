@@ -220,7 +220,7 @@ def test_both_models_are_listed_with_what_they_can_do(client: OpenAI, server: Ru
     with raw(server) as http:
         found = {name: http.get(f"/v1/models/{name}").json() for name in ("demo", "vectors")}
     can = {name: {what for what, yes in found[name]["capabilities"].items() if yes} for name in found}
-    assert can == {"demo": {"chat", "completions", "tools"}, "vectors": {"embeddings"}}
+    assert can == {"demo": {"chat", "completions", "decisions", "tools"}, "vectors": {"embeddings"}}
     sizes = ("context_length", "max_model_len", "embedding_dimensions")
     assert [found["vectors"][name] for name in sizes] == [512, 512, 64]
 

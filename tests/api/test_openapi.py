@@ -121,7 +121,12 @@ def test_every_operation_says_what_an_error_looks_like(described: dict[str, Any]
     for path, methods in described["paths"].items():
         for operation in methods.values():
             schema = operation["responses"]["default"]["content"]["application/json"]["schema"]
-            formats = {"/v1/messages": "AnthropicErrorResponse", "/api/": "OllamaErrorResponse"}
+            formats = {
+                "/v1/messages": "AnthropicErrorResponse",
+                "/api/": "OllamaErrorResponse",
+                "/v1/systemone": "OllamaErrorResponse",
+                "/v1/decisions": "DecisionErrorResponse",
+            }
             format = next((name for start, name in formats.items() if path.startswith(start)), "ErrorResponse")
             assert schema == {"$ref": f"#/components/schemas/{format}"}
 

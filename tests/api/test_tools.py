@@ -258,7 +258,10 @@ def test_a_model_with_tools_and_thinking_is_listed_as_one(server: RunningServer)
     with raw(server) as http:
         (model,) = http.get("/v1/models").json()["data"]
     nothing_else = {"rerank": False, "embeddings": False, "vision": False}
-    assert model["capabilities"] == dict.fromkeys(("chat", "completions", "tools", "thinking"), True) | nothing_else
+    assert (
+        model["capabilities"]
+        == dict.fromkeys(("chat", "completions", "decisions", "tools", "thinking"), True) | nothing_else
+    )
 
 
 def test_special_tokens_of_a_format_reach_its_parser_only(tmp_path: Any) -> None:

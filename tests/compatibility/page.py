@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from mlxpaged.api.endpoints import ENDPOINTS
 from mlxpaged.api.fields.table import Table
-from tests.compatibility import chat, completions, embeddings, messages, ollama, others, rerank, responses
+from tests.compatibility import chat, completions, decisions, embeddings, messages, ollama, others, rerank, responses
 from tests.compatibility.claims import ALIAS, HONOURED, IGNORED, LABEL, MODEL, REFUSED, Claim, of_row
 
 MARK = "<!-- The rest of this page is made of tests/compatibility/ and mlxpaged/api/fields/ -->\n"
@@ -23,6 +23,8 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "POST /v1/embeddings": embeddings.TABLE,
     "POST /v1/rerank": rerank.RERANK,
     "POST /v1/score": rerank.SCORE,
+    "POST /v1/decisions": decisions.DECISIONS,
+    "POST /v1/systemone": decisions.SYSTEM_ONE,
     TOKENIZE: others.TOKENIZE,
     "POST /detokenize": others.DETOKENIZE,
     "POST /v1/files": others.FILES,
@@ -42,6 +44,7 @@ FAMILIES = (
     ("POST /v1/responses", "POST /v1/responses/input_tokens"),
     ("POST /v1/messages", "POST /v1/messages/count_tokens"),
     ("POST /v1/embeddings", "POST /v1/rerank", "POST /v1/score"),
+    ("POST /v1/decisions", "POST /v1/systemone"),
     (TOKENIZE, "POST /detokenize"),
     ("POST /v1/files", "POST /v1/batches"),
     ("POST /api/chat", "POST /api/generate"),

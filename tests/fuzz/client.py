@@ -199,13 +199,14 @@ def parsed(body: bytes) -> Any:
 def check_error(body: Any, path: str, status: int) -> None:
     """The error has the format of the path's API."""
     short = without_version(unquote(path.partition("?")[0]))
-    if f"{short}/".startswith("/api/"):
+    if f"{short}/".startswith(("/api/", "/systemone/")):
         fits = list(body) == ["error"] and isinstance(body["error"], str)
     elif f"{short}/".startswith("/messages/"):
         fits = list(body) == ["type", "error", "request_id"]
         fits = fits and list(body["error"]) in (["type", "message"], ["type", "message", "details"])
     else:
-        fits = list(body) == ["error"] and list(body["error"]) == ["message", "type", "param", "code"]
+        beside = ["detail"] if short == "/decisions" else []
+        fits = list(body) == ["error", *beside] and list(body["error"]) == ["message", "type", "param", "code"]
     if not fits:
         raise FaultError(f"status {status}: an error in another format: {json.dumps(body)[:300]}")
 

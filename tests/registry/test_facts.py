@@ -170,16 +170,16 @@ def test_what_is_said_is_true(server: RunningServer) -> None:
     def can(name: str) -> set[str]:
         return {what for what, yes in found[name]["capabilities"].items() if yes}
 
-    assert can("text") == {"chat", "completions", "tools"}
-    assert can("judging") == {"chat", "completions", "tools", "rerank"}
-    assert can("seeing") == {"chat", "completions", "tools", "vision"}
+    assert can("text") == {"chat", "completions", "decisions", "tools"}
+    assert can("judging") == {"chat", "completions", "decisions", "tools", "rerank"}
+    assert can("seeing") == {"chat", "completions", "decisions", "tools", "vision"}
     assert [found[name]["kind"] for name in ("seeing", "blind", "small")] == ["vision", "text", "text"]
-    assert can("json_tools") == can("harmony") == {"chat", "completions", "tools", "thinking"}
-    assert can("short") == {"chat", "completions", "tools"}
-    assert can("silent") == {"completions"}
+    assert can("json_tools") == can("harmony") == {"chat", "completions", "decisions", "tools", "thinking"}
+    assert can("short") == {"chat", "completions", "decisions", "tools"}
+    assert can("silent") == {"completions", "decisions"}
     assert can("vectors") == can("bare") == can("bert") == {"embeddings"}
     assert can("judge") == {"rerank"}
-    assert can("both") == {"chat", "completions", "tools", "embeddings"}
+    assert can("both") == {"chat", "completions", "decisions", "tools", "embeddings"}
     assert can("both-found") == {"embeddings"}
     assert [found[name]["quantization"] for name in ("text", "quantized", "gguf/text.gguf")] == [
         *("float32", "4-bit", "F32")
