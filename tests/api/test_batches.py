@@ -51,6 +51,7 @@ from tests.api.test_queues import Held, check_turns
 from tests.support import RunningServer, running_server, short_id, wait_until
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+DECISIONS = "/v1/decisions"
 CONFIG = EngineConfig(kv_cache_bytes=16_000_000, max_num_seqs=4)
 
 
@@ -139,6 +140,21 @@ def test_lines_may_be_responses(client: OpenAI, server: RunningServer) -> None:
         assert ((None, response_id) in server.app.state.responses.responses) == stored
     errors = lines_of(client, batch.error_file_id).values()
     assert {line["response"]["body"]["error"]["param"] for line in errors} == {"tools.0.type", "stream"}
+
+
+def test_lines_may_be_decisions(client: OpenAI, server: RunningServer) -> None:
+    asked = {"type": "choice", "instructions": "Which?", "choices": [{"value": "river"}, {"value": "stone"}]}
+    bodies = [{"model": "demo", "input": f"river {i}", "questions": [asked, asked]} for i in range(3)]
+    lines = lines_of(client, ended(client, submit(client, jsonl(bodies, DECISIONS), DECISIONS)).output_file_id)
+    with raw(server) as http:
+        for i, body in enumerate(bodies):
+            answer = lines[f"line-{i}"]["response"]["body"]
+            alone = http.post(DECISIONS, json=body).json()
+            found, expected = (
+                [each["probability"] for answer in each["answers"] for each in answer["probabilities"]]
+                for each in (answer, alone)
+            )
+            assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_large_line_is_read_off_the_event_loop(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:

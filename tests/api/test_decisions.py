@@ -21,6 +21,7 @@ from mlxpaged.models.loader import DEMO_PATH
 from tests.api.helpers import (
     DEADLINE,
     Background,
+    FakeClock,
     StepGate,
     bearer,
     metrics,
@@ -424,6 +425,23 @@ def test_priority_and_deadline_are_those_of_the_request(server: RunningServer) -
         assert all(math.isfinite(each.deadline) for each in sequences)
         gate.open()
         assert pending.result().status_code == 200
+
+
+def test_a_deadline_is_that_of_all_rows_together() -> None:
+    """They run one after the other here."""
+    clock = FakeClock()
+    config = EngineConfig(kv_cache_bytes=16_000_000, max_num_seqs=1, max_queue=1)
+    with running_server(config, clock=clock) as server, StepGate(server) as gate:
+        body = {"model": "demo", "input": TEXT, "questions": QUESTIONS, "timeout": 30}
+        pending = Background.request(server, "POST", "/v1/decisions", json=body)
+        gate.wait_held()
+        clock.now += 20
+        gate.allow(1)
+        gate.wait_held()
+        clock.now += 15
+        gate.open()
+        assert pending.result().status_code == 408
+        assert pending.result().json()["error"]["code"] == "deadline_exceeded"
 
 
 def test_a_prompt_cache_key_keeps_prefixes_apart(server: RunningServer) -> None:

@@ -18,6 +18,7 @@ METHOD: tuple[Claim, ...] = (
     honoured("orders", 2, OURS),
     honoured("answers", "symbol", f"`text`, `symbol` or `cloze`; {OURS}"),
     honoured("timeout", 60, "seconds; then a 408"),
+    honoured("ttft_timeout", 60, "seconds until a question's row is computed"),
     honoured("service_tier", "flex", "the priority; the key's tier by default"),
 )
 

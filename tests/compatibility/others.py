@@ -34,7 +34,7 @@ FILES: tuple[Claim, ...] = (
 
 BATCHES: tuple[Claim, ...] = (
     Claim("input_file_id", HONOURED, {}),
-    honoured("endpoint", "/v1/completions", "or `/v1/chat/completions`, `/v1/responses`"),
+    honoured("endpoint", "/v1/completions", "or `/v1/chat/completions`, `/v1/responses`, `/v1/decisions`"),
     refused("endpoint", "/v1/embeddings"),
     honoured("completion_window", "24h", "minutes, hours or days"),
     label("metadata", {"a": "b"}, "returned with the batch"),

@@ -15,6 +15,8 @@ from mlxpaged.api.batches.lines import LinePlace, read_line
 from mlxpaged.api.batches.records import BatchRecord, OutputLine
 from mlxpaged.api.batches.store import Store
 from mlxpaged.api.body import validate
+from mlxpaged.api.decisions import routes as decisions
+from mlxpaged.api.decisions.routes import DecisionRequest
 from mlxpaged.api.errors import NO_ROOM, OUT_OF_MEMORY, RETRY, bad_parameter, from_engine
 from mlxpaged.api.openai import chat, completions
 from mlxpaged.api.openai.responses import routes as responses
@@ -28,11 +30,12 @@ from mlxpaged.registry.registry import Registry
 
 Respond = Callable[[Request, Any], Awaitable[Response]]
 
-LineBody = ChatRequest | CompletionRequest | ResponseRequest
+LineBody = ChatRequest | CompletionRequest | ResponseRequest | DecisionRequest
 BATCH_ENDPOINTS: dict[str, tuple[type[LineBody], Respond]] = {
     "/v1/chat/completions": (ChatRequest, chat.respond),
     "/v1/completions": (CompletionRequest, completions.respond),
     "/v1/responses": (ResponseRequest, responses.respond),
+    "/v1/decisions": (DecisionRequest, decisions.decisions),
 }
 
 CLIENT = "batches"

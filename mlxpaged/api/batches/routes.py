@@ -49,7 +49,7 @@ class BatchCreate(Body):
     table = others.BATCHES
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/decisions"]
     completion_window: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}[mhd]$")]  # minutes, hours or days, as "24h"
     metadata: Labels | None = None
 

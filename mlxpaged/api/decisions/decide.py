@@ -111,7 +111,10 @@ async def decide(
     if (count := sum(len(asked[i].prompt.readout.rows) for i in left)) > MAX_ROWS:
         message = f"have {count} rows of options; the limit is {MAX_ROWS}. Ask fewer at once, or use shorter options"
         raise bad_parameter("questions", message, code="too_many_options")
-    read = await read_out(http, [asked[i].prompt for i in left], request, "dec", most_rows(engine.config))
+    most = 1 if http.client is None else most_rows(engine.config)  # a batch has other lines to run beside it
+    timeout = engine.config.request_timeout if request.timeout is None else request.timeout
+    request = dataclasses.replace(request, timeout=timeout)
+    read = await read_out(http, [asked[i].prompt for i in left], request, "dec", most)
     found |= dict(zip(left, read.log_probabilities, strict=True))
     for i, key in enumerate(keys):
         if key is not None:

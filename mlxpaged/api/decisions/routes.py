@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 from starlette.requests import Request
@@ -30,6 +30,10 @@ class DecisionRequest(MethodFields):
     prompt_cache_key: only requests with the same one share prefixes. safety_identifier: changes nothing."""
 
     table = fields.DECISIONS
+    # The other bodies of batches have these properties too.
+    stream: ClassVar[bool] = False
+    num_candidates: ClassVar[int] = 1
+    multiplier: ClassVar[str | None] = None
 
     model: str | None = None
     input: (

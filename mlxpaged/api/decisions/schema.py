@@ -22,12 +22,13 @@ Content = str | dict[str, Any] | list[Any]
 
 class MethodFields(Body):
     """Additions to all dialects. calibration, orders, answers: as in `Method`, null for the default. timeout:
-    seconds."""
+    seconds for the whole answer. ttft_timeout: seconds that each row may wait."""
 
     calibration: Calibration | None = None
     orders: Literal[1, 2] | None = None
     answers: Answers | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
+    ttft_timeout: Annotated[float, Field(gt=0)] | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
 
     def method(self, default: Method, **more: Any) -> Method:
@@ -42,6 +43,7 @@ class MethodFields(Body):
             cache_salt=cache_salt,
             service_tier=self.service_tier,
             timeout=self.timeout,
+            ttft_timeout=self.ttft_timeout,
             client_names=names,
         )
 

@@ -15,6 +15,8 @@ from starlette.requests import Request
 from mlxpaged.api.generation.answers import Answer
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.generation.submission import start
+from mlxpaged.api.server import server_of
+from mlxpaged.core.engine.errors import DeadlineExceededError
 from mlxpaged.core.engine.readout import Readout, RowReading
 from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.vision.image import PromptImage
@@ -49,15 +51,16 @@ async def read_out(
 ) -> ReadOut:
     """Read the probabilities of the answers to some prompts.
 
-    request: with all but the prompts. most: rows that are in the engine at once. The next ones follow when all of
-    these are done, so other requests get between them; None: all are submitted together. Raises ApiError and the
-    engine's errors.
+    request: with all but the prompts; its timeout holds for all rows together. most: rows that are in the engine at
+    once. The next ones follow when all of these are done, so other requests get between them; None: all are submitted
+    together. Raises ApiError and the engine's errors.
     """
     rows = [(prompt, row) for prompt in prompts for row in prompt.readout.rows]
     wave = most or len(rows)
     readings: list[RowReading] = []
     cached: list[int] = []
     request_id = model = ""
+    started = server_of(http).now
     for first in range(0, len(rows), wave):
         chosen = rows[first : first + wave]
         asked = dataclasses.replace(
@@ -66,12 +69,20 @@ async def read_out(
             params=ONE_TOKEN,
             of_prompts=[row.params(len(prompt.token_ids)) for prompt, row in chosen],
             images=[prompt.images for prompt, _ in chosen],
+            timeout=left_of(request.timeout, server_of(http).now - started),
         )
         answers = await start(http, lambda asked=asked: asked, id_prefix)  # type: ignore[misc]
         request_id, model = answers.context.request_id, answers.model
         readings += map(reading_of, await answers.collect())
         cached += answers.cached_tokens
     return ReadOut(request_id, model, *by_prompt(prompts, readings, cached), len(rows))
+
+
+def left_of(timeout: float | None, seconds: float) -> float | None:
+    """Returns what is left of a timeout after so many seconds. Raises DeadlineExceededError."""
+    if timeout is not None and seconds >= timeout:
+        raise DeadlineExceededError(f"the answer was not complete within {timeout:g} s")
+    return None if timeout is None else timeout - seconds
 
 
 def reading_of(answer: Answer) -> RowReading:
