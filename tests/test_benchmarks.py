@@ -132,6 +132,32 @@ def test_the_benchmark_of_the_host_builds_both_graphs(
         assert min(graph, whole) > 0
 
 
+@pytest.mark.more
+def test_the_benchmark_of_decisions_has_figures_for_each_method(run: Callable[..., str]) -> None:
+    lines = [line.split(" | ") for line in run("decisions.py", "demo", "--items", "3").splitlines()[2:]]
+    methods = [tuple(line[1:4]) for line in lines if line[0] == "| mean"]
+    assert len(set(methods)) == len(methods) == 10
+    assert len(lines) == 6 * len(methods)
+    for *_, accuracy, brier, error in lines:
+        assert 0 <= float(accuracy.rstrip("%")) <= 100
+        assert 0 <= float(brier) <= 2
+        assert 0 <= float(error.rstrip(" |")) <= 1
+
+
+@pytest.mark.more
+def test_the_benchmark_of_many_questions_counts(run: Callable[..., str]) -> None:
+    output = run("decisions_speed.py", "--input-tokens", "600", "--questions", "6")
+    rows = {cells[0]: list(map(float, cells[1:])) for cells in map(cells_of, output.splitlines()[2:])}
+    one, many, again, *_ = rows.values()
+    assert 600 * 0.9 < one[2] < many[2]
+    assert again[2] < many[2] - 600 * 0.9, "the input is computed once"
+    assert all(seconds > 0 and steps > 0 for seconds, steps, _ in rows.values())
+
+
+def cells_of(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
 def test_the_benchmark_of_the_status_stream_measures(run: Callable[..., str]) -> None:
     lines = run("watch.py", "--streams", "2", "--snapshots", "1").splitlines()
     assert lines[0].startswith("streams 2, blocks ")
