@@ -161,8 +161,8 @@ def test_two_orders_are_averaged_so_that_no_order_is_preferred(server: RunningSe
         found.append((of_choice(single), of_choice(both)))
     (one, mean), (other, again) = found
     for value, probability in mean.items():
-        assert probability == pytest.approx((one[value] + other[value]) / 2, abs=1e-6)
-        assert probability == pytest.approx(again[value], abs=1e-6)
+        assert probability == pytest.approx((one[value] + other[value]) / 2, abs=1e-5)
+        assert probability == pytest.approx(again[value], abs=1e-5)
 
 
 def test_symbols_are_letters_or_numbers_for_many_options(server: RunningServer) -> None:
@@ -271,7 +271,7 @@ def test_an_object_of_questions_is_answered_as_mlx_vlm_does(server: RunningServe
 def test_both_dialects_read_the_same_probability(server: RunningServer) -> None:
     [one] = decide(server, input=TEXT, questions=[PREDICATE])["answers"]
     other = decide(server, state=TEXT, questions={"q": {"type": "bool", "instructions": PREDICATE["instructions"]}})
-    assert other["answers"]["q"]["probability"] == pytest.approx(one["probability"], abs=1e-6)
+    assert other["answers"]["q"]["probability"] == pytest.approx(one["probability"], abs=1e-4)
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

@@ -119,6 +119,17 @@ def test_probabilities_are_exact_in_one_batch_with_others_that_generate(model: T
     assert done.tokens("other") == model.answer([5, 6, 7], 12).tokens
 
 
+def test_a_stream_has_a_token_in_every_step_beside_a_readout(model: TinyModel) -> None:
+    core = model.engine(max_num_batched_tokens=32)
+    stream = Request("stream", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True), 0.0)
+    run_steps(core, stream, 3)
+    done = check(model, core, ["single tokens", "equal first tokens"], QUESTIONS)
+    beside = [step for step in done.batches if any(row.request_id.startswith(("single", "equal")) for row in step.rows)]
+    with_stream = [step for step in beside if any(row.request_id == "stream" for row in step.rows)]
+    assert with_stream == beside[: len(with_stream)]
+    assert len(with_stream) > 5
+
+
 def test_the_input_is_computed_once_for_all_questions(model: TinyModel) -> None:
     core = model.engine(max_num_seqs=40)
     done = check(model, core, ["single tokens"], QUESTIONS)
@@ -143,6 +154,12 @@ def test_a_preemption_changes_no_probability(model: TinyModel) -> None:
     recompute_once(core)
     check(model, core, ["of several tokens", "one a prefix of another"], QUESTIONS[:2])
     assert core.scheduler.stats().preemptions_total > 0
+
+
+def run_steps(core: EngineCore, request: Request, count: int) -> None:
+    core.add(request)
+    for _ in range(count):
+        core.step()
 
 
 def recompute_once(core: EngineCore) -> None:

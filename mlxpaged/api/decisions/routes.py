@@ -20,8 +20,9 @@ from mlxpaged.api.ollama.routes import keeping, nothing
 from mlxpaged.api.ollama.schema import LoadingFields
 from mlxpaged.api.schema import MAX_LIST, Label
 
-DEFAULT = Method()
-"""What docs/decisions.md measures as the best."""
+DEFAULT = Method(calibration="content_free")
+"""What docs/decisions.md measures: without calibration, a small model is hardly better than chance. A second order
+costs as much again, and changes little."""
 
 
 class DecisionRequest(MethodFields):
