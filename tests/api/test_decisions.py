@@ -467,6 +467,20 @@ def test_a_key_is_needed_where_the_server_has_keys(tmp_path: Path) -> None:
         assert client.post("/v1/systemone", json={}).json().keys() == {"error"}
 
 
+def test_the_input_counts_once_against_the_limit_of_a_key(tmp_path: Path) -> None:
+    key = write_keys(tmp_path / "keys.json", anna={"tokens_per_minute": 100_000})["anna"]
+    config, clock = EngineConfig(kv_cache_bytes=16_000_000), FakeClock()
+    questions = [{"type": "predicate", "instructions": f"Is {i} in it?"} for i in range(50)]
+    with (
+        running_server(config, clock=clock, http=HttpConfig(api_keys=tmp_path / "keys.json")) as server,
+        raw(server) as client,
+    ):
+        body = {"input": "a stone " * 300, "questions": questions, "calibration": "none", "orders": 1}
+        used = client.post("/v1/decisions", json=body, headers=bearer(key)).json()["usage"]["input_tokens"]
+        left = int(client.post("/tokenize", json={}, headers=bearer(key)).headers["x-ratelimit-remaining-tokens"])
+        assert used < 100_000 - left < 50 * 300
+
+
 def test_a_model_says_that_it_decides(server: RunningServer) -> None:
     with raw(server) as client:
         assert client.get("/v1/models/demo").json()["capabilities"]["decisions"] is True

@@ -68,12 +68,10 @@ class Decided:
 
 @dataclass(frozen=True)
 class Asked:
-    """One way in which a question is put. shared: tokens of its prompt that are the input's. order: the index in the
-    question of each option here. known: the log-probabilities, if they need not be read."""
+    """One way in which a question is put. order: the index in the question of each option here."""
 
     question: int
     prompt: ReadoutPrompt
-    shared: int
     order: Sequence[int]
     content_free: bool
 
@@ -163,7 +161,8 @@ async def way(
     except PromptTooLongError as error:
         param = question.param if shared < info.longest else asking.input_param
         raise ContextLengthError(param, error) from None
-    return Asked(which, ReadoutPrompt(prompt.token_ids, readout, prompt.images), shared, order, about is NOTHING)
+    asked = ReadoutPrompt(prompt.token_ids, readout, prompt.images, shared)
+    return Asked(which, asked, order, about is NOTHING)
 
 
 def key_of(http: Request, info: EngineInfo, request: GenerationRequest, asked: Asked) -> object:
@@ -207,10 +206,10 @@ def usage(asked: Iterable[tuple[Asked, int]], read: ReadOut) -> tuple[int, int]:
     """Returns the tokens of the input, counted once, and of all that is asked about it, in one order; and those of them
     that were cached. Clients pay for what they send, not for how it is read."""
     pairs = [(each, cached) for each, cached in asked if not each.content_free and each.order[0] == 0]
-    shared = max((each.shared for each, _ in pairs), default=0)
-    own = sum(len(each.prompt.token_ids) - each.shared for each, _ in pairs)
-    cached_input = min((min(cached, each.shared) for each, cached in pairs), default=0)
-    cached_own = sum(max(0, cached - each.shared) for each, cached in pairs)
+    shared = max((each.prompt.num_shared for each, _ in pairs), default=0)
+    own = sum(len(each.prompt.token_ids) - each.prompt.num_shared for each, _ in pairs)
+    cached_input = min((min(cached, each.prompt.num_shared) for each, cached in pairs), default=0)
+    cached_own = sum(max(0, cached - each.prompt.num_shared) for each, cached in pairs)
     return shared + own, cached_input + cached_own
 
 

@@ -27,11 +27,13 @@ ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
 @dataclass(frozen=True)
 class ReadoutPrompt:
-    """token_ids: up to the beginning of the answer. images: that it shows."""
+    """token_ids: up to the beginning of the answer. images: that it shows. num_shared: tokens at its beginning that all
+    prompts share, and that count once against the limit of a key."""
 
     token_ids: list[int]
     readout: Readout
     images: tuple[PromptImage, ...] = ()
+    num_shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ async def read_out(
             params=ONE_TOKEN,
             of_prompts=[row.params(len(prompt.token_ids)) for prompt, row in chosen],
             images=[prompt.images for prompt, _ in chosen],
+            num_counted=sum(len(prompt.token_ids) + len(row.path) - prompt.num_shared for prompt, row in chosen)
+            + (0 if readings else max(prompt.num_shared for prompt in prompts)),
             timeout=left_of(request.timeout, server_of(http).now - started),
         )
         answers = await start(http, lambda asked=asked: asked, id_prefix)  # type: ignore[misc]

@@ -56,7 +56,8 @@ async def start(
             requests = engine_requests(request, context, opened, prompts, arrival_time, adapter)
             streams = engine.submit(requests)
         opened.submitted = True
-        opened.count(sum(len(prompt) for prompt in prompts.token_ids))
+        in_prompts = sum(len(prompt) for prompt in prompts.token_ids)
+        opened.count(in_prompts if request.num_counted is None else request.num_counted)
     except BaseException as error:
         forget()
         match error:
