@@ -41,13 +41,15 @@ def input_of(num_tokens: int, client: httpx.Client, seed: int) -> str:
     return "".join(line.format(i) for i in range(count))
 
 
-def question(number: int) -> dict[str, Any]:
+def question(number: int, kind: str) -> dict[str, Any]:
+    if kind == "predicate":
+        return {"type": "predicate", "instructions": f"Was order {number} late?"}
     asked = f"Who handles case {number}?"
     return {"type": "choice", "instructions": asked, "choices": [{"value": label} for label in LABELS]}
 
 
-def decide(client: httpx.Client, text: str, count: int, **fields: Any) -> None:
-    body = {"input": text, "questions": [question(i) for i in range(count)]} | fields
+def decide(client: httpx.Client, text: str, count: int, kind: str = "choice", **fields: Any) -> None:
+    body = {"input": text, "questions": [question(i, kind) for i in range(count)]} | fields
     client.post("/v1/decisions", json=body).raise_for_status()
 
 
@@ -69,6 +71,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--input-tokens", type=int, default=3000)
     parser.add_argument("--questions", type=int, default=100)
+    parser.add_argument("--kind", choices=("choice", "predicate"), default="choice")
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--peer", help="base URL of another server's OpenAI API")
     parser.add_argument("--peer-model", default="model")
@@ -78,13 +81,13 @@ def main() -> None:
         decide(client, "x", 1)  # what is made at the first request
         chat(client, "/v1/chat/completions", "model", "x", 1)  # the grammar too
         texts = [input_of(args.input_tokens, client, seed) for seed in range(1, 6)]
-        plain = {"calibration": "none", "orders": 1}
+        plain = {"calibration": "none", "orders": 1, "kind": args.kind}
         lines = {
             "1 question": lambda: decide(client, texts[0], 1, **plain),
             f"{count} questions": lambda: decide(client, texts[1], count, **plain),
             "the same again": lambda: decide(client, texts[1], count, **plain),
-            f"{count} questions, calibrated, first time": lambda: decide(client, texts[2], count),
-            "the same about another input": lambda: decide(client, texts[3], count),
+            f"{count} questions, calibrated, first time": lambda: decide(client, texts[2], count, args.kind),
+            "the same about another input": lambda: decide(client, texts[3], count, args.kind),
             f"{count} chat requests with an enum": lambda: chat(
                 client, "/v1/chat/completions", "model", texts[4], count
             ),
