@@ -13,7 +13,7 @@ from starlette.requests import Request
 from mlxpaged.api.access.caller import caller_of
 from mlxpaged.api.decisions import calibration
 from mlxpaged.api.decisions.frame import NOTHING, Asking, Evidence
-from mlxpaged.api.decisions.question import MAX_QUESTIONS, Question
+from mlxpaged.api.decisions.question import Question
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.check import ContextLengthError
 from mlxpaged.api.generation.readout import ReadOut, ReadoutPrompt, read_out
@@ -211,9 +211,3 @@ def usage(asked: Iterable[tuple[Asked, int]], read: ReadOut) -> tuple[int, int]:
     cached_input = min((min(cached, each.prompt.num_shared) for each, cached in pairs), default=0)
     cached_own = sum(max(0, cached - each.prompt.num_shared) for each, cached in pairs)
     return shared + own, cached_input + cached_own
-
-
-def check_count(count: int, param: str = "questions") -> None:
-    """Raises ApiError for no question, and for too many."""
-    if not 1 <= count <= MAX_QUESTIONS:
-        raise bad_parameter(param, f"must have 1 to {MAX_QUESTIONS} questions, got {count}")

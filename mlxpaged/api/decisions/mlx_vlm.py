@@ -5,36 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlxpaged.api.decisions.decide import Decided
 from mlxpaged.api.decisions.figures import best, score
-from mlxpaged.api.decisions.named import Named, NamedBool, NamedLabels, NamedScore, by_question
-from mlxpaged.api.errors import ApiError
+from mlxpaged.api.decisions.named import Named, NamedBool, NamedLabels, NamedScore
 
 CLIENT_NAMES = {"messages": "state", "prompt": "state"}
 THRESHOLD = 0.5
 """From this probability on, a label fits and a boolean is true."""
 
 
-def rendered(named: Sequence[Named], decided: Decided, model: str) -> dict[str, Any]:
-    """Returns the body of the answer. Raises ApiError, see `system_one.rendered`."""
-    found = by_question(named, decided.probabilities)
-    return {
-        "model": model,
-        "answers": {each.name: answer(each, own) for each, own in zip(named, found, strict=True)},
-        "usage": {"input_tokens": decided.num_input, "output_tokens": 0},
-    }
-
-
-def answer(named: Named, found: Sequence[list[float] | None]) -> dict[str, Any]:
-    own = [each for each in found if each is not None]
-    if len(own) < len(found):
-        param = f"questions.{named.name}"
-        raise ApiError(422, f"{param}: the model gives none of the options a probability", param=param, code="refused")
-    given, first = named.given, own[0]
+def answer(named: Named, found: Sequence[list[float]]) -> dict[str, Any]:
+    given, first = named.given, found[0]
     if isinstance(given, NamedBool):
         return {"type": "bool", "value": first[1] >= THRESHOLD, "probability": first[1]}
     if isinstance(given, NamedLabels):
-        scores = {label: each[1] for label, each in zip(named.labels, own, strict=True)}
+        scores = {label: each[1] for label, each in zip(named.labels, found, strict=True)}
         least = THRESHOLD if given.threshold is None else given.threshold
         fitting = [label for label, fit in scores.items() if fit >= least]
         return {"type": "multi_label", "value": fitting, "scores": scores, "metadata": {"threshold": least}}

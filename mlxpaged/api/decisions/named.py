@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from mlxpaged.api.decisions.decide import Decided
 from mlxpaged.api.decisions.frame import Evidence
 from mlxpaged.api.decisions.question import MAX_OPTIONS, MAX_QUESTIONS, Option, Question, as_text, predicate
 from mlxpaged.api.decisions.schema import Content, shown_images, text_of, with_images
-from mlxpaged.api.errors import bad_parameter
+from mlxpaged.api.errors import ApiError, bad_parameter
 from mlxpaged.api.schema import Body, OneOf
 
 FALSE, TRUE = "false", "true"
@@ -118,7 +119,24 @@ def evidence_of(state: Any, images: list[str] | None) -> Evidence:
     return Evidence([{"role": "user", "content": with_images(text, media)}], media, joined=True)
 
 
-def by_question(named: Sequence[Named], probabilities: Sequence[Any]) -> list[list[Any]]:
-    """Returns the probabilities of each named question's own questions."""
-    left = iter(probabilities)
-    return [[next(left) for _ in each.questions] for each in named]
+def rendered(
+    named: Sequence[Named],
+    decided: Decided,
+    model: str,
+    answer: Callable[[Named, Sequence[list[float]]], dict[str, Any]],
+) -> dict[str, Any]:
+    """Returns the body of the answer. `answer` renders one named question by the probabilities of its own questions.
+
+    Raises ApiError if an option cannot be told from the others: neither dialect has refusals.
+    """
+    left = iter(decided.probabilities)
+    answers = {each.name: answer(each, [known(next(left), each.name) for _ in each.questions]) for each in named}
+    return {"model": model, "answers": answers, "usage": {"input_tokens": decided.num_input, "output_tokens": 0}}
+
+
+def known(probabilities: list[float] | None, name: str) -> list[float]:
+    """Raises ApiError if there are none."""
+    if probabilities is None:
+        param = f"questions.{name}"
+        raise ApiError(422, f"{param}: the model gives none of the options a probability", param=param, code="refused")
+    return probabilities

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlxpaged.api.decisions import mlx_vlm, openai, system_one
 from mlxpaged.api.decisions.decide import Method, decide
-from mlxpaged.api.decisions.named import NamedLabels, NamedQuestions, evidence_of, named_of
+from mlxpaged.api.decisions.named import NamedLabels, NamedQuestions, evidence_of, named_of, rendered
 from mlxpaged.api.decisions.question import MAX_QUESTIONS, as_text
 from mlxpaged.api.decisions.schema import Content, Images, MethodFields
 from mlxpaged.api.errors import bad_parameter
@@ -79,7 +79,7 @@ async def of_mlx_vlm(request: Request, body: DecisionRequest, given: dict[str, A
     asked = body.request(body.model, mlx_vlm.CLIENT_NAMES, body.prompt_cache_key or "")
     questions = [question for each in named for question in each.questions]
     decided = await decide(request, evidence_of(body.state, body.images), questions, body.method(DEFAULT), asked)
-    return JSONResponse(mlx_vlm.rendered(named, decided, decided.model))
+    return JSONResponse(rendered(named, decided, decided.model, mlx_vlm.answer))
 
 
 async def systemone(request: Request, body: system_one.SystemOneRequest) -> Response:
@@ -99,4 +99,4 @@ async def systemone(request: Request, body: system_one.SystemOneRequest) -> Resp
         decided = await decide(request, evidence_of(body.state, body.images), questions, method, asked)
     finally:
         kept()
-    return JSONResponse(system_one.rendered(named, decided, body.model or decided.model))
+    return JSONResponse(rendered(named, decided, body.model or decided.model, system_one.answer))

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from mlxpaged.api.decisions.decide import Decided
 from mlxpaged.api.decisions.figures import best, confidence, score
 from mlxpaged.api.decisions.named import (
     TRUE,
@@ -16,10 +15,8 @@ from mlxpaged.api.decisions.named import (
     NamedChoice,
     NamedQuestions,
     NamedScore,
-    by_question,
 )
 from mlxpaged.api.decisions.schema import Content, Images, MethodFields
-from mlxpaged.api.errors import ApiError
 from mlxpaged.api.fields import decisions as fields
 from mlxpaged.api.ollama.schema import duration
 
@@ -40,22 +37,8 @@ class SystemOneRequest(MethodFields):
     temperature: Annotated[float, Field(ge=1e-6, le=100)] | None = None
 
 
-def rendered(named: Sequence[Named], decided: Decided, model: str) -> dict[str, Any]:
-    """Returns the body of the answer. Raises ApiError if an option cannot be told from the others: the dialect has no
-    refusals."""
-    found = by_question(named, decided.probabilities)
-    return {
-        "model": model,
-        "answers": {each.name: answer(each, own) for each, own in zip(named, found, strict=True)},
-        "usage": {"input_tokens": decided.num_input, "output_tokens": 0},
-    }
-
-
-def answer(named: Named, found: Sequence[list[float] | None]) -> dict[str, Any]:
+def answer(named: Named, found: Sequence[list[float]]) -> dict[str, Any]:
     [own] = found
-    if own is None:
-        param = f"questions.{named.name}"
-        raise ApiError(422, f"{param}: the model gives none of the options a probability", param=param, code="refused")
     if isinstance(named.given, NamedBool):
         return {"type": "noul", "noul": own[named.labels.index(TRUE)]}
     if isinstance(named.given, NamedScore):
