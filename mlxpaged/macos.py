@@ -73,7 +73,7 @@ def two_numbers(text: str) -> tuple[int, int]:
 UTF8 = 0x08000100
 ASSERTION = "PreventUserIdleSystemSleep"
 """The type of an assertion against idle sleep. The display may sleep, and so may the system if its lid is closed or
-somebody asks for it (IOKit/pwr_mgt/IOPMLib.h)."""
+it is asked to (IOKit/pwr_mgt/IOPMLib.h)."""
 LEVEL_ON = 255
 SUCCESS = 0
 PLUGGED_IN = -2.0

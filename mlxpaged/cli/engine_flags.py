@@ -80,7 +80,7 @@ def add_engine_flags(groups: flags.Flags) -> None:
     )
 
     owner = groups.group("the Mac's user", DEFAULTS)
-    share = "share of the time in which the GPU computes while somebody uses the Mac, on battery, or if it is hot"
+    share = "share of the time in which the GPU computes while the Mac is in use, on battery, or if it is hot"
     owner.field("--duty-cycle", flags.duty_cycle, share)
     owner.switch("--allow-sleep", "let the Mac go to sleep by itself while requests or batches run")
 

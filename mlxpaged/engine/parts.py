@@ -93,7 +93,7 @@ def parts_of(assembly: Assembly, parts: Sequence[Part]) -> Iterator[Part]:
 
 def duty_cycle_of(assembly: Assembly) -> Iterator[Part]:
     if (sensors := sensors_here()) is None:
-        logger.warning("--duty-cycle has no effect here: only macOS says whether somebody uses the machine")
+        logger.warning("--duty-cycle has no effect here: only macOS says whether the machine is in use")
     else:
         yield DutyCycle(assembly.config.duty_cycle, sensors, assembly.clock)
 

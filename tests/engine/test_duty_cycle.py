@@ -31,7 +31,7 @@ USED = Readings(idle_seconds=3.0)
     [
         (AWAY, None),
         (Readings(), None),
-        (USED, "somebody uses this Mac"),
+        (USED, "this Mac is in use"),
         (AWAY._replace(on_battery=True), "this Mac runs on battery"),
         (AWAY._replace(low_power=True), "this Mac is in low power mode"),
         (AWAY._replace(thermal=Thermal.FAIR), None),
@@ -131,7 +131,7 @@ def test_the_sensors_are_read_once_a_second_and_what_they_say_holds_from_then_on
     assert 0.04 not in machine.events
     assert machine.num_read == 3
     assert [each.getMessage() for each in caplog.records] == [
-        "somebody uses this Mac: the GPU computes for 50 % of the time",
+        "this Mac is in use: the GPU computes for 50 % of the time",
         "steps follow each other without pauses again",
     ]
 

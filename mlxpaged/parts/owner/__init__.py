@@ -1,1 +1,1 @@
-"""Leaves the machine to the person who uses it: what says that somebody does, and pauses between steps."""
+"""Leaves the machine to the person who uses it: what says that it is in use, and pauses between steps."""

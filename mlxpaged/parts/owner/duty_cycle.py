@@ -31,7 +31,7 @@ LONGEST_PAUSE = 0.9
 def reason_of(readings: Readings) -> str | None:
     """Why the GPU is left to others; None if it need not be."""
     if readings.idle_seconds < USED_SECONDS:
-        return "somebody uses this Mac"
+        return "this Mac is in use"
     if readings.thermal >= Thermal.SERIOUS:
         return "this Mac is hot"
     if readings.low_power:

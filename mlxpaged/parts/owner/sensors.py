@@ -33,7 +33,7 @@ class Sensors(Protocol):
 
 
 class MacSensors:
-    """A reading takes some calls of macOS's frameworks. What these do not know reads as if nobody used the machine."""
+    """A reading takes some calls of macOS's frameworks. What these do not know reads as unused."""
 
     def read(self) -> Readings:
         idle, thermal = macos.idle_seconds(), macos.thermal_state()
