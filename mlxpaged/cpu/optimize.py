@@ -53,13 +53,13 @@ def prepare_first_load() -> None:
         np.linalg.lstsq(np.eye(2), np.ones(2), rcond=None)
 
 
-def optimize_for_cpu(model: Module) -> None:
-    """Change the model in place; do nothing if MLX's default device is a GPU."""
+def optimize_for_cpu(model: Module, has_head: bool = True) -> None:
+    """Change the model in place; do nothing if MLX's default device is a GPU. has_head: whether it computes logits."""
     if streams.on_cpu():
         route_activation(model)
         tabulate_ropes(model)
         join_projections(model)
-        split_linear_layers(model)
+        split_linear_layers(model, has_head)
 
 
 def parts_of_projection(network: Any, name: str) -> list[tuple[Any, slice, slice]]:

@@ -1,13 +1,16 @@
-"""Products of a few rows with a large float32 matrix, in tiles of outputs.
+"""Linear layers that store a float32 matrix in tiles, so that OpenBLAS multiplies without packing it.
 
-OpenBLAS copies (packs) both matrices of a product before it multiplies. For one to eight rows, that takes more time
-than the product. Its routines for AVX-512 leave it out for small products only, so a large one is computed as a batch
-of small ones, whose matrices are views of the large one's rows. One row with 24,576 x 576 weights takes 2.0 ms instead
-of 6.9, with 4,096 x 2,048 weights 1.2 ms instead of 3.8; four rows take 3.0 instead of 7.0 and 1.7 instead of 3.7 (one
-core of an AMD EPYC, OpenBLAS 0.3.21 for Cooper Lake).
+OpenBLAS copies (packs) both matrices of a product before it multiplies: for up to a hundred rows, that takes longer
+than what it saves. Its routines for AVX-512 leave it out for small products, so a large one is computed as a batch of
+small ones, each with a tile of the outputs that is stored in one piece. Microseconds of one core for rows with 768 x
+576 weights, before and after (AMD EPYC, OpenBLAS 0.3.21 for Cooper Lake): one row 137 and 90, 4 rows 205 and 81, 16
+rows 298 and 165, 48 rows 569 and 444. With more rows, both take 10 for each.
 """
 
 from __future__ import annotations
+
+import copy
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.embedding import Embedding
@@ -16,47 +19,132 @@ from mlx.nn.layers.linear import Linear
 from mlxpaged.cpu import blas
 
 TILE = 32
-"""Outputs of a small product. 64 are a few per cent faster, for half as many rows."""
+"""Outputs of a tile. 64 are up to a quarter faster for four rows, and equal for others."""
 
-MAX_MULTIPLY_ADDS, MAX_RESULTS = 10**6, 1200
-"""Sizes of a product that is not packed (OpenBLAS, kernel/x86_64/sgemm_small_kernel_permit_skylakex.c, with the weights
-transposed)."""
+MAX_MULTIPLY_ADDS = 10**6
+"""The most in a product that is not packed (OpenBLAS, kernel/x86_64/sgemm_small_kernel_permit_skylakex.c)."""
+
+FEWEST_PADDED = 8 * TILE
+"""Outputs from which a last tile is filled up with zeros."""
+
+MAX_ROWS = 256
+"""More are multiplied with the whole matrix: a copy of it takes less time than they gain."""
 
 
 class LinearInTiles(Linear):
-    """A linear layer whose product of a few rows is a batch of small products."""
+    """A linear layer with its matrix as `tiles`, [tile, inputs, outputs of a tile]. It is one tile where OpenBLAS gains
+    nothing by more. `weight` is still [outputs, inputs]."""
+
+    tiles: mx.array
 
     def __call__(self, x: mx.array) -> mx.array:
-        out = product(x, self["weight"])
+        out = product(x, self["tiles"])
         return out + self["bias"] if "bias" in self else out
+
+    @property
+    def weight(self) -> mx.array:  # type: ignore[override]
+        return whole(self.tiles)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A model may assign the weight in every call (Gemma 3n)."""
+        super().__setattr__(*(("tiles", in_tiles(value)) if name == "weight" else (name, value)))
+
+
+class PaddedLinear(LinearInTiles):
+    """A layer whose last tile ends with outputs that are always 0. It is joined with no others."""
+
+    outputs: int
+
+    def __call__(self, x: mx.array) -> mx.array:
+        out = product(x, self["tiles"])[..., : self.outputs]
+        return out + self["bias"] if "bias" in self else out
+
+    @property
+    def weight(self) -> mx.array:  # type: ignore[override]
+        return whole(self.tiles)[: self.outputs]
 
 
 class HeadInTiles(Embedding):
-    """An embedding that is also the output head, with such products."""
+    """An embedding that is also the output head, with its rows as the outputs of `tiles`."""
+
+    tiles: mx.array
+    outputs: int
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.tiles[x // TILE, :, x % TILE]
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return product(x, self["weight"])
+        return product(x, self.tiles)[..., : self.outputs]
+
+    @property
+    def weight(self) -> mx.array:  # type: ignore[override]
+        return whole(self.tiles)[: self.outputs]
+
+    def part(self, outputs: slice) -> HeadInTiles:
+        """A view of some of its rows. The slice begins at a tile."""
+        part = copy.copy(self)
+        part.tiles = self.tiles[outputs.start // TILE : -(-outputs.stop // TILE)]
+        part.outputs = outputs.stop - outputs.start
+        return part
 
 
-FORMS: dict[type, type] = {Linear: LinearInTiles, Embedding: HeadInTiles}
-
-
-def takes(weight: mx.array) -> bool:
-    """Whether one row's product with this matrix, [outputs, inputs], is faster in tiles."""
-    return bool(
-        blas.small_products and weight.dtype == mx.float32 and weight.ndim == 2 and weight.size > MAX_MULTIPLY_ADDS
-    )
-
-
-def product(x: mx.array, weight: mx.array) -> mx.array:
-    """x @ weight.T. [..., inputs], [outputs, inputs] -> [..., outputs]"""
+def in_tiles(weight: mx.array) -> mx.array:
+    """[outputs, inputs] -> [tile, inputs, outputs of a tile]. A few outputs are in one tile."""
     outputs, inputs = weight.shape
+    missing = -outputs % TILE
+    if not blas.small_products or (missing and outputs < FEWEST_PADDED):
+        return mx.contiguous(weight[None].swapaxes(1, 2))
+    if missing:
+        weight = mx.concatenate([weight, mx.zeros((missing, inputs), weight.dtype)])
+    return mx.contiguous(weight.reshape(-1, TILE, inputs).swapaxes(1, 2))
+
+
+def whole(tiles: mx.array) -> mx.array:
+    """The matrix that `in_tiles` got, with rows of zeros at its end if it has added some."""
+    return tiles.swapaxes(1, 2).reshape(-1, tiles.shape[1])
+
+
+def product(x: mx.array, tiles: mx.array) -> mx.array:
+    """[..., inputs], [tile, inputs, outputs of a tile] -> [..., outputs]"""
+    number, inputs, size = tiles.shape
+    if number == 1:
+        return x @ tiles[0]
     rows = x.size // inputs
-    if not 0 < rows <= min(MAX_RESULTS // TILE, MAX_MULTIPLY_ADDS // (TILE * inputs)):
-        return x @ weight.T
-    whole = outputs - outputs % TILE
-    tiles, by_row = weight[:whole].reshape(-1, TILE, inputs), x.reshape(rows, inputs)
-    out = (by_row @ tiles.swapaxes(1, 2)).swapaxes(0, 1).reshape(rows, whole)
-    if whole < outputs:
-        out = mx.concatenate([out, by_row @ weight[whole:].T], axis=-1)
-    return out.reshape(*x.shape[:-1], outputs)
+    by_row = x.reshape(rows, inputs)
+    most = MAX_MULTIPLY_ADDS // (size * inputs)
+    if not most or not 0 < rows <= MAX_ROWS:
+        out = by_row @ tiles.swapaxes(0, 1).reshape(inputs, number * size)
+    elif rows <= most:
+        out = by_tile(by_row, tiles)
+    else:
+        each = -(-rows // -(-rows // most))  # rows of a product: equal ones, but for the last
+        last = rows - rows % each
+        products = by_row[:last].reshape(1, -1, each, inputs) @ tiles[:, None]
+        out = products.transpose(1, 2, 0, 3).reshape(last, number * size)
+        if last < rows:
+            out = mx.concatenate([out, by_tile(by_row[last:], tiles)])
+    return out.reshape(*x.shape[:-1], number * size)
+
+
+def by_tile(x: mx.array, tiles: mx.array) -> mx.array:
+    return (x @ tiles).swapaxes(0, 1).reshape(len(x), -1)
+
+
+def store_in_tiles(layer: Any) -> None:
+    """Change a float32 linear layer, or an embedding that gains by it as a head, in place."""
+    if type(layer) not in (Linear, Embedding) or layer.weight.dtype != mx.float32:
+        return
+    outputs, inputs = layer.weight.shape
+    if type(layer) is Embedding:
+        if not blas.small_products or outputs * inputs <= MAX_MULTIPLY_ADDS:
+            return
+        kind: type = HeadInTiles
+    tiles = in_tiles(layer.weight)
+    if type(layer) is Linear:
+        kind = LinearInTiles if outputs == len(tiles) * tiles.shape[-1] else PaddedLinear
+    del layer["weight"]
+    layer.__class__ = kind
+    layer.tiles = tiles
+    if kind is not LinearInTiles:
+        layer.outputs = outputs
+    mx.eval(tiles)

@@ -31,33 +31,15 @@ WEIGHT_BYTE = 0.25e-9
 
 INPUTS: Mapping[str, int] = {"weight": -1}
 
-TILE = 16
-"""Outputs that OpenBLAS computes together."""
+TILE = small_products.TILE
+"""A part has a multiple of as many outputs."""
 
 TOLERANCE = 1e-4
 """Largest difference between a split network and the whole one, as a share of the largest output, in float32."""
 
 
-class LinearByInput(Linear):
-    """A linear layer that stores its matrix as [in, out]. A product with one row then takes three quarters of the time.
-    `weight` is still [out, in]."""
-
-    matrix: mx.array
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return mx.addmm(self["bias"], x, self["matrix"]) if "bias" in self else x @ self["matrix"]
-
-    @property
-    def weight(self) -> mx.array:  # type: ignore[override]
-        return self.matrix.T
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """A model may assign the weight in every call (Gemma 3n)."""
-        super().__setattr__(*(("matrix", value.T) if name == "weight" else (name, value)))
-
-
-KINDS.update((LinearByInput, small_products.LinearInTiles))
-AXES["matrix"] = -1
+KINDS.add(small_products.LinearInTiles)
+AXES["tiles"] = -3
 
 
 class SplitLinear(Module):
@@ -114,9 +96,11 @@ def add(outputs: Sequence[mx.array]) -> mx.array:
     return functools.reduce(mx.add, outputs)
 
 
-def split_linear_layers(model: Module) -> None:
-    """Split the layers of `model` that are large enough, one at a time, so that memory never holds a second model."""
+def split_linear_layers(model: Module, has_head: bool = True) -> None:
+    """Split the layers of `model` that are large enough, one at a time, so that memory never holds a second model.
+    has_head: whether it computes logits. An embedding is its head if no linear layer has a matrix of that shape."""
     trials = Trials[bool]()
+    shapes = [module.weight.shape for module in model.modules() if type(module) in (Linear, QuantizedLinear)]
     for network in [module for module in model.modules() if module.keys() == {"gate_proj", "up_proj", "down_proj"}]:
         split_network(network, trials)
     networks: list[Any] = [module for module in model.modules() if isinstance(module, SplitFeedForward)]
@@ -126,7 +110,7 @@ def split_linear_layers(model: Module) -> None:
             continue
         if type(module) in (Linear, QuantizedLinear, SwitchLinear, QuantizedSwitchLinear):
             split_layer(module)
-        elif type(module) in (Embedding, QuantizedEmbedding):
+        elif type(module) in (Embedding, QuantizedEmbedding) and has_head and module.weight.shape not in shapes:
             split_head(module)
 
 
@@ -175,7 +159,7 @@ def add_up(network: Any, parts: Sequence[Any], x: mx.array) -> bool:
 def split_layer(layer: Module) -> None:
     slices = slices_of(layer.weight.shape[-2], [layer])
     if len(slices) == 1:
-        choose_form(layer)
+        small_products.store_in_tiles(layer)
         return
     layer.parts = [part_of(layer, outputs, OUTPUTS) for outputs in slices]
     for name in list(layer.parameters().keys() & OUTPUTS.keys()):
@@ -183,12 +167,15 @@ def split_layer(layer: Module) -> None:
     precede(layer, SplitLinear, "Split")
 
 
-def split_head(embedding: Module) -> None:
+def split_head(embedding: Any) -> None:
     slices = slices_of(embedding.weight.shape[0], [embedding])
+    small_products.store_in_tiles(embedding)
     if len(slices) == 1:
-        choose_form(embedding)
         return
-    embedding._parts = [part_of(embedding, outputs, OUTPUTS) for outputs in slices]
+    if isinstance(embedding, small_products.HeadInTiles):
+        embedding._parts = [embedding.part(outputs) for outputs in slices]
+    else:
+        embedding._parts = [part_of(embedding, outputs, OUTPUTS) for outputs in slices]
     precede(embedding, SplitHead, "Split")
 
 
@@ -207,17 +194,6 @@ def part_of(layer: Module, units: slice, axes: Mapping[str, int]) -> Module:
         if whole is not None:
             some = whole[..., units] if axis == -1 else whole[..., units, :]
             part[name] = some if whole.ndim + axis == 0 else mx.contiguous(some)
-    choose_form(part)
+    small_products.store_in_tiles(part)
     mx.eval(part.parameters())
     return part
-
-
-def choose_form(layer: Module) -> None:
-    """Change a float32 layer to the form in which products of a few rows are fastest."""
-    if type(layer) in small_products.FORMS and small_products.takes(layer.weight):
-        layer.__class__ = small_products.FORMS[type(layer)]
-    elif type(layer) is Linear and layer.weight.dtype == mx.float32:
-        layer.matrix = mx.contiguous(layer.weight.T)
-        del layer["weight"]
-        layer.__class__ = LinearByInput
-        mx.eval(layer.matrix)

@@ -457,7 +457,7 @@ def load_embedding_model(
         except Exception as error:  # as in `load_model`
             raise UnsupportedModelError(f"it cannot be loaded: {lack_of(path)}{in_one_line(error)}") from error
         model.eval()
-        optimize_for_cpu(model)
+        optimize_for_cpu(model, has_head=False)
         if isinstance(model, Encoder):
             return encoder_model(served_name or name, model, tokenizer, spec, max_tokens)
         context, vocab_size = context_length(config), config.get("vocab_size")

@@ -64,7 +64,7 @@ def token_cost(decoder: Module, caches: Sequence[Any], config: Mapping[str, Any]
 def multiply_adds(module: Module, experts: int) -> int:
     """Those of a token with the weights of a module itself, without modules in it. experts: of a token."""
     arrays = {name: each for name, each in module.items() if isinstance(each, mx.array)}
-    weight = arrays.get("weight", arrays.get("matrix"))  # of LinearByInput
+    weight = arrays.get("weight", arrays.get("tiles"))  # of mlxpaged.cpu.small_products
     if weight is None or weight.ndim < 2 or isinstance(module, (Embedding, QuantizedEmbedding)):
         return 0
     elements = int(weight.size) * 32 // module.bits if "scales" in arrays else int(weight.size)

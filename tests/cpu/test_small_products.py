@@ -1,4 +1,4 @@
-"""Products in tiles are those of the whole matrix, and layers take them only if OpenBLAS gains by it."""
+"""Layers in tiles compute what they computed before, and only layers that gain by it are stored so."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from mlxpaged.cpu import blas, small_products
-from mlxpaged.cpu.small_products import MAX_MULTIPLY_ADDS, TILE, HeadInTiles, LinearInTiles, product
-from mlxpaged.cpu.split_linear import LinearByInput, SplitHead, SplitLinear, split_linear_layers
+from mlxpaged.cpu.small_products import TILE, HeadInTiles, LinearInTiles, store_in_tiles
+from mlxpaged.cpu.split_linear import SplitHead, SplitLinear, split_linear_layers
+from mlxpaged.models.joins.joined_linear import make_joint
 
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU's model is left alone")
 
@@ -22,9 +23,10 @@ class Model(nn.Module):
         self.layers = list(layers)
 
 
-@pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenBLAS's routines are for AVX-512, and tiny layers are large."""
+@pytest.fixture(autouse=True)
+def avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenBLAS's routines are for AVX-512, whatever this machine has. A product of 7 rows and a tile is small, and tiny
+    heads are large."""
     monkeypatch.setattr(blas, "small_products", True)
     monkeypatch.setattr(small_products, "MAX_MULTIPLY_ADDS", 64 * TILE * 7)
 
@@ -34,33 +36,60 @@ def close(got: mx.array, expected: mx.array) -> bool:
     return bool(mx.allclose(got, expected, rtol=1e-5, atol=1e-4))
 
 
-@pytest.mark.parametrize("outputs", [TILE - 1, TILE, TILE + 1, 8 * TILE, 8 * TILE + 5])
-@pytest.mark.parametrize("shape", [(64,), (1, 64), (4, 64), (2, 3, 64), (37, 64), (38, 64), (0, 64)], ids=str)
-def test_a_product_in_tiles(shape: tuple[int, ...], outputs: int) -> None:
-    x, weight = mx.random.normal(shape), mx.random.normal((outputs, 64))
-    assert close(product(x, weight), x @ weight.T)
+@pytest.mark.parametrize("outputs", [1, TILE, TILE + 1, 8 * TILE, 8 * TILE + 5])
+@pytest.mark.parametrize(
+    "shape", [(64,), (1, 64), (2, 3, 64), (7, 64), (8, 64), (15, 64), (256, 64), (257, 64), (0, 64)], ids=str
+)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "biased"])
+def test_a_layer_in_tiles_computes_what_it_did(shape: tuple[int, ...], outputs: int, bias: bool) -> None:
+    layer = nn.Linear(64, outputs, bias=bias)
+    x = mx.random.normal(shape)
+    expected, weight = layer(x), mx.array(layer.weight)
+    store_in_tiles(layer)
+    assert isinstance(layer, LinearInTiles)
+    assert close(layer(x), expected)
+    assert mx.array_equal(layer.weight, weight)
 
 
-@pytest.mark.parametrize(("more", "in_tiles"), [(0, True), (1, False)])
-def test_as_many_rows_as_are_not_packed(more: int, in_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row more is a product with the whole matrix. Neither copies the weights."""
-    inputs, outputs = 2048, 40 * TILE + 3
-    x, weight = mx.random.normal((MAX_MULTIPLY_ADDS // (TILE * inputs) + more, inputs)), mx.zeros((outputs, inputs))
-    mx.eval(x, weight)
-    shapes: list[tuple[int, ...]] = []
+@pytest.mark.parametrize("outputs", [8 * TILE, 8 * TILE + 5])
+def test_a_head_in_tiles_looks_up_the_same_rows(outputs: int) -> None:
+    head = nn.Embedding(outputs, 64)
+    weight, x = mx.array(head.weight), mx.random.normal((2, 9, 64))
+    tokens = mx.array([[0, outputs - 1, TILE - 1], [TILE, 7, 7]])
+    store_in_tiles(head)
+    assert type(head) is HeadInTiles
+    assert mx.array_equal(head(tokens), weight[tokens])
+    assert mx.array_equal(head(mx.array(3)), weight[3])
+    assert close(head.as_linear(x), x @ weight.T)
+    assert mx.array_equal(head.weight, weight)
+
+
+@pytest.mark.parametrize(
+    ("rows", "products"),
+    [
+        (7, [((7, 64), (9, 64, TILE))]),
+        (8, [((1, 2, 4, 64), (9, 1, 64, TILE))]),
+        (16, [((1, 2, 6, 64), (9, 1, 64, TILE)), ((4, 64), (9, 64, TILE))]),
+        (257, [((257, 64), (64, 9 * TILE))]),
+    ],
+)
+def test_no_product_is_packed_up_to_many_rows(rows: int, products: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More are multiplied with the whole matrix."""
+    layer = nn.Linear(64, 9 * TILE, bias=False)
+    store_in_tiles(layer)
+    seen: list[Any] = []
     own = mx.array.__matmul__
-    monkeypatch.setattr(mx.array, "__matmul__", lambda a, b: shapes.append(b.shape) or own(a, b))
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    mx.eval(product(x, weight))
-    assert mx.get_peak_memory() - before < weight.nbytes / 10
-    assert shapes == ([(40, inputs, TILE), (inputs, 3)] if in_tiles else [(inputs, outputs)])
+    monkeypatch.setattr(mx.array, "__matmul__", lambda a, b: seen.append((a.shape, b.shape)) or own(a, b))
+    layer(mx.zeros((rows, 64)))
+    assert seen == products
+    for found, tiles in seen if rows <= 256 else ():
+        assert found[-2] * tiles[-1] * tiles[-2] <= small_products.MAX_MULTIPLY_ADDS
 
 
-@pytest.mark.usefixtures("large", "many_streams")
-def test_large_layers_and_heads_take_tiles() -> None:
+@pytest.mark.usefixtures("many_streams")
+def test_layers_and_heads_are_split_and_in_tiles() -> None:
     layers: list[Any] = [nn.Linear(64, 1024, bias=False), nn.Linear(64, 1024), nn.Embedding(1003, 64)]
-    x = mx.random.normal((3, 64))
+    x, tokens = mx.random.normal((3, 64)), mx.array([0, 500, 1002])
     calls = [layers[0], layers[1], layers[2].as_linear]
     expected, sizes = [call(x) for call in calls], [nbytes(layer) for layer in layers]
     weights = [mx.array(layer.weight) for layer in layers]
@@ -68,40 +97,68 @@ def test_large_layers_and_heads_take_tiles() -> None:
     assert [isinstance(layer, SplitHead if i == 2 else SplitLinear) for i, layer in enumerate(layers)] == [True] * 3
     for layer in layers[:2]:
         assert [type(part) for part in layer.parts] == [LinearInTiles] * len(layer.parts)
+    assert isinstance(layers[2], HeadInTiles)
+    assert mx.array_equal(layers[2](tokens), weights[2][tokens])
     for i, layer in enumerate(layers):
         call = layer.as_linear if i == 2 else layer
         assert close(call(x), expected[i])
         assert mx.array_equal(layer.weight, weights[i])
-        assert nbytes(layer) == sizes[i]
+        assert nbytes(layer) - sizes[i] < TILE * 64 * 4
 
 
-@pytest.mark.usefixtures("large")
 def test_on_one_core_too() -> None:
     layers: list[Any] = [nn.Linear(64, 1024, bias=False), nn.Embedding(1003, 64)]
     split_linear_layers(Model(*layers))
     assert [type(layer) for layer in layers] == [LinearInTiles, HeadInTiles]
 
 
-@pytest.mark.usefixtures("large")
-@pytest.mark.parametrize("layer", [nn.Linear(64, 32, bias=False), nn.Linear(64, 32)], ids=["plain", "biased"])
-def test_small_layers_are_stored_by_input(layer: nn.Linear) -> None:
-    split_linear_layers(Model(layer))
-    assert type(layer) is LinearByInput
+def test_an_embedding_beside_a_head_of_its_own_stays_as_it_is() -> None:
+    embedding, head = nn.Embedding(1024, 64), nn.Linear(64, 1024, bias=False)
+    split_linear_layers(Model(embedding, head))
+    assert [type(embedding), type(head)] == [nn.Embedding, LinearInTiles]
+
+
+def test_an_embedding_of_a_model_without_logits_stays_as_it_is() -> None:
+    embedding = nn.Embedding(1024, 64)
+    split_linear_layers(Model(embedding), has_head=False)
+    assert type(embedding) is nn.Embedding
+
+
+def test_layers_in_tiles_are_joined_unless_a_tile_is_padded() -> None:
+    layers = [nn.Linear(64, 2 * TILE), nn.Linear(64, 3 * TILE)]
+    padded = [nn.Linear(64, 8 * TILE + 1), nn.Linear(64, 8 * TILE + 1)]
+    x = mx.random.normal((3, 64))
+    expected = mx.concatenate([layer(x) for layer in layers], axis=-1)
+    for layer in (*layers, *padded):
+        store_in_tiles(layer)
+    joint = make_joint(layers)
+    assert close(joint(x), expected)
+    assert make_joint(padded) is None
+
+
+def test_a_weight_that_is_assigned_is_stored_in_tiles() -> None:
+    layer: Any = nn.Linear(64, 2 * TILE, bias=False)
+    store_in_tiles(layer)
+    x, weight = mx.random.normal((3, 64)), mx.random.normal((2 * TILE, 64))
+    layer.weight = weight
+    assert close(layer(x), x @ weight.T)
 
 
 def test_other_routines_get_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_products, "MAX_MULTIPLY_ADDS", 1000)
     monkeypatch.setattr(blas, "small_products", False)
-    layer = nn.Linear(64, 1024, bias=False)
-    split_linear_layers(Model(layer))
-    assert type(layer) is LinearByInput
+    layer: Any = nn.Linear(64, 1024, bias=False)
+    embedding = nn.Embedding(1024, 48)
+    split_linear_layers(Model(layer, embedding))
+    assert layer.tiles.shape == (1, 64, 1024)
+    assert type(embedding) is nn.Embedding
 
 
-def test_half_types_are_left_alone(large: None) -> None:
-    layer = nn.Embedding(1003, 64)
-    layer.set_dtype(mx.bfloat16)
-    split_linear_layers(Model(layer))
-    assert type(layer) is nn.Embedding
+def test_half_types_are_left_alone() -> None:
+    layers = [nn.Embedding(1003, 64), nn.Linear(64, 64)]
+    for layer in layers:
+        layer.set_dtype(mx.bfloat16)
+    split_linear_layers(Model(*layers))
+    assert [type(layer) for layer in layers] == [nn.Embedding, nn.Linear]
 
 
 @pytest.mark.parametrize(

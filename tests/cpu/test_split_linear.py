@@ -11,16 +11,17 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlxpaged.cpu import split_linear, streams
-from mlxpaged.cpu.split_linear import (
-    LinearByInput,
-    SplitFeedForward,
-    SplitHead,
-    SplitLinear,
-    split_linear_layers,
-)
+from mlxpaged.cpu import small_products, split_linear, streams
+from mlxpaged.cpu.small_products import LinearInTiles
+from mlxpaged.cpu.split_linear import SplitFeedForward, SplitHead, SplitLinear, split_linear_layers
 
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU's model is left alone")
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny layers can be split."""
+    monkeypatch.setattr(split_linear, "TILE", 16)
 
 
 class Model(nn.Module):
@@ -261,8 +262,8 @@ def test_weights_are_moved_one_layer_at_a_time() -> None:
 def test_small_layers_are_left_alone() -> None:
     linear, embedding, network = nn.Linear(64, 72), nn.Embedding(64, 64), Network()
     split_linear_layers(Model(linear, embedding, network))
-    assert [type(module) for module in (linear, embedding, network)] == [LinearByInput, nn.Embedding, Network]
-    assert type(network.gate_proj) is LinearByInput
+    assert [type(module) for module in (linear, embedding, network)] == [LinearInTiles, nn.Embedding, Network]
+    assert type(network.gate_proj) is LinearInTiles
 
 
 @pytest.mark.usefixtures("many_streams")
@@ -279,10 +280,10 @@ def test_a_layer_with_more_parameters_than_are_known_is_left_alone() -> None:
 
 @pytest.mark.usefixtures("many_streams")
 def test_parts_are_computed_on_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, network, embedding = nn.Linear(64, 48), Network(), nn.Embedding(48, 64)
+    layer, network, embedding = nn.Linear(64, 48), Network(), nn.Embedding(96, 64)
     split_linear_layers(Model(layer, network, embedding))
     seen: list[Any] = []
-    for kind, method in ((LinearByInput, "__call__"), (Network, "__call__"), (nn.Embedding, "as_linear")):
+    for kind, method in ((LinearInTiles, "__call__"), (Network, "__call__"), (nn.Embedding, "as_linear")):
         original = getattr(kind, method)
 
         def spy(self: Any, x: mx.array, original: Callable[..., mx.array] = original) -> mx.array:
@@ -302,12 +303,13 @@ def test_parts_are_computed_on_streams_of_their_own(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_large_layer_is_split_in_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_linear, "TILE", small_products.TILE)
     monkeypatch.setattr(streams, "cores", lambda: 2)
     layer = nn.Linear(512, 1000)
     x = mx.random.normal((3, 512))
     expected = layer(x)
     split_linear_layers(Model(layer))
     other, own = (part.weight.shape[0] for part in layer.parts)
-    assert other % 16 == 0
+    assert other % small_products.TILE == 0
     assert 400 < other < own < 600
     assert close(layer(x), expected)

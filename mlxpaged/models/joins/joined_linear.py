@@ -72,7 +72,7 @@ class Joint:
         """A projection's part of the joint layer's parameter."""
         units = slice(self._ends[index - 1] if index else 0, self._ends[index])
         whole = getattr(self.layer, name)
-        part: mx.array = whole[..., units] if AXES[name] == -1 else whole[..., units, :]
+        part: mx.array = whole[..., units] if OUTPUTS[name] == -1 else whole[..., units, :]
         return part
 
 
@@ -87,7 +87,7 @@ class JoinedLinear(Module):
 
     def __getattr__(self, name: str) -> Any:
         """The parameters, for code that reads them."""
-        if name in AXES and getattr(self._joint.layer, name, None) is not None:
+        if name in OUTPUTS and getattr(self._joint.layer, name, None) is not None:
             return self._joint.parameter(self._index, name)
         return super().__getattr__(name)
 
