@@ -111,6 +111,23 @@ def scores(answer: Answer) -> Any:
     return sorted((each["index"], each["relevance_score"]) for each in answer.json["results"])
 
 
+def decisions(answer: Answer) -> Any:
+    """The probabilities alone: which option is the best may change within TOLERANCE."""
+    return [probabilities(each) for each in answer.json["answers"]]
+
+
+def named_decisions(answer: Answer) -> Any:
+    return [(name, probabilities(each)) for name, each in sorted(answer.json["answers"].items())]
+
+
+def probabilities(answer: dict[str, Any]) -> list[float]:
+    """Those of a choice or score in the order of the options, or the one of a predicate."""
+    found = answer.get("probabilities", answer.get("probability", answer.get("noul")))
+    if isinstance(found, dict):
+        return list(found.values())
+    return [each["probability"] for each in found] if isinstance(found, list) else [float(found)]
+
+
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 WORDS = (
@@ -147,6 +164,7 @@ def make_cases(rng: random.Random, models: Sequence[str], count: int, seeing: st
     for model in models:
         for index in range(count):
             found += text_cases(rng, model, f"{model}-{index}")
+            found += decision_cases(rng, model, f"{model}-{index}")
     for index in range(count):
         if seeing is not None:
             found += image_cases(rng, seeing, f"{seeing}-{index}")
@@ -182,6 +200,30 @@ def text_cases(rng: random.Random, model: str, name: str) -> list[Case]:
         Case(f"response-{name}", "/v1/responses", item, response, streamed_response),
         Case(f"ollama-chat-{name}", "/api/chat", asked | {"options": ollama}, read_chat, stream_chat),
         Case(f"ollama-text-{name}", "/api/generate", prompt | {"options": ollama}, read_text, stream_text),
+    ]
+
+
+def decision_cases(rng: random.Random, model: str, name: str) -> list[Case]:
+    """Each dialect. The options have one token or several, and share some of them."""
+    options = rng.sample(WORDS, rng.randint(2, 5))
+    asked = [
+        {"type": "predicate", "instructions": words(rng, 1, 6)},
+        {"type": "choice", "instructions": words(rng, 1, 6), "choices": [{"value": each} for each in options]},
+        {"type": "score", "instructions": words(rng, 1, 6), "levels": [{"label": each} for each in COLORS]},
+    ]
+    named = {
+        "true": {"type": "noul", "instructions": words(rng, 1, 6)},
+        "which": {"type": "choice", "criteria": dict.fromkeys(options)},
+    }
+    text = words(rng, 1, 60)
+    return [
+        Case(f"decision-{name}", "/v1/decisions", {"model": model, "input": text, "questions": asked}, decisions),
+        Case(
+            f"systemone-{name}",
+            "/v1/systemone",
+            {"model": model, "state": text, "questions": named},
+            named_decisions,
+        ),
     ]
 
 
