@@ -110,6 +110,12 @@ class Qkv:
     def split(self, rows: mx.array, layout: KVLayout, positions: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """[T, row] -> queries, keys and values [T, heads, 1, size]."""
         heads, kv_heads, size = self.num_query_heads, layout.num_kv_heads, layout.key_size
+        rotate = self.rope if self.own_rope is None else self.own_rope  # a module without arrays is false
+        if rotate is not None and self.norms is None and not self.gated:  # queries and keys at once
+            both, values = mx.split(rows, [(heads + kv_heads) * size], axis=-1)
+            rotated = rotate(both.reshape(len(rows), -1, 1, size), positions)
+            queries, keys = mx.split(rotated, [heads], axis=1)
+            return queries, keys, values.reshape(len(rows), kv_heads, 1, -1)
         ends = [heads * size * (1 + self.gated), (heads * (1 + self.gated) + kv_heads) * size]
         parts = zip(mx.split(rows, ends, axis=-1), (heads, kv_heads, kv_heads), strict=True)
         queries, keys, values = (part.reshape(len(rows), number, 1, -1) for part, number in parts)
@@ -117,7 +123,6 @@ class Qkv:
             queries = queries[..., :size]
         if self.norms is not None:
             queries, keys = (norm(x) for norm, x in zip(self.norms, (queries, keys), strict=True))
-        rotate = self.rope if self.own_rope is None else self.own_rope  # a module without arrays is false
         if rotate is not None:
             queries, keys = rotate(queries, positions), rotate(keys, positions)
         return queries, keys, values

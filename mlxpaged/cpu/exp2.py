@@ -27,6 +27,11 @@ COEFFICIENTS = (1.00000007, 0.69314697, 0.2402212, 0.05550713, 0.00967554, 0.001
 """Minimax polynomial of 2**f for f in [-1/2, 1/2], lowest degree first: relative error 7.5e-8."""
 
 
+def exp_of_negative(x: mx.array) -> mx.array:
+    """e**-x, with the error of `exp2`."""
+    return mx.power(1 / math.e, x) if x.size < MIN_SIZE or x.dtype != mx.float32 else exp2(x * -LOG2E)
+
+
 def exp2(x: mx.array) -> mx.array:
     """2**x. For many float32, results are clipped to [2**LOWEST, 2**HIGHEST] and their relative error is below 3e-7."""
     if x.size < MIN_SIZE or x.dtype != mx.float32:

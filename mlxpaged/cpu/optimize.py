@@ -22,10 +22,11 @@ from mlx_lm.models import activations
 
 from mlxpaged.attention.kv_cache import POOLS
 from mlxpaged.cpu import blas, streams
-from mlxpaged.cpu.exp2 import LOG2E, exp2
+from mlxpaged.cpu.exp2 import exp_of_negative
 from mlxpaged.cpu.gelu import gelu, gelu_of_mlx
 from mlxpaged.cpu.kv_pool import CpuPool
 from mlxpaged.cpu.rope_tables import tabulate_ropes
+from mlxpaged.cpu.small_products import pass_tiles
 from mlxpaged.cpu.split_linear import SplitFeedForward, split_linear_layers
 from mlxpaged.models.joins.joined_linear import join_projections
 from mlxpaged.process_memory import require_memory
@@ -64,9 +65,11 @@ def optimize_for_cpu(model: Module, has_head: bool = True) -> None:
 
 def parts_of_projection(network: Any, name: str) -> list[tuple[Any, slice, slice]]:
     """The layers that replace a projection of a feed-forward network, with the outputs and the inputs that each has.
-    Empty if the network is not split: the projection is still its own layer."""
+    Empty if the network is not split: the projection is still its own layer. From now on nothing between them is in
+    tiles, because adapters add to it."""
     found, first = [], 0
     for part in network.parts if isinstance(network, SplitFeedForward) else ():
+        pass_tiles(part, keep=False)
         units = slice(first, first + part.gate_proj.weight.shape[0])
         first = units.stop
         outputs, inputs = (slice(None), units) if name == "down_proj" else (units, slice(None))
@@ -95,5 +98,5 @@ def swiglu_by_exp2(gate: mx.array, x: mx.array) -> mx.array:
     parts = []
     for rows, stream in streams.assign(streams.split(gate.shape[0], gate.size * ELEMENT)):
         with stream:
-            parts.append(gate[rows] / (exp2(gate[rows] * -LOG2E) + 1) * x[rows])
+            parts.append(gate[rows] / (exp_of_negative(gate[rows]) + 1) * x[rows])
     return mx.concatenate(parts) if len(parts) > 1 else parts[0]

@@ -10,6 +10,7 @@ rows 298 and 165, 48 rows 569 and 444. With more rows, both take 10 for each.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -41,6 +42,11 @@ class LinearInTiles(Linear):
         out = product(x, self["tiles"])
         return out + self["bias"] if "bias" in self else out
 
+    def by_tile(self, x: mx.array) -> mx.array:
+        """[rows, inputs] -> [tile, rows, outputs of a tile], for rows that `are_few`"""
+        out = x @ self.tiles
+        return out + self["bias"].reshape(len(out), 1, -1) if "bias" in self else out
+
     @property
     def weight(self) -> mx.array:  # type: ignore[override]
         return whole(self.tiles)
@@ -48,6 +54,21 @@ class LinearInTiles(Linear):
     def __setattr__(self, name: str, value: Any) -> None:
         """A model may assign the weight in every call (Gemma 3n)."""
         super().__setattr__(*(("tiles", in_tiles(value)) if name == "weight" else (name, value)))
+
+
+class LinearByTile(LinearInTiles):
+    """A layer before an activation, with outputs by tile for a few rows, [rows, inputs] -> [tile, rows, outputs of a
+    tile]. What works on single elements takes them so, and `LinearOfTiles` puts them together: one copy less."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.by_tile(x) if x.ndim == 2 and are_few([self], len(x)) else super().__call__(x)
+
+
+class LinearOfTiles(LinearInTiles):
+    """The layer after it: [tile, rows, inputs of a tile] or [..., inputs] -> [..., outputs]"""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return super().__call__(x if x.shape[-1] == self.tiles.shape[1] else merged([x]))
 
 
 class PaddedLinear(LinearInTiles):
@@ -115,19 +136,43 @@ def product(x: mx.array, tiles: mx.array) -> mx.array:
     if not most or not 0 < rows <= MAX_ROWS:
         out = by_row @ tiles.swapaxes(0, 1).reshape(inputs, number * size)
     elif rows <= most:
-        out = by_tile(by_row, tiles)
+        out = merged([by_row @ tiles])
     else:
         each = -(-rows // -(-rows // most))  # rows of a product: equal ones, but for the last
         last = rows - rows % each
         products = by_row[:last].reshape(1, -1, each, inputs) @ tiles[:, None]
         out = products.transpose(1, 2, 0, 3).reshape(last, number * size)
         if last < rows:
-            out = mx.concatenate([out, by_tile(by_row[last:], tiles)])
+            out = mx.concatenate([out, merged([by_row[last:] @ tiles])])
     return out.reshape(*x.shape[:-1], number * size)
 
 
-def by_tile(x: mx.array, tiles: mx.array) -> mx.array:
-    return (x @ tiles).swapaxes(0, 1).reshape(len(x), -1)
+def merged(outputs: Sequence[mx.array]) -> mx.array:
+    """Outputs of layers by tile, [tile, rows, outputs of a tile], side by side: [rows, outputs]"""
+    whole = mx.concatenate(list(outputs)) if len(outputs) > 1 else outputs[0]
+    return whole.swapaxes(0, 1).reshape(whole.shape[1], -1)
+
+
+def are_few(layers: Sequence[Any], rows: int) -> bool:
+    """Whether all of these layers have tiles, all full, whose products of so many rows are not packed."""
+    return all(
+        isinstance(layer, LinearInTiles)
+        and not isinstance(layer, PaddedLinear)
+        and len(layer.tiles) > 1
+        and 0 < rows * layer.tiles.shape[1] * TILE <= MAX_MULTIPLY_ADDS
+        for layer in layers
+    )
+
+
+def pass_tiles(network: Any, keep: bool) -> None:
+    """Let the layers of a feed-forward network pass what is between them by tile, or whole."""
+    layers = network.gate_proj, network.up_proj, network.down_proj
+    if keep and not all(type(layer) is LinearInTiles and len(layer.tiles) > 1 for layer in layers):
+        return
+    kinds = (LinearByTile, LinearByTile, LinearOfTiles) if keep else (LinearInTiles,) * 3
+    for layer, kind in zip(layers, kinds, strict=True):
+        if type(layer) in (LinearInTiles, LinearByTile, LinearOfTiles):  # none with adapters
+            layer.__class__ = kind
 
 
 def store_in_tiles(layer: Any) -> None:

@@ -49,6 +49,8 @@ class SplitLinear(Module):
     parts: list[Any]
 
     def __call__(self, x: mx.array, *args: Any, **more: Any) -> mx.array:
+        if small_products.are_few(self.parts, x.size // x.shape[-1]):
+            return on_streams([part.by_tile for part in self.parts], small_products.merged, x)
         return on_streams(self.parts, join, x, *args, **more)
 
     def __getattr__(self, name: str) -> Any:
@@ -136,6 +138,7 @@ def split_network(network: Module, trials: Trials[bool]) -> None:
         part = copy.copy(network)
         part.gate_proj, part.up_proj = part_of(layers[0], units, OUTPUTS), part_of(layers[1], units, OUTPUTS)
         part.down_proj = part_of(layers[2], units, INPUTS)
+        small_products.pass_tiles(part, keep=True)
         parts.append(part)
     if known is None:
         trials.note(recorded, adds_up := add_up(network, parts, x))

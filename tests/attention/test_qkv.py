@@ -99,7 +99,7 @@ def test_without_the_kernel_the_models_own_rope_is_called() -> None:
     expected = case.run("gather")
     case.qkv = replace(case.qkv, own_rope=Own(32))
     assert all(np.array_equal(got, own) for got, own in zip(case.run("gather"), expected, strict=True))
-    assert calls == [(9, 4, 1, 32), (9, 2, 1, 32)]
+    assert calls == [(9, 6, 1, 32)]  # queries and keys at once
 
 
 def test_repeated_rows_of_a_tile_are_not_written(metal: None) -> None:

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 
 from mlxpaged.cpu import blas, small_products
 from mlxpaged.cpu.small_products import TILE, HeadInTiles, LinearInTiles, store_in_tiles
-from mlxpaged.cpu.split_linear import SplitHead, SplitLinear, split_linear_layers
+from mlxpaged.cpu.split_linear import SplitFeedForward, SplitHead, SplitLinear, split_linear_layers
 from mlxpaged.models.joins.joined_linear import make_joint
 
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU's model is left alone")
@@ -104,6 +104,51 @@ def test_layers_and_heads_are_split_and_in_tiles() -> None:
         assert close(call(x), expected[i])
         assert mx.array_equal(layer.weight, weights[i])
         assert nbytes(layer) - sizes[i] < TILE * 64 * 4
+
+
+@pytest.mark.usefixtures("many_streams")
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "biased"])
+def test_the_parts_of_a_split_layer_are_put_together_once(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(64, 1024, bias=bias)
+    own = [mx.random.normal(shape) for shape in ((7, 64), (8, 64), (2, 3, 64))]
+    expected = [layer(x) for x in own]
+    split_linear_layers(Model(layer))
+    calls: list[int] = []
+    merged = small_products.merged
+    monkeypatch.setattr(small_products, "merged", lambda outputs: calls.append(len(outputs)) or merged(outputs))
+    assert all(close(layer(x), wanted) for x, wanted in zip(own, expected, strict=True))
+    parts = len(layer.parts)  # type: ignore[attr-defined]
+    assert calls.count(parts) == 2  # eight rows are packed, or multiplied in two products
+
+
+@pytest.mark.usefixtures("many_streams")
+def test_a_network_keeps_tiles_between_its_layers() -> None:
+    """With many rows, or with inputs of three axes, it gets its hidden units side by side."""
+
+    shapes: list[tuple[int, ...]] = []
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj = nn.Linear(64, 1024, bias=False), nn.Linear(64, 1024, bias=False)
+            self.down_proj = nn.Linear(1024, 64, bias=False)
+
+        def __call__(self, x: mx.array, scale: float = 1.0) -> mx.array:
+            hidden = nn.silu(self.gate_proj(x)) * self.up_proj(x) * scale
+            shapes.append(hidden.shape)
+            return self.down_proj(hidden)
+
+    network: Any = Network()
+    inputs = [mx.random.normal(shape) for shape in ((1, 64), (7, 64), (8, 64), (2, 3, 64))]
+    expected, scaled = [network(x) for x in inputs], network(inputs[3], 2.0)
+    split_linear_layers(Model(network))
+    assert isinstance(network, SplitFeedForward)
+    shapes.clear()
+    assert all(close(network(x), wanted) for x, wanted in zip(inputs, expected, strict=True))
+    assert close(network(inputs[3], 2.0), scaled)
+    by_tile = [len(shape) == 3 and shape[-1] == TILE for shape in shapes]
+    parts = len(network.parts)
+    assert by_tile == [True] * 2 * parts + [False] * parts + [True] * parts + [False] * parts
 
 
 def test_on_one_core_too() -> None:
