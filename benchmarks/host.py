@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import tempfile
 import time
 from collections import defaultdict
@@ -45,7 +44,6 @@ from mlxpaged.models.layer_finder import Way, find_layers
 from mlxpaged.models.layers import KV, Recurrent, bytes_per_token
 from mlxpaged.models.loader import load_model
 from mlxpaged.models.replacements import route_layers
-from mlxpaged.parts.memory.step_limit import StepLimit
 
 # isort: split
 import mlx.core as mx
@@ -290,11 +288,8 @@ class Ours(ExitStack):
         self._sampled = mx.zeros((batch,), mx.int32)
         mx.eval(self._nothing, self._sampled)
         core = self.core
-        limit = core.part(StepLimit)
-        assert limit is not None
         for owner, name, replacement in (
             (core.runner, "start_step", self._start_step),
-            (limit.headroom, "_fitting", lambda: math.inf),  # a Mac does not look at the system's free memory
             (InFlightStep, "read", read),
             (InFlightStep, "tokens", property(lambda step: SampledTokens(self._sampled, step.sampled_ids))),
             (core.scheduler, "schedule", self._timed(core.scheduler.schedule, "schedule")),

@@ -147,9 +147,7 @@ def choose_routines(cache: Path) -> str:
     python = make_environment("mlxpaged", SERVER_PACKAGES["mlxpaged"], cache)
     if not LINUX:
         return "Apple's"
-    code = (
-        "import ctypes; from mlxpaged.cpu import openblas; print(openblas.load(False)[0].split(',')[0].split(';')[0])"
-    )
+    code = "import ctypes; from mlxpaged.cpu import openblas; print(openblas.load(False).split(',')[0].split(';')[0])"
     done = subprocess.run(
         [str(python), "-c", code], capture_output=True, text=True, env=server_variables("mlxpaged"), check=False
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from mlxpaged.api.turns import Rules, Turns
-from mlxpaged.process_memory import require_memory
 from mlxpaged.vision.image import Pixels
 from mlxpaged.vision.reading import CheckedImage, ImageReader
 
@@ -26,15 +25,10 @@ class ImageThreads:
         self.turns = Turns(IMAGES, has_room=self._has_room)
 
     async def decode(self, client: str, image: CheckedImage) -> Pixels:
-        """Raises as `decoder.decode`, MemoryError if less is free than decoding may take, and TurnRefusedError."""
+        """Raises as `decoder.decode`, and TurnRefusedError."""
         if (kept := self._reader.kept(image)) is not None:
             return kept
-
-        def decoded() -> Pixels:
-            require_memory(image.memory, "the image")
-            return self._reader.pixels(image)
-
-        return await self.turns.run(client, image.memory, self._threads, decoded)
+        return await self.turns.run(client, image.memory, self._threads, lambda: self._reader.pixels(image))
 
     def _has_room(self, size: int) -> bool:
         """Whether no large image is decoded, or this one is small."""

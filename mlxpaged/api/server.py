@@ -36,7 +36,7 @@ from mlxpaged.library_errors import public_reason
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.files.kinds import Kind
 from mlxpaged.models.text.tokenizer import Tokenizer
-from mlxpaged.process_memory import is_out_of_memory, require_memory
+from mlxpaged.process_memory import is_out_of_memory
 from mlxpaged.registry.errors import LoadFailedError, ModelUnknownError, NoRoomError
 from mlxpaged.registry.model import Model
 from mlxpaged.registry.profile import Profile
@@ -52,11 +52,6 @@ ordinary one takes less than the switch to a thread and back."""
 BODIES = Rules("large request bodies", at_once=2, places=256, seconds=6e-8)
 """Two, so that a large body does not block the next one. More would only wait for the interpreter lock. The size of a
 turn is the body's in bytes."""
-MEMORY_PER_BYTE = 128
-"""Bytes that a byte of a body takes: the tokenizer keeps about 100 for each of an ordinary text, and up to 430 if each
-is a token; parsed JSON 25 (`[],`)."""
-GRAMMAR_BYTES = 64 * 2**20
-"""Bytes that the compiler of grammars takes for a large one."""
 HUGE_BODY_BYTES = 1024 * 1024
 """Larger ones are parsed one at a time, with a rest after each. 12 MB of nested objects take 0.7 seconds, in which the
 interpreter lock is held: two threads that parse one after the other would leave the running streams no time."""
@@ -235,7 +230,6 @@ class Server:
         """Run a function whose time grows with the body (`request.state.body_size`): on a thread if that is large.
         Raises TurnRefusedError."""
         size = request.state.body_size
-        require_memory(MEMORY_PER_BYTE * size, "the request")
         if size <= LARGE_BODY_BYTES:
             return function()
         if size <= HUGE_BODY_BYTES:
@@ -269,7 +263,6 @@ class Server:
         take too long."""
         if constraint is None or info.grammars.is_compiled(constraint):
             return
-        require_memory(GRAMMAR_BYTES, "the grammar")
         try:
             turn = await self.grammar_turns.enter(program_of(request), timeout=COMPILE_SECONDS)
         except TurnRefusedError as error:

@@ -18,14 +18,9 @@ from collections.abc import Sequence
 from operator import mul
 from pathlib import Path
 
-from mlxpaged.process_memory import MARGIN, address_space_left
-
 OPENBLAS = "libopenblas.so.0"
 VARIABLE = "OPENBLAS_CORETYPE"
 CPUINFO = Path("/proc/cpuinfo")
-
-BUFFER_BYTES = 128 * 2**20
-"""A work buffer of OpenBLAS 0.3 on x86-64, at most. Only what a product uses of it takes memory."""
 
 AVX2 = frozenset({"avx2", "fma", "bmi1", "bmi2", "abm", "f16c", "movbe"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -48,32 +43,27 @@ ROWS, INNER, COLUMNS = 67, 401, 77
 million multiply-adds up to which the routines for AVX-512 are others."""
 
 
-def load(only_if_loaded: bool) -> tuple[str, int]:
+def load(only_if_loaded: bool) -> str:
     """Load OpenBLAS, so that libraries that are loaded later use it. Returns its routines, with how they were chosen if
-    OpenBLAS has not picked them, and the number of work buffers that it has taken. The text is empty if OpenBLAS does
-    not tell. only_if_loaded: leave it as it is, and load nothing. Raises OSError if it is not installed, or not
-    loaded."""
+    OpenBLAS has not picked them; empty if OpenBLAS does not tell. only_if_loaded: leave it as it is, and load nothing.
+    Raises OSError if it is not installed, or not loaded."""
     library = ctypes.CDLL(OPENBLAS, mode=os.RTLD_NOLOAD if only_if_loaded else ctypes.DEFAULT_MODE)
     found = chosen(library, only_if_loaded)
     ctypes.CDLL(OPENBLAS, mode=ctypes.RTLD_GLOBAL)  # only now: what is unloaded again must not be bound to
     return found
 
 
-def chosen(library: ctypes.CDLL, stays: bool) -> tuple[str, int]:
+def chosen(library: ctypes.CDLL, stays: bool) -> str:
     """Replace the routines if others are faster. Returns what `load` does. stays: the library cannot be unloaded."""
     picked = routines(library)
     if (value := os.environ.get(VARIABLE)) is not None:
-        return picked and f"{picked}, with {VARIABLE}={value}", 0
+        return picked and f"{picked}, with {VARIABLE}={value}"
     allowed = faster(picked)
     name = next((each for each in allowed if hasattr(library, f"gotoblas_{each.upper()}")), "")
     if not name:
-        return f"{picked}; this build lacks the faster {allowed[0]}" if allowed else picked, 0
-    by_user = f"{VARIABLE}={name} is faster"
-    left = address_space_left()
-    if left is not None and left < 2 * BUFFER_BYTES + MARGIN:
-        return f"{picked}; {by_user}, but the limit on the address space leaves no room to check it", 0
+        return f"{picked}; this build lacks the faster {allowed[0]}" if allowed else picked
     if stays or not is_unloaded(library):
-        return f"{picked}; it was loaded before mlxpaged, {by_user}", 0
+        return f"{picked}; it was loaded before mlxpaged, {VARIABLE}={name} is faster"
     os.environ[VARIABLE] = name  # C libraries see it too
     try:
         library = ctypes.CDLL(OPENBLAS)
@@ -84,9 +74,9 @@ def chosen(library: ctypes.CDLL, stays: bool) -> tuple[str, int]:
     elif not is_right(library):
         failure = f"{name} gave a wrong product"
     else:
-        return f"{name}, by the processor's flags; its own pick is {picked}", 1
+        return f"{name}, by the processor's flags; its own pick is {picked}"
     is_unloaded(library)
-    return f"{routines(ctypes.CDLL(OPENBLAS))}; {failure}", 0
+    return f"{routines(ctypes.CDLL(OPENBLAS))}; {failure}"
 
 
 def faster(picked: str) -> list[str]:

@@ -9,19 +9,17 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx.nn.layers import activations as activations_of_mlx
 from mlx.nn.layers.base import Module
 from mlx_lm.models import activations
 
 from mlxpaged.attention.kv_cache import POOLS
-from mlxpaged.cpu import blas, streams
+from mlxpaged.cpu import streams
 from mlxpaged.cpu.exp2 import exp_of_negative
 from mlxpaged.cpu.gelu import gelu, gelu_of_mlx
 from mlxpaged.cpu.kv_pool import CpuPool
@@ -29,7 +27,6 @@ from mlxpaged.cpu.rope_tables import tabulate_ropes
 from mlxpaged.cpu.small_products import pass_tiles
 from mlxpaged.cpu.split_linear import SplitFeedForward, split_linear_layers
 from mlxpaged.models.joins.joined_linear import join_projections
-from mlxpaged.process_memory import require_memory
 
 POOLS["cpu"] = CpuPool
 
@@ -37,21 +34,6 @@ swiglu_of_mlx_lm: Callable[[mx.array, mx.array], mx.array] = activations.swiglu
 
 ELEMENT = 4e-9
 """Seconds for one element of SwiGLU on one core."""
-
-LIBRARY_BYTES = 512 * 2**20
-"""Bytes of the address space that the first load takes beside a model of 3.5 MB, on two cores: libraries, and the
-stacks and heaps of threads."""
-
-
-@functools.cache
-def prepare_first_load() -> None:
-    """Take OpenBLAS's buffers. Raises MemoryError if these or the libraries do not fit into the limit on the address
-    space: MLX ends the process if one of its threads cannot start."""
-    if streams.on_cpu():
-        blas.reserve_buffers(streams.cores())
-        require_memory(LIBRARY_BYTES, "the libraries")
-        # NumPy has an OpenBLAS of its own. It ends the process if it finds no room for its buffer.
-        np.linalg.lstsq(np.eye(2), np.ones(2), rcond=None)
 
 
 def optimize_for_cpu(model: Module, has_head: bool = True) -> None:

@@ -25,11 +25,9 @@ from mlxpaged.parts.drafting.ngram import NgramDrafter, index_bytes
 from mlxpaged.parts.images.image_encoder import ImageEncoder, NoImages
 from mlxpaged.parts.images.images import FEATURE_BYTES
 from mlxpaged.parts.memory.growth_wait import GrowthWait
-from mlxpaged.parts.memory.headroom import Headroom
 from mlxpaged.parts.memory.memory_pressure import MemoryPressure
 from mlxpaged.parts.memory.pool_resizer import PoolResizer
 from mlxpaged.parts.memory.step_limit import StepLimit
-from mlxpaged.parts.memory.step_memory import bytes_per_key
 from mlxpaged.parts.owner.duty_cycle import DutyCycle
 from mlxpaged.parts.owner.sensors import sensors_here
 from mlxpaged.parts.ranks.ranks import Ranks
@@ -64,8 +62,7 @@ def parts_of(assembly: Assembly, parts: Sequence[Part]) -> Iterator[Part]:
     A pause comes before all that a step needs. The pools grow and shrink next, so that a step has what it asked for.
     Requests that have waited too long for memory end next, and answers that only repeat themselves: nothing is prepared
     for them. Images that a prefix covers are not encoded, so the encoder comes after the tier. Drafts follow known
-    tokens, so they come after it: the encoder may have ended the step in flight. How long the next step may be is
-    decided last, by the memory that is free then.
+    tokens, so they come after it: the encoder may have ended the step in flight.
     """
     if assembly.config.duty_cycle < 1:
         yield from duty_cycle_of(assembly)
@@ -86,9 +83,7 @@ def parts_of(assembly: Assembly, parts: Sequence[Part]) -> Iterator[Part]:
         network = network_drafter_of(assembly)
         if drafter is not None or network is not None:
             yield Drafting(scheduler, requests, sampler.vocab_size, drafter, network, runner.overlaps, clock)
-    per_key = bytes_per_key(assembly.executor.served.kv_layers)
-    headroom = Headroom(sizes.step_bytes, assembly.config.max_num_batched_tokens, clock, per_key)
-    yield StepLimit(scheduler, requests, headroom)
+    yield StepLimit(scheduler)
 
 
 def duty_cycle_of(assembly: Assembly) -> Iterator[Part]:

@@ -13,6 +13,9 @@ a browser takes about that much."""
 SYSTEM_SHARE = 0.5
 """Share of the system's free memory that the server takes by default if there is no GPU with a working-set limit."""
 
+CPU_MARGIN = 32 * 2**20
+"""Bytes of the system's memory that models on a CPU leave free, for what is not estimated: Python's objects and the
+stacks of threads. The kernel kills a process that goes beyond the limit of its container."""
 
 _limit: int | None = None
 
@@ -58,4 +61,4 @@ def free_device_memory() -> int:
     if mx.metal.is_available():
         limit = int(mx.device_info()["max_recommended_working_set_size"])
         return below_limit(max(0, limit - int(mx.get_active_memory())))
-    return below_limit(system_free_memory())
+    return below_limit(max(0, system_free_memory() - CPU_MARGIN))

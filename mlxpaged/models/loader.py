@@ -15,7 +15,7 @@ from mlx_lm.utils import get_total_parameters
 
 from mlxpaged.attention.gpu import gpu_generation
 from mlxpaged.cpu.float32 import UNCHANGED, Choice, Storage
-from mlxpaged.cpu.optimize import optimize_for_cpu, prepare_first_load
+from mlxpaged.cpu.optimize import optimize_for_cpu
 from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.models.adapters.adapters import Adapters, check_files
 from mlxpaged.models.checks.half_type import HALF_TYPES, NAMES, recast_if_equal, target_of
@@ -176,7 +176,6 @@ def load_model(
     UnsupportedModelError.
     """
     turns = turns or Turns()
-    prepare_first_load()
     options = replace(options, reserved=options.reserved._replace(adapters=check_files(options.adapters)))
     files = turns.during(lambda: resolve(name, options.reserved, 1 if group is None else group.size()))
     own_config = turns.during(lambda: files.config)
@@ -431,7 +430,6 @@ def load_embedding_model(
     Call it on the thread that will run the model. Raises ModelNotFoundError or UnsupportedModelError.
     """
     turns = turns or Turns()
-    prepare_first_load()
     files = turns.during(lambda: resolve(name, reserved))
     path, use = files.directory, "for embeddings"
     try:

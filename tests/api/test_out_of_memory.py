@@ -11,15 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxpaged import process_memory
 from mlxpaged.api import body as bodies
 from mlxpaged.core.engine.errors import EngineState
 from mlxpaged.core.engine.running_request import RunningRequest
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.parts.grammar import grammar
-from mlxpaged.parts.memory import headroom
-from mlxpaged.parts.memory.step_memory import bytes_per_key
-from mlxpaged.process_memory import MARGIN
 from tests.api.helpers import (
     answer_text,
     ask,
@@ -28,10 +24,9 @@ from tests.api.helpers import (
     raw,
     run_on,
     stream_at_once,
-    stream_events,
     stream_together,
 )
-from tests.support import RunningServer, running_server, wait_until
+from tests.support import RunningServer, running_server
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SHORT = 3
@@ -217,35 +212,3 @@ def test_what_fails_before_the_engine_is_refused(
             for _ in range(3):  # one more than compile at once: a failure keeps no place
                 check_refused(client.post(COMPLETIONS, json=run_on("a", 4) | constraint))
         assert client.post(COMPLETIONS, json=run_on("a", 4) | constraint).status_code == 200
-
-
-def test_under_a_limit_a_large_body_is_refused_before_it_is_parsed(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_memory, "address_space_left", lambda: 200_000_000)
-    monkeypatch.setattr(process_memory, "reusable_bytes", lambda: 0)
-    with raw(server) as client:
-        check_refused(client.post(COMPLETIONS, json=run_on("a " * 1_000_000, 4)))
-        assert client.post(COMPLETIONS, json=run_on("a", 4)).status_code == 200
-
-
-def test_memory_that_is_short_makes_steps_small_and_changes_no_answer(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    body = run_on(random_tokens(300, 6), 8)
-    expected = answer_text(server, body)
-    server.run(server.engine.clear_cache()).result()
-    context = 300 * bytes_per_key(server.core.served.kv_layers)
-    left = [MARGIN + int(64.5 * server.core.step_bytes / 2048) + context]
-    monkeypatch.setattr(headroom, "address_space_left", lambda: left[0])
-    monkeypatch.setattr(headroom, "can_allocate", lambda _: False)
-    with failing_forward(server, MemoryError(), times=0) as seen:
-        assert answer_text(server, body) == expected
-    assert max(seen) <= 64
-    left[0] = 0
-    with raw(server) as client:
-        check_refused(client.post(COMPLETIONS, json=body))
-    events = stream_events(server, COMPLETIONS, body)
-    assert events[-1]["error"]["code"] == "out_of_memory"
-    monkeypatch.undo()
-    wait_until(lambda: server.engine.num_unfinished == 0)

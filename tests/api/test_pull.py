@@ -21,6 +21,7 @@ from mlxpaged.api.ollama import pull
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models import device_memory, disk
 from mlxpaged.models.loader import DEMO_PATH
+from mlxpaged.models.sources import local
 from mlxpaged.models.sources.downloads import downloads
 from mlxpaged.models.sources.short_names import short_names
 from tests.api.helpers import DEADLINE, bearer, raw, write_keys
@@ -198,7 +199,7 @@ def test_what_cannot_be_downloaded_is_said_in_ollamas_form(
                 status, error = failing(client, NAME)
                 assert (status, "but the disk has 0.0 GB" in error) == (507, True)
             with monkeypatch.context() as patch:
-                patch.setattr(device_memory, "system_free_memory", lambda: -(10**12))
+                patch.setattr(local, "free_device_memory", lambda: -(10**12))
                 status, error = failing(client, NAME)
                 assert (status, "of memory are free" in error) == (507, True)
             assert not requested_weights(requests)

@@ -80,7 +80,8 @@ def offline(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Sets the free memory of the machine."""
+    """Sets the free memory of the machine, all of which models may take."""
+    monkeypatch.setattr(device_memory, "CPU_MARGIN", 0)
 
     def set(size: int) -> None:
         monkeypatch.setattr(device_memory, "system_free_memory", lambda: size)

@@ -37,7 +37,7 @@ def test_other_errors_are_shown() -> None:
 
 
 def test_memory_that_is_missing_is_said_in_a_line() -> None:
-    """Under a limit on the address space, the first thread may find no room."""
+    """Under `ulimit -v`, the first thread may find no room."""
     code = 'raise RuntimeError("can\'t start new thread")'
     done = subprocess.run([sys.executable, "-c", START.format(code)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "mlxpaged: there is too little memory: can't start new thread\n")

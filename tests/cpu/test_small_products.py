@@ -213,9 +213,9 @@ def test_half_types_are_left_alone() -> None:
 def test_the_routines_tell_whether_small_products_are_fast(
     routines: str, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("loaded", "small_products", "hint", "_reserved"):
+    for name in ("loaded", "small_products", "hint"):
         monkeypatch.setattr(blas, name, getattr(blas, name))
-    monkeypatch.setattr(blas, "load", lambda only_if_loaded: (routines, 0))
+    monkeypatch.setattr(blas, "load", lambda only_if_loaded: routines)
     monkeypatch.setattr(blas, "use_threads", lambda count: None)
     monkeypatch.setattr("sys.platform", "linux")
     blas.prepare()

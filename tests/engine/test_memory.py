@@ -20,10 +20,11 @@ from mlxpaged.core.scheduling.config import MOST_STATES
 from mlxpaged.engine import builder, engine_thread, garbage
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine_config import EngineConfig
-from mlxpaged.models.device_memory import free_device_memory
-from mlxpaged.models.errors import ModelNotFoundError
+from mlxpaged.models.device_memory import CPU_MARGIN, free_device_memory
+from mlxpaged.models.errors import ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.layers import bytes_per_token, state_bytes
-from mlxpaged.models.loader import load_embedding_model, load_model
+from mlxpaged.models.loader import LoadOptions, load_embedding_model, load_model
+from mlxpaged.models.sources.preflight import Reserved
 from mlxpaged.parts.drafting.ngram import BYTES_PER_TOKEN, MOST_TOKENS, index_bytes
 from mlxpaged.parts.embeddings.embedder import Embedder
 from mlxpaged.parts.memory import fitting as memory
@@ -279,6 +280,24 @@ def test_the_limits_of_a_services_own_control_group_and_its_parents_count(
     assert system_free_memory() == 1600
     (group / names[0]).write_text("7500")
     assert system_free_memory() == 600
+
+
+def test_a_model_that_does_not_fit_into_a_container_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights, and the KV cache if its size is configured, with a margin: the kernel would kill the process."""
+    path = make_tiny_model(tmp_path / "m", "llama")
+    size = (path / "model.safetensors").stat().st_size
+    _, *names, field = process_memory.CGROUP_MEMORY[0]
+    monkeypatch.setattr(process_memory, "CGROUP_MEMORY", ((tmp_path, *names, field),))
+    for name, text in zip((*names, "memory.stat"), (str(size + CPU_MARGIN + 99), "100", f"{field} 0\n"), strict=True):
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UnsupportedModelError, match=rf"{path} cannot be loaded: its weights take .* GB of memory are"):
+        load_model(str(path))
+    (tmp_path / names[0]).write_text(str(10 * size + CPU_MARGIN))
+    assert load_model(str(path)).weight_bytes > 0
+    with pytest.raises(UnsupportedModelError, match=r"--kv-cache-memory 0\.1 GB, but only 0\.0 GB of memory are free"):
+        load_model(str(path), LoadOptions(reserved=Reserved(100_000_000)))
 
 
 def test_a_model_that_was_frozen_after_the_start_is_freed_after_its_end() -> None:

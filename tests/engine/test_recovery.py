@@ -195,6 +195,30 @@ def test_steps_are_as_long_as_before_after_many_in_time(served: ServedModel, mon
     assert core.scheduler.max_tokens == before
 
 
+def test_after_a_failed_allocation_steps_are_half_as_long_and_grow_as_they_succeed(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core(served)
+    forward, tried, returned, limits = core.runner.forward, list[int](), list[int](), [core.scheduler.max_tokens]
+
+    def failing(step: Step, *args: Any) -> mx.array:
+        tried.append(step.num_tokens)
+        if len(tried) == 1:
+            raise MemoryError
+        return forward(step, *args)
+
+    core.runner.forward = failing  # type: ignore[method-assign]
+    monkeypatch.setattr(mx, "clear_cache", lambda: returned.append(len(tried)))
+    submit(core, "one", [1 + i * 7 % 50 for i in range(400)])
+    while core.has_work():
+        core.step()
+        if core.scheduler.max_tokens != limits[-1]:
+            limits.append(core.scheduler.max_tokens)
+    assert tried[:2] == [400, 200]
+    assert returned[0] == 1, "MLX's freed buffers are returned before the step is tried again"
+    assert limits == [2048, 200, 400, 800, 1600, 2048]
+
+
 def test_a_short_step_that_takes_too_long_ends_its_request(
     core: EngineCore, served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,14 +15,13 @@ from mlxpaged.attention.layout import AttentionShape, KVLayout
 from mlxpaged.core.engine.prompt_logits import prompt_logits_bytes
 from mlxpaged.core.engine.request import Request
 from mlxpaged.core.engine.sampling_params import SamplingParams
-from mlxpaged.cpu.attention_plan import TILE
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.layers import state_bytes
 from mlxpaged.models.loader import LoadOptions, load_model
 from mlxpaged.parts.memory import fitting as memory
 from mlxpaged.parts.memory import step_memory
 from mlxpaged.parts.memory.fitting import LEAST_STEP
-from mlxpaged.parts.memory.step_memory import SCORE_TOKENS, extrapolated, measure_encoding, measure_step
+from mlxpaged.parts.memory.step_memory import extrapolated, measure_encoding, measure_step
 from mlxpaged.vision.tower import Vision
 from tests.engine.helpers import make_core
 from tests.engine.hybrid import Hybrid
@@ -134,10 +133,6 @@ def test_a_gpu_keeps_at_least_a_gigabyte_free(tmp_path: Path, monkeypatch: pytes
 def test_the_scores_of_a_long_prompt_are_bounded(shape: AttentionShape, expected: int) -> None:
     """Gemma 3 has heads of 256: at 77,000 tokens, the scores of a layer would take 5 GB."""
     assert scores_bytes(shape, 2048, 77_000) == expected
-
-
-def test_scores_are_counted_for_a_tile_of_the_cpus_attention() -> None:
-    assert SCORE_TOKENS == TILE
 
 
 def test_the_measured_image_is_extrapolated_to_the_largest() -> None:

@@ -78,9 +78,6 @@ class Part:
     def after_schedule(self) -> None:
         """The next step is scheduled, and not launched."""
 
-    def launching(self, step: Step) -> None:
-        """Raises MemoryError if a step cannot be launched: it fails then, and runs in smaller ones."""
-
     def launched(self, step: Step, waited: float) -> None:
         """waited: seconds between the result of the last step and the launch of this one."""
 

@@ -68,10 +68,6 @@ class RequestTable:
         """When `expire` has something to do; inf if never."""
         return self._deadlines.next_check
 
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return max((len(each.sequence.token_ids) for each in self.by_sequence.values()), default=0)
-
     def take_outputs(self) -> list[RequestOutput]:
         outputs, self.outputs = self.outputs, []
         return outputs

@@ -172,8 +172,6 @@ class StepLoop:
         the previous step replace the pending ones there."""
         started, traced = self._clock(), self._runner.num_traced
         try:
-            for part in self._parts:
-                part.launching(scheduled)
             running = {each.sequence_id for each in self._scheduler.running} if self._runner.is_recurrent else set()
             logits = self._runner.forward(scheduled, NO_TOKENS if previous is None else previous.tokens, running)
             prompts, top = self._rows.of_prompts(scheduled, logits.shape[0], self._runner.least_top)

@@ -19,7 +19,7 @@ from mlxpaged.models.encoders.embedding import EmbeddingModel
 from mlxpaged.models.encoders.encoder_model import EncoderModel
 from mlxpaged.parts.embeddings.embedding_line import EmbeddingOutput, EmbeddingRequest, Job, Line, Row
 from mlxpaged.parts.embeddings.embedding_passes import DecoderPasses, EncoderPasses, Passes
-from mlxpaged.process_memory import is_out_of_memory, require_memory
+from mlxpaged.process_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,6 @@ class Embedder:
         request runs again alone, so that only the faulty one ends."""
         self.step_size = StepSize(len(rows), self._passes.size(rows, budget), None)
         try:
-            require_memory(self.step_bytes, "a step of embeddings")
             num_tokens = self._passes.run(rows, budget)
         except Exception as error:
             logger.exception("embedding %d inputs failed", len(rows))

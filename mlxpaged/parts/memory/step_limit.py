@@ -1,17 +1,16 @@
-"""Keeps steps within the memory that is free when they run, and shorter than those that took the device too long."""
+"""Makes steps smaller after one for which memory was short, or that took the device too long."""
 
 from __future__ import annotations
 
 import logging
-import math
+
+import mlx.core as mx
 
 from mlxpaged.core.engine.in_flight import InFlightStep
 from mlxpaged.core.engine.part import Need, Part, Tokens
-from mlxpaged.core.engine.request_table import RequestTable
 from mlxpaged.core.scheduling.row_tiles import LEAST_CHUNK
 from mlxpaged.core.scheduling.scheduler import Scheduler
 from mlxpaged.core.step import Step
-from mlxpaged.parts.memory.headroom import Headroom
 
 logger = logging.getLogger(__name__)
 
@@ -21,29 +20,25 @@ further timeout costs the KV pools."""
 
 
 class StepLimit(Part):
-    """The last part: what others do before a step takes memory too."""
+    """After an allocation that failed, steps have half the tokens, and twice as many after each step that succeeds.
+    They have LEAST_CHUNK or more, because fewer take little less memory or time."""
 
-    def __init__(self, scheduler: Scheduler, requests: RequestTable, headroom: Headroom) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._requests = requests
-        self.headroom = headroom
-        self._longest = math.inf  # tokens of a step that the device computes in time
+        self._most = scheduler.config.max_num_batched_tokens
+        self._fitting = self._most  # tokens of a step that memory is expected to suffice for
+        self._longest = self._most  # tokens of a step that the device computes in time
         self._num_in_time = 0
 
     def before_step(self, in_flight: InFlightStep | None) -> Need:
-        self._scheduler.limit_tokens(int(min(self._longest, self.headroom.tokens(self._requests.longest))))
+        self._scheduler.limit_tokens(min(self._longest, self._fitting))
         return Need.NOTHING
 
-    def launching(self, step: Step) -> None:
-        self.headroom.require(step.num_tokens, lambda: max(step.context_lens))
-
     def committed(self, step: InFlightStep, tokens: Tokens) -> None:
-        self.headroom.note_success()
+        self._fitting = min(self._most, 2 * self._fitting)
         self._num_in_time += 1
-        if self._num_in_time >= STEPS_IN_TIME and self._longest < math.inf:
-            longer = 2 * self._longest
-            self._longest = longer if longer < self._scheduler.config.max_num_batched_tokens else math.inf
-            self._num_in_time = 0
+        if self._num_in_time >= STEPS_IN_TIME:
+            self._longest, self._num_in_time = min(self._most, 2 * self._longest), 0
 
     def ran_long(self, tokens: int) -> bool:
         if tokens <= LEAST_CHUNK:
@@ -53,4 +48,6 @@ class StepLimit(Part):
         return True
 
     def ran_short(self, step: Step) -> None:
-        self.headroom.note_failure(step.num_tokens)
+        self._fitting = max(LEAST_CHUNK, step.num_tokens // 2)
+        logger.warning("memory is short: the next step has at most %d tokens", self._fitting)
+        mx.clear_cache()

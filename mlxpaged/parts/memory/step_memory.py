@@ -6,7 +6,6 @@ import itertools
 import logging
 import math
 from collections.abc import Mapping
-from collections.abc import Sequence as ListOf
 
 import mlx.core as mx
 import numpy as np
@@ -40,12 +39,6 @@ CPU_SIDE = 224
 """Most pixels of a side of the measured image on a CPU."""
 
 MEASURED_PARTS = 2
-
-SCORE_ARRAYS = 4
-"""Arrays of scores that exist at once: 3.3 MB more for 1,507 keys and 4 heads, if MLX waits for its operations."""
-
-SCORE_TOKENS = 64
-"""Query tokens of a tile of a CPU's attention."""
 
 
 def measure_step(served: ServedModel, config: EngineConfig) -> int:
@@ -153,12 +146,6 @@ def measure_encoding(vision: Vision) -> int:
     found = peak * max(1, largest[0] * largest[1] // (width * height))
     logger.info("an image of %d x %d takes up to %.1f MB while it is encoded", *largest, found / 1e6)
     return found
-
-
-def bytes_per_key(layers: ListOf[KV]) -> int:
-    """Bytes that a CPU's attention of a prompt chunk takes for each key, beside what `measure_step` finds for a short
-    one: the scores of a tile."""
-    return SCORE_ARRAYS * SCORE_TOKENS * 4 * max((spec.num_query_heads for spec in layers), default=0)
 
 
 def peak_of_chunk(served: ServedModel, tokens: int, block_size: int) -> int:
