@@ -30,7 +30,7 @@ def models_for(request: Request, server: Server) -> list[Model]:
 
 async def on_disk(request: Request, server: Server) -> list[Model]:
     """The models on this machine that are loaded if a request names them, and that the caller may use."""
-    found = [] if server.registry is None else await server.registry.on_disk()
+    found = [] if server.registry is None else await server.registry.names.on_disk()
     caller = caller_of(request)
     return [each for each in found if allows(caller, each.name)]
 
@@ -39,13 +39,13 @@ async def known_model(request: Request, server: Server, name: str) -> tuple[Mode
     """A model that is served or on this machine, also while none can be loaded, and which of its names this is: its
     own, that with an adapter, or that of a profile. Raises ApiError."""
     try:
-        model = None if server.registry is None else await server.registry.find(name)
+        model = None if server.registry is None else await server.registry.names.find(name)
     except ModelUnknownError:
         model = None
     if server.registry is None or model is None or not allows(caller_of(request), model.name):
         raise model_not_found(name, server.names_for(request))
-    await server.registry.look()
-    profile, adapter = server.registry.profile_in(name), server.registry.adapter_in(name)
+    await server.registry.names.look()
+    profile, adapter = server.registry.names.profile_in(name), server.registry.names.adapter_in(name)
     if profile is not None:
         return model, profile.name
     return model, model.name if adapter is None else f"{model.name}:{adapter}"

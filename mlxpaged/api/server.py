@@ -123,7 +123,7 @@ class Server:
         registry, caller = self.started(), caller_of(request)
         any_directory = is_local(request) and (caller is None or caller.admin)
         try:
-            model = await registry.find(name, any_directory=any_directory)
+            model = await registry.names.find(name, any_directory=any_directory)
         except ModelUnknownError:
             raise model_not_found(name or "", self.names_for(request)) from None
         if not allows(caller, model.name):
@@ -166,7 +166,7 @@ class Server:
         default one. Raises ApiError or EngineUnavailableError."""
         name = name or self._first(Kind.EMBEDDING)
         model = await self.model(request, name)
-        if self.started().adapter_in(name) is not None:
+        if self.started().names.adapter_in(name) is not None:
             message = f"{name!r} is an adapter, which makes no embeddings; use {model.name!r}"
             raise bad_parameter("model", message, code="embeddings_not_supported")
         loaded = await self._load(request, model)
@@ -186,11 +186,11 @@ class Server:
         """Begin to load the model that a request names. Returns None if it is loaded already. tier: the `service_tier`
         of the request. Raises ApiError or EngineUnavailableError."""
         model = await self.model(request, name)
-        if not self.started().must_load(model):
+        if not self.started().loader.must_load(model):
             return None
         task = asyncio.ensure_future(self._load(request, model, tier))
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # if the stream has left
-        return Load(model, task, self.started().waiting_for)
+        return Load(model, task, self.started().loader.waiting_for)
 
     async def _load(self, request: Request, model: Model, tier: str | None = None) -> AsyncEngine:
         """Raises ApiError, EngineUnavailableError or RequestCancelledError."""
@@ -198,9 +198,9 @@ class Server:
         usual = registry.base.default_priority if caller is None else caller.default
         priority = Priority.LOW if tier == "flex" else Priority.HIGH if tier == "priority" else usual
         try:
-            if not registry.must_load(model):
-                return await registry.ready(model)
-            load = registry.ready(model, priority)
+            if not registry.loader.must_load(model):
+                return await registry.loader.ready(model)
+            load = registry.loader.ready(model, priority)
             return await self.open_requests.wait_for(load, request.state.request_id, caller)
         except LoadFailedError as error:
             raise load_failed(model.name, error) from None

@@ -217,7 +217,8 @@ def server_models(args: argparse.Namespace) -> Registry | None:
         from mlxpaged.engine.watchdog import StallLimits
         from mlxpaged.registry.catalog import Catalog
         from mlxpaged.registry.model import Model
-        from mlxpaged.registry.registry import Limits, registry_of
+        from mlxpaged.registry.occupants import Limits
+        from mlxpaged.registry.registry import registry_of
     if "MLX_RANK" in os.environ:
         raise ValueError(
             "mlx.launch started this; run `mlxpaged serve MODEL --hosts FILE`, which starts the ranks itself"
@@ -312,7 +313,8 @@ def cluster_registry(args: argparse.Namespace, models: Sequence[Model]) -> Regis
         from mlxpaged.cluster.cluster_engine import ClusterEngine
         from mlxpaged.cluster.hosts import Hosts
         from mlxpaged.engine.watchdog import StallLimits
-        from mlxpaged.registry.registry import Limits, registry_of
+        from mlxpaged.registry.occupants import Limits
+        from mlxpaged.registry.registry import registry_of
     try:
         hosts = Hosts.read(args.hosts)
     except OSError as error:

@@ -88,10 +88,10 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_the_server_has_the_profiles_of_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
     found = registry("demo", "--alias", "x=demo", "--profile", "cold=demo,temperature=0", "--profile", "y=x,top_k=3")
-    assert found.served("cold") is found.served("y") is found.default
+    assert found.names.served("cold") is found.names.served("y") is found.default
     assert found.default.names == ("demo", "cold", "y")
-    assert found.profile_in("cold:latest").sampling == {"temperature": 0.0}
-    assert found.profile_in("demo") is None
+    assert found.names.profile_in("cold:latest").sampling == {"temperature": 0.0}
+    assert found.names.profile_in("demo") is None
     assert "no model 'b' is served" in refusal(capsys, "demo", "--profile", "a=b")
     assert "no model 'a' is served" in refusal(capsys, "demo", "--profile", "a=demo", "--profile", "b=a")
     assert "'demo' is a model's name" in refusal(capsys, "demo", "--profile", "demo=demo")

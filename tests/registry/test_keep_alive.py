@@ -16,7 +16,7 @@ from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.ollama.durations import stay_of
 from mlxpaged.api.ollama.models import NEVER
 from mlxpaged.registry import registry as module
-from mlxpaged.registry.registry import Limits
+from mlxpaged.registry.occupants import Limits
 from tests.api.helpers import Background, FakeClock, StepGate, bearer, post, raw, run_on, within_one_step, write_keys
 from tests.registry.helpers import models, states
 from tests.support import RunningServer, running_server, wait_until

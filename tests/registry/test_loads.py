@@ -15,7 +15,8 @@ from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.turns import Turns
 from mlxpaged.progress import Progress
 from mlxpaged.registry.model import Model
-from mlxpaged.registry.registry import Limits, Registry
+from mlxpaged.registry.occupants import Limits
+from mlxpaged.registry.registry import Registry
 from tests.api.helpers import DEADLINE, Background, FakeClock, StepGate, post, raw, run_on
 from tests.api.test_batches import ended, jsonl, lines_of, submit
 from tests.registry.helpers import POOL, hold_loads, models, refusal, states

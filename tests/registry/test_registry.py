@@ -23,7 +23,8 @@ from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.device_memory import limit_memory
 from mlxpaged.registry.catalog import Catalog, model_paths
 from mlxpaged.registry.model import Model, ModelState
-from mlxpaged.registry.registry import Limits, registry_of
+from mlxpaged.registry.occupants import Limits
+from mlxpaged.registry.registry import registry_of
 from tests.api.helpers import (
     DEADLINE,
     Background,
@@ -421,7 +422,9 @@ def test_a_gguf_file_with_and_without_its_quantization_is_one_model(
     config = EngineConfig("org/tiny-GGUF:F32", kv_cache_bytes=POOL)
     registry = registry_of([Model("org/tiny-GGUF:F32", config)], config, num_at_start=0)
     with running_server(registry) as server:
-        found = [server.run(registry.find(name, True)).result(DEADLINE) for name in ("org/tiny-GGUF", str(snapshot))]
+        found = [
+            server.run(registry.names.find(name, True)).result(DEADLINE) for name in ("org/tiny-GGUF", str(snapshot))
+        ]
         assert found == [registry.default] * 2
         assert list(states(server)) == ["org/tiny-GGUF:F32"]
 

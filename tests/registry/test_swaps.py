@@ -19,7 +19,8 @@ from mlxpaged.engine_config import EngineConfig
 from mlxpaged.registry import registry as registry_module
 from mlxpaged.registry.errors import NoRoomError
 from mlxpaged.registry.model import Model
-from mlxpaged.registry.registry import Limits, Registry
+from mlxpaged.registry.occupants import Limits
+from mlxpaged.registry.registry import Registry
 from mlxpaged.registry.swaps import PATIENCE, STAY
 from tests import virtual_time
 
@@ -104,9 +105,9 @@ def serve(trace: Sequence[Asked], pinned: Sequence[str] = (), watched: int = -1)
         async def ask(number: int, asked: Asked) -> None:
             await asyncio.sleep(asked.at)
             model = models[asked.model]
-            if number == watched and registry.must_load(model):
-                loop.call_later(0.01, lambda: outcome.told.append(registry.waiting_for(model)))
-            engine: Any = await registry.ready(model, asked.priority)
+            if number == watched and registry.loader.must_load(model):
+                loop.call_later(0.01, lambda: outcome.told.append(registry.loader.waiting_for(model)))
+            engine: Any = await registry.loader.ready(model, asked.priority)
             outcome.waits[number] = loop.time() - asked.at
             await engine.run(asked.seconds)
 

@@ -122,7 +122,7 @@ class LineRequests:
             except Exception as error:
                 if isinstance(error, EngineUnavailableError):
                     self.require_server()  # it may be the line's model alone
-                    is_default = self._registry.served(body.model) is self._registry.default
+                    is_default = self._registry.names.served(body.model) is self._registry.default
                     if error.state in PASSING_STATES or (is_default and self._registry.state is EngineState.DEAD):
                         await asyncio.sleep(RETRY_SECONDS)
                         continue

@@ -198,7 +198,7 @@ async def count_tokens(http: Request, translate: Callable[[], GenerationRequest]
     server = server_of(http)
     request = await server.prepare(http, lambda: check.check_request(translate()))
     _, info = await server.ready(http, request.model)
-    profile = server.started().profile_in(request.model)
+    profile = server.started().names.profile_in(request.model)
     info, request = await server.with_template(info, profile), with_profile(request, profile)
     assert isinstance(request.prompt, Chat)
     chat = await with_usable_tools(http, request, request.prompt, info)

@@ -36,12 +36,12 @@ KNOWN = {
 def served_name(request: Request, name: str) -> str:
     """Returns the name of a served model without the tag that Ollama adds. Other names stay as they are."""
     registry = server_of(request).registry
-    model = None if registry is None else registry.served(name)
+    model = None if registry is None else registry.names.served(name)
     if registry is None or model is None:
         return name
-    if (profile := registry.profile_in(name)) is not None:
+    if (profile := registry.names.profile_in(name)) is not None:
         return profile.name
-    adapter = registry.adapter_in(name)
+    adapter = registry.names.adapter_in(name)
     return model.name if adapter is None else f"{model.name}:{adapter}"
 
 
@@ -74,7 +74,7 @@ async def ps(request: Request) -> Response:
     server, running = server_of(request), []
     if (registry := server.registry) is None:
         return JSONResponse({"models": []})
-    await registry.look()
+    await registry.names.look()
     for model in models_for(request, server):
         if model.is_loaded and (facts := model.facts) is not None:
             expiry = moment_after(registry.seconds_left(model))

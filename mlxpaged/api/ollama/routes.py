@@ -68,7 +68,7 @@ async def unloaded(request: Request, body: LoadingFields, name: str) -> bool:
     if kept is not nothing:
         model = await server.model(request, name)
         try:
-            await server.started().unload(model)
+            await server.started().loader.unload(model)
         except ModelBusyError:
             kept()
     return True

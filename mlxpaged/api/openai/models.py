@@ -36,12 +36,12 @@ async def load(request: Request) -> Response:
     server = server_of(request)
     model = await server.model(request, request.path_params["model"])
     try:
-        await server.started().load(model)
+        await server.started().loader.load(model)
     except LoadFailedError as error:
         raise load_failed(model.name, error) from None
     except NoRoomError as error:
         raise no_room(model.name, error) from None
-    await server.started().look()
+    await server.started().names.look()
     return JSONResponse(describe(model))
 
 
@@ -50,8 +50,8 @@ async def unload(request: Request) -> Response:
     server = server_of(request)
     model = await server.model(request, request.path_params["model"])
     try:
-        await server.started().unload(model)
+        await server.started().loader.unload(model)
     except ModelBusyError as error:
         raise ApiError(409, f"model: {error}", param="model", code="model_busy") from None
-    await server.started().look()
+    await server.started().names.look()
     return JSONResponse(describe(model))
