@@ -30,7 +30,7 @@ from starlette.applications import Starlette
 
 from mlxpaged.api.app import create_app
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.cli.accepted_connection import ConnectionFactory
+from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.cli.serve import listen
 from mlxpaged.core.engine.core import EngineCore
 from mlxpaged.core.engine.errors import EngineState
@@ -279,7 +279,7 @@ def running_server(
             log_config=None,
             access_log=False,
             loop="uvloop",
-            http=ConnectionFactory(),  # type: ignore[arg-type]
+            http=HttpProtocol,
             lifespan="on",
             timeout_keep_alive=30,  # as in http_server: httpx gives a connection up after 5 s, which is the default
             timeout_graceful_shutdown=5,

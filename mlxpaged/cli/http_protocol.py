@@ -1,5 +1,5 @@
-"""Changes uvicorn's protocol with h11. Its own errors get the API's format, and ambiguous heads are refused. A client
-that does not send or read is given up after a time."""
+"""Changes uvicorn's protocol with h11. Its own errors get the API's format, and ambiguous heads are refused. The
+number of connections is limited. A client that does not send or read is given up after a time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from mlxpaged.api.server import Server
 logger = logging.getLogger(__name__)
 
 HEAD_SECONDS = 30.0
-"""Time limit for a connection's first bytes, and from there for the head of its first request. uvicorn limits only the
-time between two requests."""
+"""Time limit for the head of a connection's first request. uvicorn limits only the time between two requests."""
 
 LEAST_BYTES = 16 * 1024
 """A client that takes less than this within the time limit counts as one that does not read."""
@@ -31,6 +30,8 @@ LINGER_SECONDS = 0.5
 """A connection that is refused waits so long for its request, and a connection stays so long after an answer that came
 before the whole request. A socket that is closed while bytes arrive resets the connection, and its client may lose the
 answer (RFC 9112, 9.6)."""
+LINGERING_SHARE = 0.25
+"""Refused connections that may stay for a moment, as a share of the open ones. Those beyond are closed at once."""
 MAX_HEAD_BYTES = 64 * 1024
 MAX_PIECES, PIECE_BYTES = 4096, 64
 """A body may come in so many pieces, and in one more for each so many bytes."""
@@ -136,7 +137,7 @@ class HttpProtocol(H11Protocol):
 
     conn: Connection
     _silence: asyncio.TimerHandle
-    _lingers = False
+    _is_refused = _lingers = False
     check: asyncio.TimerHandle | None = None  # of the reader, while data waits for it
     _unsent = _checks = 0  # bytes at the last check at which the client had read enough, and the checks since then
 
@@ -151,10 +152,21 @@ class HttpProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._silence = self.loop.call_later(HEAD_SECONDS, self.close_if_silent)
+        limit = self._server.http.max_open_connections
+        self._is_refused = len(self.connections) > limit
+        if self._is_refused:
+            self._silence = self.loop.call_later(LINGER_SECONDS, self._refuse, b"")
+        else:
+            self._silence = self.loop.call_later(HEAD_SECONDS, self.close_if_silent)
+        if len(self.connections) > (1 + LINGERING_SHARE) * limit:
+            self._refuse(b"")
+            transport.close()
 
     def data_received(self, data: bytes) -> None:
         if self._lingers:
+            return
+        if self._is_refused:
+            self._refuse(data)
             return
         super().data_received(data)  # stops the timer of the idle connection
         is_between = self.cycle is not None and self.cycle.response_complete and not self._lingers
@@ -170,7 +182,7 @@ class HttpProtocol(H11Protocol):
         self.end_check()
         super().connection_lost(exc)
 
-    def refuse(self, received: bytes) -> None:
+    def _refuse(self, received: bytes) -> None:
         """The files that the process may still open are for the model, uploads and the log. received: the begin of the
         request. Its path says in which API's format the error is."""
         message = "the server has as many open connections as its limit of open files allows"

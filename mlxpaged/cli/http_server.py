@@ -22,8 +22,8 @@ from mlxpaged.api.app import create_app
 from mlxpaged.api.batches.store import DataDirInUseError
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.server import Server
-from mlxpaged.cli.accepted_connection import ConnectionFactory
 from mlxpaged.cli.banner import banner
+from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.cli.start_display import StartDisplay
 from mlxpaged.core.engine.errors import EngineUnavailableError
 from mlxpaged.cpu import blas
@@ -75,7 +75,7 @@ class HttpServer(uvicorn.Server):
                 app,
                 log_config=None,
                 access_log=False,  # our log has the request's id, and no query, which may contain a key
-                http=ConnectionFactory(),  # type: ignore[arg-type]
+                http=HttpProtocol,
                 ws="none",
                 lifespan="on",
                 timeout_keep_alive=30,

@@ -10,11 +10,9 @@ import json
 import re
 import socket
 import struct
-import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from mlxpaged.api.access import local_names
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.openai import models
 from mlxpaged.api.server import Server
-from mlxpaged.cli import accepted_connection, http_protocol
+from mlxpaged.cli import http_protocol
 from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import DEADLINE, FakeClock, StepGate, ask, bearer, raw, run_on, start, write_keys
 from tests.support import RunningServer, running_server, wait_until
@@ -580,8 +578,7 @@ def test_a_connection_that_asks_for_nothing_is_closed(plain: RunningServer, monk
                 assert response.status == 200
                 response.read()
                 protocols[0].loop.call_soon_threadsafe(protocols[0].close_if_silent)  # as if its time were over
-    for module in (accepted_connection, http_protocol):
-        monkeypatch.setattr(module, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
     for sent in (b"", b"GET /health HTTP/1.1\r\nHost:"):
         with socket.create_connection((host, int(port)), timeout=DEADLINE) as connection:
             connection.sendall(sent)
@@ -624,9 +621,8 @@ def test_a_connection_is_closed_if_nothing_follows_what_came_after_an_answer(
 def refuse_connections(server: RunningServer, monkeypatch: pytest.MonkeyPatch, lingering_share: float) -> None:
     state = server.app.state.server
     monkeypatch.setattr(state, "http", replace(state.http, max_open_connections=0.5))
-    monkeypatch.setattr(accepted_connection, "LINGERING_SHARE", lingering_share)
-    for module in (accepted_connection, http_protocol):
-        monkeypatch.setattr(module, "LINGER_SECONDS", DEADLINE)
+    monkeypatch.setattr(http_protocol, "LINGERING_SHARE", lingering_share)
+    monkeypatch.setattr(http_protocol, "LINGER_SECONDS", DEADLINE)
 
 
 @pytest.mark.parametrize("share", [100.0, 0.0])
@@ -663,84 +659,16 @@ def test_a_refused_connection_gets_the_error_in_the_format_of_its_path(
     assert ollama == {"error": text}
 
 
-def test_a_refused_request_that_waits_for_its_turn_is_answered_once(
-    plain: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refuse_connections(plain, monkeypatch, lingering_share=100.0)
-
-    def later(
-        factory: accepted_connection.ConnectionFactory,
-        connection: accepted_connection.AcceptedConnection,
-        received: bytes,
-    ) -> None:
-        if not connection.end_of_wait.cancelled():  # it would be over while the request waits
-            connection.begin(b"")
-        connection.begin(received)
-
-    monkeypatch.setattr(accepted_connection.ConnectionFactory, "begin_in_turn", later)
-    received = exchange(plain, b"POST /api/chat HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n", b"{}")
-    assert received.count(b"HTTP/1.1 503 ") == 1
-    assert b'{"error":"the server has as many' in received  # in the format of the path
-
-
-@pytest.mark.parametrize("seconds", [DEADLINE, -DEADLINE])  # uvloop's clock has milliseconds: 0 s may not be over
-def test_in_a_burst_health_comes_first_few_requests_begin_in_a_round_and_none_waits_for_ever(
-    plain: RunningServer, monkeypatch: pytest.MonkeyPatch, seconds: float
-) -> None:
-    begun: list[tuple[int, bytes]] = []  # the round of the event loop, and the path
-    rounds, is_held, is_free = 0, threading.Event(), threading.Event()
-    received = http_protocol.HttpProtocol.data_received
-    others = 5 * accepted_connection.AT_A_TIME
-
-    def noted(self: http_protocol.HttpProtocol, data: bytes) -> None:
-        path = data.split(maxsplit=2)[1]
-        begun.append((rounds, path))
-        if path == b"/hold":
-            is_held.set()
-            is_free.wait(DEADLINE)
-            count(self.loop)
-        received(self, data)
-
-    def count(loop: asyncio.AbstractEventLoop) -> None:
-        nonlocal rounds
-        rounds += 1
-        if len(begun) < 1 + others + 1:
-            loop.call_soon(count, loop)
-
-    monkeypatch.setattr(http_protocol.HttpProtocol, "data_received", noted)
-    monkeypatch.setattr(accepted_connection, "LONGEST_TURN_SECONDS", seconds)
-    host, port = plain.url.removeprefix("http://").split(":")
-    with contextlib.ExitStack() as stack:
-        connections = []
-        for path in ["/hold", *["/v1/models"] * others, "/health"]:
-            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=DEADLINE))
-            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-            connections.append(connection)
-            assert is_held.wait(DEADLINE)
-        is_free.set()
-        for connection in connections:
-            assert connection.recv(9) == b"HTTP/1.1 "
-    at_a_time = Counter(number for number, path in begun if path == b"/v1/models")
-    if seconds > 0:
-        assert begun[1][1] == b"/health"
-        assert max(at_a_time.values()) == accepted_connection.AT_A_TIME
-    else:
-        assert [path for _, path in begun].index(b"/health") > others / 2
-        assert list(at_a_time.values()).count(1) > others / 2
-
-
 def test_a_connection_that_has_ended_keeps_no_memory(plain: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A timer keeps what it would close: 7 KB for 30 s. Under load, thousands of connections end in that time."""
     connections: list[weakref.ref[asyncio.BaseProtocol]] = []
-    for kind in (accepted_connection.AcceptedConnection, http_protocol.HttpProtocol):
+    made = http_protocol.HttpProtocol.connection_made
 
-        def noted(
-            self: asyncio.BaseProtocol, transport: asyncio.Transport, made: Callable[..., None] = kind.connection_made
-        ) -> None:
-            connections.append(weakref.ref(self))
-            made(self, transport)
+    def noted(self: http_protocol.HttpProtocol, transport: asyncio.Transport) -> None:
+        connections.append(weakref.ref(self))
+        made(self, transport)
 
-        monkeypatch.setattr(kind, "connection_made", noted)
+    monkeypatch.setattr(http_protocol.HttpProtocol, "connection_made", noted)
     host, port = plain.url.removeprefix("http://").split(":")
     for sent in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"):
         for reset in (False, True):
@@ -752,7 +680,7 @@ def test_a_connection_that_has_ended_keeps_no_memory(plain: RunningServer, monke
 
     def are_gone() -> bool:
         gc.collect()
-        return len(connections) == 4 + 2 and not any(each() for each in connections)
+        return len(connections) == 4 and not any(each() for each in connections)
 
     wait_until(are_gone, pause=0.1)
 
