@@ -112,6 +112,16 @@ class BlockTable:
             self.firsts[group] = first
             self._pool.release(replaced)
 
+    def copy_in(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
+        """Take a private block for each group, for a copy of one that follows those of the chain.
+
+        Returns (source, target) of the copies that must happen before either is written. Raises OutOfBlocksError.
+        """
+        targets = self._pool.allocate(len(blocks))
+        for group, target in enumerate(targets):
+            self._put(group, len(self.chain), [target])
+        return list(zip(blocks, targets, strict=True))
+
     def can_fork(self, num_tokens: int) -> bool:
         """Whether it still holds all blocks that a fork of `num_tokens` tokens needs."""
         return all(first <= self._groups.first_block(group, num_tokens) for group, first in enumerate(self.firsts))

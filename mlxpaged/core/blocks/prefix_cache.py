@@ -5,6 +5,9 @@ from seeds: the model, its KV type and the adapter, on which KV values also depe
 hit also needs equal tokens and the same predecessor. So a collision causes a miss and never shares the KV of another
 prompt.
 
+A block that is not full has a record too, if requests share exactly its tokens: it is copied, because the next token
+would be written into it.
+
 The KV of these tokens is in one block for each cache group. A hit needs all blocks of the groups without a window, and
 of the others only those that the next token sees.
 """
@@ -101,12 +104,15 @@ class PrefixCache:
         KV of this sequence depends on, beside its tokens and the seed of the cache."""
         size = self._pool.block_size
         for index in range(len(keys), num_tokens // size):
-            parent_key = keys[-1] if keys else self._root + seed
-            tokens = token_ids[index * size : (index + 1) * size]
-            if max(tokens) >= FIRST_CONTENT_ID:
-                contents = dict.fromkeys(self.content_of(token) for token in tokens if token >= FIRST_CONTENT_ID)
-                parent_key += b"".join(contents)
-            keys.append(hash_block(parent_key, tokens))
+            keys.append(self.key_of(keys, index, token_ids[index * size : (index + 1) * size], seed))
+
+    def key_of(self, keys: Sequence[bytes], index: int, tokens: Sequence[int], seed: bytes = b"") -> bytes:
+        """The key of a block of these tokens after the first `index` blocks of `keys`."""
+        parent_key = keys[index - 1] if index else self._root + seed
+        if max(tokens) >= FIRST_CONTENT_ID:
+            contents = dict.fromkeys(self.content_of(token) for token in tokens if token >= FIRST_CONTENT_ID)
+            parent_key += b"".join(contents)
+        return hash_block(parent_key, tokens)
 
     def match(
         self, keys: Sequence[bytes], token_ids: Sequence[int], prefix: Sequence[CachedBlock] = ()
@@ -124,6 +130,14 @@ class PrefixCache:
             chain.append(found)
             parent = found
         return chain
+
+    def match_partial(self, key: bytes, tokens: Sequence[int], chain: Sequence[CachedBlock]) -> CachedBlock | None:
+        """The record of a block that is not full: it has this key and these tokens, after those of the chain. None if
+        there is none, or if a group lacks the block."""
+        found = self._by_key.get(key)
+        if found is None or found.parent is not (chain[-1] if chain else None) or found.tokens != tuple(tokens):
+            return None
+        return None if UNUSED in found.blocks else found
 
     def usable(self, chain: Sequence[CachedBlock], firsts: Sequence[int] = (), num_own: int = 0) -> int:
         """The most leading blocks of a chain from which a sequence can go on: its next token sees only cached blocks

@@ -20,12 +20,23 @@ from mlxpaged.core.step import BlockMoves
 
 
 @dataclass(frozen=True)
+class PartialBlock:
+    """A cached block that is not full, after a hit. num_tokens: that a sequence need not compute, those of the hit
+    included."""
+
+    record: CachedBlock
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class Reuse:
     """What a waiting sequence need not compute. Either `hit`, found in the prefix cache, and the swapped-out blocks
-    that follow it; or all tokens except the last, in blocks that it shares with the sequence `fork_of`."""
+    or the partial block that follow it; or all tokens except the last, in blocks that it shares with the sequence
+    `fork_of`."""
 
     hit: ListOf[CachedBlock]
     fork_of: Sequence | None = None
+    partial: PartialBlock | None = None
 
 
 class BlockManager:
@@ -48,7 +59,8 @@ class BlockManager:
         self._states_out: list[tuple[int, int, list[int]]] = []
         self._states_in: list[tuple[list[int], int]] = []
         self._loaded: list[int] = []  # swap slots that the step being scheduled reads
-        self._copies: list[tuple[int, int]] = []
+        self._copies: dict[int, int] = {}  # by target: one that is released and taken again gets the last one
+        self._copied: list[int] = []  # cached blocks that the step being scheduled copies
         self._swap_out: list[tuple[int, int]] = []
         self._swap_in: list[tuple[int, int]] = []
 
@@ -62,7 +74,8 @@ class BlockManager:
         if sequence.kv.state_slots:  # it goes on from its own state
             hit = hit[: sequence.kv.num_swapped_tokens // self.block_size]
             return Reuse(hit[: self._last_whole_window(hit)])
-        return Reuse(hit[: self.usable(hit)])
+        hit = hit[: self.usable(hit)]
+        return Reuse(hit, partial=self._match_partial(sequence, hit))
 
     def room_for(self, sequence: Sequence, reuse: Reuse) -> int:
         """Free blocks that a waiting sequence needs for all its tokens and the first token of its answer. If it were
@@ -77,7 +90,8 @@ class BlockManager:
         needed = self._most_blocks([filled - len(reuse.hit) + count for count in cached])
         gains = self.pool.num_gains, self.states.checkpoints.num_attached
         sequence.kv.last_lookup = RoomLookup(len(sequence.token_ids), needed, *gains)
-        return needed
+        sources = () if reuse.partial is None else reuse.partial.record.blocks  # they stay until they are copied
+        return needed + sum(self.pool.ref_count(block) == 0 for block in sources)
 
     def can_hold(self, sequence: Sequence) -> bool:
         """Whether the pool is large enough for a waiting sequence alone. What is cached of it saves blocks of windows,
@@ -146,6 +160,12 @@ class BlockManager:
             computed = max(first * self.block_size, kv.num_swapped_tokens)
             table.adopt(reuse.hit)
             value(reuse.hit)
+            if reuse.partial is not None:
+                computed, sources = reuse.partial.num_tokens, list(reuse.partial.record.blocks)
+                for block in sources:
+                    self.pool.share(block)
+                self._copied += sources
+                self._copy(table.copy_in(sources))
             table.grow(computed, computed)
             loads = [
                 (slot, table.ids[group][index])
@@ -234,10 +254,12 @@ class BlockManager:
             self.size.ask(missing - self.pool.num_free)
             raise OutOfBlocksError(f"{missing} blocks wanted, {self.pool.num_free} free")
         if shared:
-            copies = table.make_private(start)
-            self._copies += copies
-            self.blocks_copied += len(copies)
+            self._copy(table.make_private(start))
         table.grow(start + num_tokens, kept)
+
+    def _copy(self, copies: ListOf[tuple[int, int]]) -> None:
+        self._copies.update((target, source) for source, target in copies)
+        self.blocks_copied += len(copies)
 
     def grow_for_drafts(self, sequence: Sequence, most: int, reserved: int) -> int:
         """Take blocks for `most` drafts after the next token, which has room already. Returns for how many there is
@@ -265,6 +287,20 @@ class BlockManager:
         self.prefix_cache.extend_keys(sequence.kv.keys, sequence.token_ids, num_tokens, sequence.cache_seed)
         table.publish(sequence.token_ids, num_tokens, sequence.kv.keys)
         self.states.attach(sequence)
+
+    def publish_partial(self, sequence: Sequence) -> None:
+        """Publish the block in which the computed tokens of a sequence end, if others share exactly these tokens. The
+        sequence writes no more of them."""
+        table, end = sequence.kv.table, sequence.num_committed_tokens
+        index, count = divmod(end, self.block_size)
+        if self.prefix_cache is None or table is None or end not in sequence.exact_prefixes or not count:
+            return
+        if not self.states.can_fork or len(table.chain) != index:
+            return
+        tokens = sequence.token_ids[end - count : end]
+        key = self.prefix_cache.key_of(sequence.kv.keys, index, tokens, sequence.cache_seed)
+        parent = table.chain[-1] if table.chain else None
+        self.prefix_cache.insert(key, parent, tuple(tokens), [ids[index] for ids in table.ids])
 
     def unpublish(self, sequence: Sequence) -> set[int]:
         """Unpublish the blocks that the steps in flight write. Returns these blocks: other sequences may share them."""
@@ -313,11 +349,13 @@ class BlockManager:
     def take_moves(self) -> BlockMoves:
         """Return the moves of the step that was scheduled since the last call."""
         states = tuple(self._states_out), tuple(self._states_in)
-        moves = BlockMoves(tuple(self._swap_out), tuple(self._copies), tuple(self._swap_in), *states)
-        self._swap_out, self._copies, self._swap_in = [], [], []
+        copies = tuple((source, target) for target, source in self._copies.items())
+        moves = BlockMoves(tuple(self._swap_out), copies, tuple(self._swap_in), *states)
+        self._swap_out, self._copies, self._swap_in = [], {}, []
         self._states_out, self._states_in = [], []
-        self.swap.release(self._loaded)  # only now: the same moves must not write a slot that they read
-        self._loaded = []
+        self.swap.release(self._loaded)  # only now: the same moves must not write a slot or a block that they read
+        self.pool.release(self._copied)
+        self._loaded, self._copied = [], []
         return moves
 
     def _match(self, sequence: Sequence, chain: ListOf[CachedBlock] = ()) -> list[CachedBlock]:
@@ -326,9 +364,31 @@ class BlockManager:
             return []
         tokens = sequence.token_ids
         self.prefix_cache.extend_keys(sequence.kv.keys, tokens, sequence.num_known_tokens, sequence.cache_seed)
-        most = len(tokens) - 1 if sequence.logits_from is None else sequence.logits_from
-        usable = sequence.kv.keys[: most // self.block_size]
+        usable = sequence.kv.keys[: most_reused(sequence) // self.block_size]
         return self.prefix_cache.match(usable, tokens, chain)
+
+    def _match_partial(self, sequence: Sequence, hit: ListOf[CachedBlock]) -> PartialBlock | None:
+        """The longest prefix of a sequence that is cached to its last token, in whole blocks and a partial one. None
+        for a model with recurrent states, which go on from checkpoints after whole blocks only."""
+        if not sequence.exact_prefixes or self.prefix_cache is None or not self.states.can_fork:
+            return None
+        filled, groups = blocks_for(tokens_at_first(sequence), self.block_size), len(self.groups)
+        if sequence.kv.num_swapped_tokens or self._most_blocks([filled] * groups) + groups > self.size.num_blocks:
+            return None  # it goes on from there; or there is no room for the cached block beside its copy
+        first, tokens = len(hit) * self.block_size, sequence.token_ids
+        for end in sorted(sequence.exact_prefixes, reverse=True):
+            num_tokens = min(end, most_reused(sequence))
+            if first < num_tokens and end < first + self.block_size:
+                own = tokens[first:end]
+                key = self.prefix_cache.key_of(sequence.kv.keys, len(hit), own, sequence.cache_seed)
+                if (found := self.prefix_cache.match_partial(key, own, hit)) is not None:
+                    return PartialBlock(found, num_tokens)
+        return None
+
+
+def most_reused(sequence: Sequence) -> int:
+    """The most leading tokens that need not be computed: the logits of the others are wanted."""
+    return len(sequence.token_ids) - 1 if sequence.logits_from is None else sequence.logits_from
 
 
 def tokens_at_first(sequence: Sequence) -> int:

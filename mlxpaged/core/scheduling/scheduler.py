@@ -137,6 +137,7 @@ class Scheduler:
         self._queue_forks(sequence)
         if sequence.kv.table is not None and reason not in (FinishReason.ERROR, FinishReason.MEMORY):
             self._value(sequence.kv.table.chain)
+            self.blocks.publish_partial(sequence)
         sequence.transition(SequenceStatus.FINISHED)
         sequence.finish_reason = reason
         self.blocks.release(sequence)
