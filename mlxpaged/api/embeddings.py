@@ -16,6 +16,7 @@ from starlette.requests import Request
 from mlxpaged.api.access.caller import caller_of
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.request_context import choose_id
+from mlxpaged.api.open_requests import OpenRequest
 from mlxpaged.api.server import Server, program_of, server_of
 from mlxpaged.core.engine.errors import RequestCancelledError
 from mlxpaged.engine.async_engine import AsyncEngine
@@ -107,7 +108,7 @@ async def run_embedder(
     there is room in the queue. made: returns the request with an id, after that. Raises ApiError and the engine's
     errors."""
     server = server_of(request)
-    opened = server.open_requests.open(choose_id(request, id_prefix), 1, caller_of(request), engine)
+    opened = server.open_requests.open(OpenRequest(choose_id(request, id_prefix), caller_of(request)), 1, engine)
     try:
         with engine.reserve(1, server.held_beside(opened)) as arrival_time:
             await tokenize()

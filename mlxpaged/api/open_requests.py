@@ -18,13 +18,16 @@ Result = TypeVar("Result")
 @dataclass
 class OpenRequest:
     request_id: str
-    shown: tuple[str, ...]  # ids of its choices
-    names: tuple[str, ...]  # engine ids of its sequences: those of its choices, unless another key's request has one
     caller: Caller | None
+    shown: tuple[str, ...] = ()  # ids of its choices
+    names: tuple[
+        str, ...
+    ] = ()  # engine ids of its sequences: those of its choices, unless another key's request has one
     engine: AsyncEngine | None = None  # None while it waits for its model
     load: asyncio.Future[Any] | None = None  # which it waits for
     submitted: bool = False  # to the engine, after its prompt is tokenized
     cancelled: bool = False  # if it is not submitted yet, it never will be
+    goes_on: bool = False  # it submits further sequences when those that it has are done
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -55,15 +58,17 @@ class OpenRequests:
         self._numbers = itertools.count()
         self._waiting: list[OpenRequest] = []
 
-    def open(self, request_id: str, count: int, caller: Caller | None, engine: AsyncEngine) -> OpenRequest:
-        """Registers a request for `count` choices. One has the id `request_id`, several request_id-0 and so on.
+    def open(self, request: OpenRequest, count: int, engine: AsyncEngine) -> OpenRequest:
+        """Registers a request for `count` choices, instead of those that it had, which have ended. One has the id
+        `request_id`, several request_id-0 and so on.
 
         Raises DuplicateRequestError if another request of the caller has one of these ids.
         """
-        shown = (request_id,) if count == 1 else tuple(f"{request_id}-{index}" for index in range(count))
-        request = OpenRequest(
-            request_id, shown, tuple(self._name(each, caller, engine) for each in shown), caller, engine
-        )
+        self.close(request)
+        request_id = request.request_id
+        request.shown = (request_id,) if count == 1 else tuple(f"{request_id}-{index}" for index in range(count))
+        request.names = tuple(self._name(each, request.caller, engine) for each in request.shown)
+        request.engine, request.submitted = engine, False
         for each in request.ids:
             if (request.owner, each) in self._by_id:
                 raise DuplicateRequestError(f"an unfinished request already has the id {each}")
@@ -81,7 +86,7 @@ class OpenRequests:
         """Returns what the load of a model returns. The request that waits for it can be cancelled meanwhile; others
         may have its id. Raises RequestCancelledError."""
         task = asyncio.ensure_future(load)
-        request = OpenRequest(request_id, (), (), caller, load=task)
+        request = OpenRequest(request_id, caller, load=task)
         self._waiting.append(request)
         try:
             await asyncio.wait([task])

@@ -39,7 +39,7 @@ async def cancel_all(request: Request) -> Response:
 
 async def end(server: Server, requests: Sequence[OpenRequest]) -> list[dict[str, Any]]:
     """End the unfinished ones of these requests, and describe them. A request that waits for its model, or whose prompt
-    is still being tokenized, never reaches the engine."""
+    is still being tokenized, never reaches the engine, and one that goes on submits nothing more."""
     if not requests or server.registry is None:
         return []
     for request in requests:
@@ -53,7 +53,7 @@ async def end(server: Server, requests: Sequence[OpenRequest]) -> list[dict[str,
             for shown, name in zip(request.shown, request.names, strict=True)
             if name in choices
         ]
-        if found or not request.submitted:
+        if found or request.goes_on or not request.submitted:
             described = {"id": request.request_id, "object": "request", "cancelled": True, "choices": found}
             descriptions.append(described)
     return descriptions

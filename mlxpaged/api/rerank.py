@@ -20,7 +20,8 @@ from mlxpaged.api.embeddings import check_total, run_embedder
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import rerank as fields
 from mlxpaged.api.generation.check import ContextLengthError, check_text_length
-from mlxpaged.api.generation.readout import ONE_TOKEN, ReadoutPrompt, read_out
+from mlxpaged.api.generation.readout import ONE_TOKEN, read_out
+from mlxpaged.api.generation.readout_waves import ReadoutPrompt
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.schema import Body
 from mlxpaged.api.server import program_of, server_of
@@ -186,7 +187,8 @@ async def judge(
     names = dict.fromkeys(("prompt", "max_tokens", "candidates"), param)
     asked = GenerationRequest([], ONE_TOKEN, body.model or info.model, timeout=body.timeout, client_names=names)
     readout = Readout([[reranker.yes], [reranker.no]])
-    read = await read_out(request, [ReadoutPrompt(prompt, readout) for prompt in prompts], asked, id_prefix)
+    rows = [ReadoutPrompt(prompt, readout) for prompt in prompts]
+    read = await read_out(request, rows, asked, id_prefix, engine.config.block_size)
     scores = [normalized(each)[0] for each in read.log_probabilities]
     return Judged(read.request_id, read.model, scores, sum(map(len, prompts)))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +18,8 @@ from openai import BadRequestError, OpenAI
 
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.decisions.frame import INSTRUCTION
+from mlxpaged.api.generation import readout, readout_waves
+from mlxpaged.api.generation.submission import start
 from mlxpaged.core.scheduling.sequence import Priority
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import DEMO_PATH
@@ -412,6 +417,34 @@ def test_a_cancelled_request_leaves_nothing(server: RunningServer) -> None:
         assert within_one_step(server, gate, "DELETE", "/v1/requests/mine").status_code == 200
         gate.open()
         assert pending.result().json()["error"]["code"] == "request_cancelled"
+    server.wait_idle(DEADLINE)
+
+
+def test_a_request_is_cancelled_between_two_of_its_waves(server: RunningServer) -> None:
+    """None of its sequences is in the engine then."""
+    begun, goes_on = list[None](), threading.Event()
+
+    async def start_second_late(*args: Any, **options: Any) -> Any:
+        begun.append(None)
+        while len(begun) == 2 and not goes_on.is_set():
+            await asyncio.sleep(0.01)
+        return await start(*args, **options)
+
+    body = {"model": "demo", "input": "a stone " * 50, "questions": QUESTIONS}
+    with (
+        mock.patch.object(readout_waves, "LEAST_SAVED", 1),
+        mock.patch.object(readout, "start", start_second_late),
+        raw(server) as client,
+    ):
+        pending = Background.request(server, "POST", "/v1/decisions", json=body, headers={"X-Request-Id": "mine"})
+        wait_until(lambda: len(begun) == 2)
+        assert not server.engine.num_unfinished
+        cancelled = client.delete("/v1/requests/mine")
+        assert (cancelled.status_code, cancelled.json()["cancelled"]) == (200, True)
+        goes_on.set()
+        assert pending.result().json()["error"]["code"] == "request_cancelled"
+        assert client.delete("/v1/requests/mine").status_code == 404
+    assert len(begun) == 2
     server.wait_idle(DEADLINE)
 
 

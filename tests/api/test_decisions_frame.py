@@ -159,7 +159,7 @@ def test_a_model_without_a_template_answers_after_a_text(tmp_path: Path) -> None
         assert sum(each["probability"] for each in answers[0]["probabilities"]) == pytest.approx(1)
         assert server.engine.info is not None
         shown = server.engine.info.tokenizer.text_with_specials(found[0].prompt_token_ids)
-        assert shown == f"Input: It rains.\n\n{QUESTION}\nAnswer: "
+        assert shown == f"Input: It rains.\n\n{QUESTION}\nAnswer:"
         assert decide(
             server, input=[{"role": "user", "content": "It rains."}, {"role": "assistant", "content": "Yes."}]
         )

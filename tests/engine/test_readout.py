@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -16,6 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlxpaged.api.generation import readout_waves
+from mlxpaged.api.generation.readout_waves import EngineRow, ReadoutPrompt, waves_of
 from mlxpaged.core.engine.core import EngineCore
 from mlxpaged.core.engine.readout import Readout, ReadoutRow, RowReading, has_prefix, log_sum_exp, normalized
 from mlxpaged.core.engine.request import Request, RequestOutput
@@ -107,6 +111,95 @@ def check(model: TinyModel, core: EngineCore, kinds: list[str], questions: list[
     return done
 
 
+@pytest.fixture
+def waves() -> Iterator[None]:
+    """Every wave that saves a token."""
+    with mock.patch.object(readout_waves, "LEAST_SAVED", 1):
+        yield
+
+
+def check_in_waves(model: TinyModel, core: EngineCore, kinds: list[str], questions: list[list[int]]) -> list[Run]:
+    """Ask these questions about PREFIX, each row from where what it shares ends."""
+    prompts = [
+        ReadoutPrompt([*PREFIX, *question], Readout(ANSWERS[kind], END), shared=PREFIX)
+        for kind in kinds
+        for question in questions
+    ]
+    done, readings = list[Run](), [list[RowReading]() for _ in prompts]
+    for wave in waves_of(prompts, core.scheduler.config.block_size):
+        done.append(run(core, list(map(request_of, range(len(wave)), wave))))
+        for number, row in enumerate(wave):
+            if row.reads:
+                readings[row.prompts[0]].append(reading_of(done[-1].outputs[f"{number}"]))
+    for prompt, found in zip(prompts, readings, strict=True):
+        answers = [list(answer) for answer in prompt.readout.answers]
+        probabilities = prompt.readout.log_probabilities(found)
+        np.testing.assert_allclose(probabilities, expected(model, prompt.token_ids, answers), atol=TOLERANCE)
+    return done
+
+
+def request_of(number: int, row: EngineRow) -> Request:
+    return Request(f"{number}", row.token_ids, row.params, time.monotonic(), exact_prefixes=row.exact_prefixes)
+
+
+@pytest.mark.usefixtures("waves")
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_probabilities_are_exact_in_waves(model: TinyModel, kind: str) -> None:
+    check_in_waves(model, model.engine(max_num_seqs=40), [kind], QUESTIONS)
+
+
+@pytest.mark.usefixtures("waves")
+def test_no_token_is_computed_twice(model: TinyModel) -> None:
+    """States go on after whole blocks only. A prompt that ends with a full block is found up to what it shares."""
+    if isinstance(model, Hybrid):
+        pytest.skip("has states")
+    core = model.engine(max_num_seqs=40)
+    asked = check_in_waves(model, core, ["of several tokens"], QUESTIONS)
+    paths = [row.path for row in Readout(ANSWERS["of several tokens"], END).rows]
+    questions = sum(map(len, QUESTIONS)), len(QUESTIONS) * sum(map(len, paths))
+    assert [each.num_computed() for each in asked] == [len(PREFIX), *questions]
+    again = check_in_waves(model, core, ["of several tokens"], QUESTIONS)
+    size = core.scheduler.config.block_size
+    last = [1 if (len(PREFIX) + len(question)) % size else len(question) for question in QUESTIONS]
+    assert [each.num_computed() for each in again] == [1, sum(last), questions[1]]
+
+
+@pytest.mark.usefixtures("waves")
+def test_waves_with_preemptions_are_exact(model: TinyModel) -> None:
+    core = model.engine(max_num_batched_tokens=4, max_num_seqs=4)
+    recompute_once(core)
+    check_in_waves(model, core, ["of several tokens", "one a prefix of another"], QUESTIONS[:2])
+    assert core.scheduler.stats().preemptions_total > 0
+
+
+@pytest.mark.usefixtures("waves")
+def test_waves_in_a_small_pool_are_exact(model: TinyModel) -> None:
+    core = model.engine(num_blocks=24, max_num_seqs=8)
+    check_in_waves(model, core, ["equal first tokens", "of several tokens"], QUESTIONS)
+
+
+@pytest.mark.usefixtures("waves")
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "int8"}, {"batch_invariant": True}])
+def test_waves_read_what_single_rows_read(tmp_path: Path, options: dict[str, Any]) -> None:
+    """With a quantized cache, mlx-lm's contiguous one is another oracle."""
+    model = TinyModel(make_tiny_model(tmp_path / "llama", "llama", vocab_size=VOCAB_SIZE))
+    prompts = [
+        ReadoutPrompt([*PREFIX, *each], Readout(ANSWERS["of several tokens"]), shared=PREFIX) for each in QUESTIONS
+    ]
+
+    def found(least: int) -> list[list[float]]:
+        core, readings = model.engine(max_num_seqs=40, **options), [list[RowReading]() for _ in prompts]
+        with mock.patch.object(readout_waves, "LEAST_SAVED", least):
+            for wave in waves_of(prompts, core.scheduler.config.block_size):
+                done = run(core, list(map(request_of, range(len(wave)), wave)))
+                for number, row in enumerate(wave):
+                    if row.reads:
+                        readings[row.prompts[0]].append(reading_of(done.outputs[f"{number}"]))
+        return [prompt.readout.log_probabilities(each) for prompt, each in zip(prompts, readings, strict=True)]
+
+    np.testing.assert_allclose(found(1), found(10**6), atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_probabilities_are_exact_alone(model: TinyModel, kind: str) -> None:
     check(model, model.engine(), [kind], QUESTIONS[:1])
@@ -184,6 +277,8 @@ def test_the_metal_kernels_give_the_same_probabilities(model: TinyModel) -> None
     kinds = ["equal first tokens", "one a prefix of another"]
     core = model.engine(attention_backend="metal", attention_tuning="default", block_size=32, max_num_seqs=40)
     check(model, core, kinds, QUESTIONS[:2])
+    with mock.patch.object(readout_waves, "LEAST_SAVED", 1):
+        check_in_waves(model, core, kinds, QUESTIONS[2:])
     assert core.runner.backend == "metal"
 
 
@@ -242,7 +337,8 @@ def test_no_probability_is_read_twice_and_no_row_is_longer_than_needed(answers: 
         )
     ]
     assert len(read_edges) == len(set(read_edges))
-    nodes = set(answers) if has_prefix(answers) else {answer[:-1] for answer in answers}
+    nodes = {(), *(answers if has_prefix(answers) else (answer[:-1] for answer in answers))}
+    assert rows[0].path == ()
     assert {row.path for row in rows} == nodes
 
 

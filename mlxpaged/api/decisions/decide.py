@@ -16,7 +16,8 @@ from mlxpaged.api.decisions.frame import NOTHING, Asking, Evidence
 from mlxpaged.api.decisions.question import Question
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.generation.check import ContextLengthError
-from mlxpaged.api.generation.readout import ReadOut, ReadoutPrompt, read_out
+from mlxpaged.api.generation.readout import ReadOut, read_out
+from mlxpaged.api.generation.readout_waves import ReadoutPrompt
 from mlxpaged.api.generation.request import GenerationRequest
 from mlxpaged.api.generation.request_context import cache_scope
 from mlxpaged.api.server import server_of
@@ -112,7 +113,8 @@ async def decide(
     most = 1 if http.client is None else most_rows(engine.config)  # a batch has other lines to run beside it
     timeout = engine.config.request_timeout if request.timeout is None else request.timeout
     request = dataclasses.replace(request, timeout=timeout)
-    read = await read_out(http, [asked[i].prompt for i in left], request, "dec", most)
+    prompts = [asked[i].prompt for i in left]
+    read = await read_out(http, prompts, request, "dec", engine.config.block_size, most)
     found |= dict(zip(left, read.log_probabilities, strict=True))
     for i, key in enumerate(keys):
         if key is not None:
@@ -159,7 +161,7 @@ async def way(
     try:
         info.max_new_tokens(len(prompt.token_ids) + longest, 1)
     except PromptTooLongError as error:
-        param = question.param if shared < info.longest else asking.input_param
+        param = question.param if len(shared) < info.longest else asking.input_param
         raise ContextLengthError(param, error) from None
     asked = ReadoutPrompt(prompt.token_ids, readout, prompt.images, shared)
     return Asked(which, asked, order, about is NOTHING)

@@ -100,18 +100,19 @@ class Asking:
         asked = [dataclasses.replace(each, text=text) for each, text in zip(questions, texts, strict=True)]
         return dataclasses.replace(evidence, messages=chat.messages[:count]), asked
 
-    async def prompt(self, evidence: Evidence, question: Question) -> tuple[Prompt, int]:
-        """Returns the prompt up to the answer, and how many of its tokens are the input's. Raises ApiError."""
+    async def prompt(self, evidence: Evidence, question: Question) -> tuple[Prompt, Sequence[int]]:
+        """Returns the prompt up to the answer, and the tokens at its beginning that all questions about the input
+        share, as one object. Raises ApiError."""
         frame = await self._frame(evidence)
         size = len(question.body)
         if frame is None or question.media:
             prompt = await self._rendered(evidence, question.body, question)
-            return Prompt([*prompt.token_ids, *self._closed(prompt.token_ids)], prompt.images), 0
+            return Prompt([*prompt.token_ids, *self._closed(prompt.token_ids)], prompt.images), ()
         check_text_length(question.param, size, self._info)
         tokens = await server_of(self._http).tokenize(
             self._http, self._info.tokenizer, size, lambda: self._own_tokens(question.body, question.param)
         )
-        return Prompt(frame.around(tokens), frame.images), len(frame.before)
+        return Prompt(frame.around(tokens), frame.images), frame.before
 
     async def answers(self, question: Question) -> list[list[int]]:
         """Returns the tokens of the question's options as answers."""

@@ -121,7 +121,8 @@ class GenerationRequest:
     profile, if the client sets none. most_logprobs: of all
     answers, if these are collected; None if each is sent as it comes. chosen: names of the sampling parameters that
     the client has set. client_names: the client's names of fields that have other names here. of_prompts, images: of
-    each prompt of token ids, in place of `params` and of none. num_counted: tokens that count against the key's limit;
+    each prompt of token ids, in place of `params` and of none. exact_prefixes: of each prompt, lengths of its prefixes
+    that others share to the last token. num_counted: tokens that count against the key's limit;
     None for those of all prompts."""
 
     prompt: Chat | list[str] | list[list[int]]
@@ -144,6 +145,7 @@ class GenerationRequest:
     client_names: Mapping[str, str] = field(default_factory=dict)
     of_prompts: Sequence[SamplingParams] = ()
     images: Sequence[tuple[PromptImage, ...]] = ()
+    exact_prefixes: Sequence[tuple[int, ...]] = ()
     num_counted: int | None = None
 
     @classmethod

@@ -72,7 +72,7 @@ def cache_scope(caller: Caller | None, isolates: bool) -> tuple[str, ...]:
 
 def choose_id(http: Request, prefix: str) -> str:
     """Returns the client's id for this request, or a new one. Raises ApiError if the client's is not valid. A stream
-    that waited for its model keeps the id that its header has."""
+    that waited for its model keeps the id that its header has, and all parts of a request have the same one."""
     given = http.headers.get(HEADER)
     if given is None and not getattr(http.state, "has_begun", False):
         http.state.request_id = new_id(prefix)

@@ -25,11 +25,13 @@ async def start(
     translate: Callable[[], GenerationRequest],
     id_prefix: str,
     ended: Callable[[], None] = lambda: None,
+    part_of: OpenRequest | None = None,
 ) -> Answers:
     """Check a request, tokenize its prompts, and submit it.
 
     translate: makes the request from the client's body; it runs on a thread if the body is large. ended: called when a
-    request that has come to its engine has ended, perhaps twice. Raises ApiError and the engine's errors.
+    request that has come to its engine has ended, perhaps twice. part_of: it stays open after this part.
+    Raises ApiError and the engine's errors.
     """
     server = server_of(http)
     request = await server.prepare(http, lambda: check_request(translate()))
@@ -40,12 +42,14 @@ async def start(
     request = with_profile(request.with_defaults(info.sampling_defaults), profile)
     context = context_of(http, request, engine.config, id_prefix)
     num_prompts = 1 if isinstance(request.prompt, Chat) else len(request.prompt)
+    whole = OpenRequest(context.request_id, context.caller) if part_of is None else part_of
 
     def forget() -> None:
-        server.open_requests.close(opened)
+        if part_of is None:
+            server.open_requests.close(opened)
         ended()
 
-    opened = server.open_requests.open(context.request_id, num_prompts * request.candidates, context.caller, engine)
+    opened = server.open_requests.open(whole, num_prompts * request.candidates, engine)
     try:
         with engine.reserve(len(opened.names), server.held_beside(opened)) as arrival_time:
             prompts = await prepare(http, request, info)
@@ -106,6 +110,7 @@ def engine_requests(
                 cache_salt=context.cache_scope + ((request.cache_salt,) if request.cache_salt else ()),
                 adapter=adapter,
                 images=request.images[prompt] if request.images else prompts.images,
+                exact_prefixes=request.exact_prefixes[prompt] if request.exact_prefixes else (),
             )
         )
     return requests

@@ -1,9 +1,10 @@
 """Reads the probabilities of whole answers at the end of a prompt, without generating text.
 
-The answers are token sequences that share prefixes, so they form a trie. Each node after which an answer ends is a row
-of a step: the prompt, the tokens up to the node, and the candidates that follow. The log-probabilities of the tokens up
-to the node are prompt log-probabilities of that row, except those that an earlier row has given. The log-probability of
-an answer is the sum along its path (the chain rule).
+The answers are token sequences that share prefixes, so they form a trie. The root, and each node after which an answer
+ends, is a row of a step: the prompt, the tokens up to the node, and the candidates that follow. So the root's row gives
+the first tokens of all answers, and no row computes the last token of one. The log-probabilities of the tokens up to a
+node are prompt log-probabilities of its row, except those that an earlier row has given. The log-probability of an
+answer is the sum along its path (the chain rule).
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class Readout:
         self.rows = list(self._rows())
 
     def _rows(self) -> Iterable[ReadoutRow]:
-        """Yields the shallow nodes first: their candidates are the first tokens of deeper paths."""
-        nodes = set(self.answers) if self._ends else {answer[:-1] for answer in self.answers}
+        """Yields the root, and the shallow nodes first: their candidates are the first tokens of deeper paths."""
+        nodes = {(), *(self.answers if self._ends else (answer[:-1] for answer in self.answers))}
         known: set[Path] = set()
         for node in sorted(nodes, key=len):
             first = next((depth for depth in range(len(node)) if node[: depth + 1] not in known), len(node))
