@@ -149,9 +149,9 @@ def test_the_benchmark_of_many_questions_counts(run: Callable[..., str]) -> None
     output = run("decisions_speed.py", "--input-tokens", "600", "--questions", "6")
     rows = {cells[0]: list(map(float, cells[1:])) for cells in map(cells_of, output.splitlines()[2:])}
     one, many, again, *_ = rows.values()
-    assert 600 * 0.9 < one[2] < many[2]
-    assert again[2] < many[2] - 600 * 0.9, "the input is computed once"
-    assert all(seconds > 0 and steps > 0 for seconds, steps, _ in rows.values())
+    assert 600 * 0.9 < one[-1] < many[-1]
+    assert again[-1] < many[-1] - 600 * 0.9, "the input is computed once"
+    assert all(seconds > 0 and steps > 0 for seconds, _, steps, _ in rows.values())
 
 
 def cells_of(line: str) -> list[str]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
-from comparison.servers import free_port
+from comparison.servers import free_port, stat_of
 
 COUNTED = ("prompt_tokens", "prefix_hit_tokens", "generated_tokens", "requests_finished")
 
@@ -48,3 +50,11 @@ def steps_and_tokens(client: httpx.Client) -> tuple[int, int]:
         sum(map(float, re.findall(rf"^mlxpaged_{name}_total\{{.*\}} (\S+)$", text, re.MULTILINE))) for name in COUNTED
     )
     return int(client.get("/v1/status").json()["steps"]), int(prompt - hits + generated - answers)
+
+
+def cpu_seconds() -> float:
+    """User and system time of the servers that this process has started and that still run; 0 if the system does not
+    tell."""
+    stats = map(stat_of, Path("/proc").glob("[0-9]*"))
+    ticks = [int(stat[11]) + int(stat[12]) for stat in stats if stat and int(stat[1]) == os.getpid()]
+    return sum(ticks) / os.sysconf("SC_CLK_TCK")
