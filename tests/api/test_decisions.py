@@ -135,7 +135,7 @@ def test_openais_client_parses_an_answer_of_each_type_in_order(client: OpenAI) -
 
 
 def test_probabilities_are_those_of_whole_answers_after_the_rendered_conversation(server: RunningServer) -> None:
-    question = "Question: Where does it go?\nOptions:\n- river\n- stone: hard and grey\n- blue stone"
+    question = "Options:\n- river\n- stone: hard and grey\n- blue stone\nQuestion: Where does it go?"
     choices = [{"value": "river"}, {"value": "stone", "description": "hard and grey"}, {"value": "blue stone"}]
     asked = {"type": "choice", "instructions": "Where does it go?", "choices": choices}
     method = {"calibration": "none", "orders": 1, "answers": "text"}
@@ -147,7 +147,7 @@ def test_probabilities_are_those_of_whole_answers_after_the_rendered_conversatio
 def test_content_free_calibration_divides_by_what_an_empty_input_gives(server: RunningServer) -> None:
     texts = ["river", "stone"]
     asked = {"type": "choice", "instructions": "What?", "choices": [{"value": each} for each in texts]}
-    question = "Question: What?\nOptions: river, stone"
+    question = "Options: river, stone\nQuestion: What?"
     own = plain_probabilities(prompt_of(TEXT, question), texts, server)
     free = plain_probabilities(prompt_of("", question), texts, server)
     ratio = [each / other for each, other in zip(own, free, strict=True)]
@@ -172,7 +172,7 @@ def test_two_orders_are_averaged_so_that_no_order_is_preferred(server: RunningSe
 
 def test_symbols_are_letters_or_numbers_for_many_options(server: RunningServer) -> None:
     asked = {"type": "choice", "instructions": "What?", "choices": [{"value": "river"}, {"value": "stone"}]}
-    question = "Question: What?\nOptions:\n- A: river\n- B: stone"
+    question = "Options:\n- A: river\n- B: stone\nQuestion: What?"
     method = {"calibration": "none", "orders": 1, "answers": "symbol"}
     [answer] = decide(server, input=TEXT, questions=[asked], **method)["answers"]
     expected = plain_probabilities(prompt_of(TEXT, question), ["A", "B"], server)
@@ -386,6 +386,20 @@ def test_the_input_is_computed_once_for_all_questions_and_found_again(server: Ru
     assert computed(questions) <= len(tokens_of(server, text)) + 40 * (own + block)
     assert computed(questions) <= 40 * 2 * block, "all but the last blocks are found"
     assert computed(questions[:1]) <= 2 * block
+
+
+def test_questions_with_the_same_options_share_them(server: RunningServer) -> None:
+    choices = [{"value": f"river {i}", "description": "a stone " * 8} for i in range(8)]
+    questions = [{"type": "choice", "instructions": f"Is {i} in it?", "choices": choices} for i in range(20)]
+    before = metrics(server)
+    decide(server, input=TEXT, questions=questions, calibration="none", orders=1, answers="symbol")
+    after = metrics(server)
+    prompt, hits = (
+        after[name] - before[name] for name in ("mlxpaged_prompt_tokens_total", "mlxpaged_prefix_hit_tokens_total")
+    )
+    options = len(tokens_of(server, "\n- A: river 0: " + "a stone " * 8)) * 8
+    assert prompt > 20 * options
+    assert prompt - hits < 2 * options + 20 * 32, "the options once, and less than a block for each question"
 
 
 def test_few_rows_are_in_the_engine_at_once(server: RunningServer) -> None:

@@ -45,7 +45,7 @@ BODY = {
     "orders": 1,
     "answers": "text",
 }
-QUESTION = "Question: What falls?\nOptions: r, s"
+QUESTION = "Options: r, s\nQuestion: What falls?"
 ASKED = f"{START}system\n{INSTRUCTION}{END}\n{START}user\nInput: It rains.\n\n{QUESTION}{END}\n{START}assistant\n"
 
 

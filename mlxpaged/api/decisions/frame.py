@@ -16,7 +16,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from mlxpaged.api.decisions.question import HEAD, Question
+from mlxpaged.api.decisions.question import Question
 from mlxpaged.api.errors import ApiError
 from mlxpaged.api.generation.check import check_text_length
 from mlxpaged.api.generation.images import Images, Prompt, resolve
@@ -33,7 +33,7 @@ from mlxpaged.vision.image import PromptImage
 INSTRUCTION = "Answer the question about the input with one of the options, and nothing else."
 INPUT = "Input:"
 """Before an input that is one text."""
-SAMPLES = " Alpha?\nOptions:\n- one", " Which 2\nOptions:\n- B\n- y!"
+SAMPLES = " one, two\nQuestion: Alpha?", " B, y\nQuestion: Which 2!"
 """Two questions that end with different tokens, and differ after at most a space."""
 ANSWER = "\nAnswer:"
 """Before the answer of a model without a chat template."""
@@ -85,7 +85,7 @@ class Asking:
         self._request = request
         self._info = info
         self._images = Images()
-        self._frames: dict[int, Frame | None] = {}
+        self._frames: dict[tuple[int, str], Frame | None] = {}
 
     async def resolve(self, evidence: Evidence, questions: Sequence[Question]) -> tuple[Evidence, list[Question]]:
         """Returns the input and the questions with texts in the place of what the model cannot be shown. Decodes all
@@ -103,14 +103,14 @@ class Asking:
     async def prompt(self, evidence: Evidence, question: Question) -> tuple[Prompt, Sequence[int]]:
         """Returns the prompt up to the answer, and the tokens at its beginning that all questions about the input
         share, as one object. Raises ApiError."""
-        frame = await self._frame(evidence)
-        size = len(question.body)
+        head, size = question.head, len(question.body)
+        frame = await self._frame(evidence, head)
         if frame is None or question.media:
-            prompt = await self._rendered(evidence, question.body, question)
+            prompt = await self._rendered(evidence, head + question.body, question)
             return Prompt([*prompt.token_ids, *self._closed(prompt.token_ids)], prompt.images), ()
         check_text_length(question.param, size, self._info)
         tokens = await server_of(self._http).tokenize(
-            self._http, self._info.tokenizer, size, lambda: self._own_tokens(question.body, question.param)
+            self._http, self._info.tokenizer, size, lambda: self._own_tokens(head, question.body, question.param)
         )
         return Prompt(frame.around(tokens), frame.images), frame.before
 
@@ -137,17 +137,18 @@ class Asking:
         lines = [] if tokenizer.has_chat_template else tokenizer.encode("\n", add_special_tokens=False)[-1:]
         return [*sorted(tokenizer.eos_token_ids), *lines]
 
-    async def _frame(self, evidence: Evidence) -> Frame | None:
-        if id(evidence) not in self._frames:
+    async def _frame(self, evidence: Evidence, head: str) -> Frame | None:
+        key = id(evidence), head
+        if key not in self._frames:
             made = self._of_chat if self._info.tokenizer.has_chat_template else self._of_text
-            self._frames[id(evidence)] = await made(evidence)
-        return self._frames[id(evidence)]
+            self._frames[key] = await made(evidence, head)
+        return self._frames[key]
 
-    async def _of_chat(self, evidence: Evidence) -> Frame | None:
+    async def _of_chat(self, evidence: Evidence, head: str) -> Frame | None:
         """Returns None if the template shows a question in a way of its own."""
-        prompts = [await self._rendered(evidence, sample) for sample in SAMPLES]
+        prompts = [await self._rendered(evidence, head + sample) for sample in SAMPLES]
         one, other = (prompt.token_ids for prompt in prompts)
-        own = [self._own_tokens(sample, HEAD) for sample in SAMPLES]
+        own = [self._own_tokens(head, sample, head) for sample in SAMPLES]
         before = common(one, other)
         after = common(one[len(before) :][::-1], other[len(before) :][::-1])[::-1]
         frame = Frame(before[: len(before) - len(common(*own))], after, prompts[0].images)
@@ -156,16 +157,16 @@ class Asking:
             return None
         return dataclasses.replace(frame, after=[*after, *self._closed(one)])
 
-    def _own_tokens(self, body: str, param: str) -> list[int]:
+    def _own_tokens(self, head: str, body: str, param: str) -> list[int]:
         ending = "" if self._info.tokenizer.has_chat_template else ANSWER
-        return after(self._info.tokenizer, HEAD, body + ending, param)
+        return after(self._info.tokenizer, head, body + ending, param)
 
-    async def _of_text(self, evidence: Evidence) -> Frame:
+    async def _of_text(self, evidence: Evidence, head: str) -> Frame:
         """The conversation of a model without a chat template is a text."""
         said = [f"{message['role']}: {message['content']}" for message in evidence.messages]
         if evidence.joined:
             said = [f"{INPUT} {evidence.messages[0]['content']}"]
-        text, param = "\n\n".join([*said, HEAD]), self.input_param
+        text, param = "\n\n".join([*said, head]), self.input_param
         check_text_length(param, len(text), self._info)
         tokenizer = self._info.tokenizer
         before = await server_of(self._http).tokenize(
@@ -173,14 +174,14 @@ class Asking:
         )
         return Frame(before, [])
 
-    async def _rendered(self, evidence: Evidence, body: str, question: Question | None = None) -> Prompt:
+    async def _rendered(self, evidence: Evidence, text: str, question: Question | None = None) -> Prompt:
         """question: whose images are shown too."""
         media = [*evidence.media, *(question.media if question is not None else ())]
         shown = {
             each.sentinel: self._images.shown[each.sentinel] for each in media if each.sentinel in self._images.shown
         }
         images = dataclasses.replace(self._images, shown=shown) if shown else Images()
-        chat = Chat(evidence.followed_by(HEAD + body), enable_thinking=False, media=media)
+        chat = Chat(evidence.followed_by(text), enable_thinking=False, media=media)
         return await render(self._http, self._request, chat, self._info, images)
 
     def _closed(self, prompt: list[int]) -> list[int]:

@@ -20,8 +20,9 @@ MAX_OPTIONS = 255
 MAX_JSON_LEVELS, MAX_JSON_VALUES, MAX_JSON_BYTES = 32, 10_000, 256 * 1024
 """OpenAI's limits of a JSON part."""
 
-HEAD = "Question:"
-"""Every question begins with it, so that its tokens do not depend on what is before it."""
+HEAD, LISTED_HEAD = "Question:", "Options:"
+"""Every question begins with one of them, so that its tokens do not depend on what is before it. Options come first, so
+that questions with the same ones share them too."""
 SEPARATOR = re.compile(r"[,\n]")
 """What the options of a short list are not to contain."""
 YES, NO = "yes", "no"
@@ -58,18 +59,23 @@ class Question:
                 raise bad_parameter(f"{self.options_param}.{index}", f"{text!r} is there twice; options must differ")
 
     @property
+    def head(self) -> str:
+        return LISTED_HEAD if self.lists_options else HEAD
+
+    @property
     def body(self) -> str:
-        """What follows HEAD."""
+        """What follows its head."""
         if not self.lists_options:
             return f" {self.text.strip()}"
         texts = [option.text for option in self.options]
         if not any(each.description for each in self.options) and not any(SEPARATOR.search(text) for text in texts):
-            return f" {self.text.strip()}\nOptions: {', '.join(texts)}"
-        lines = [f" {self.text.strip()}", "Options:"]
-        lines += [
-            f"- {each.text}: {each.description}" if each.description else f"- {each.text}" for each in self.options
-        ]
-        return "\n".join(lines)
+            listed = f" {', '.join(texts)}"
+        else:
+            listed = "".join(
+                f"\n- {each.text}: {each.description}" if each.description else f"\n- {each.text}"
+                for each in self.options
+            )
+        return f"{listed}\n{HEAD} {self.text.strip()}"
 
     def reversed(self) -> Question:
         """Returns the question with its options in the reverse order."""
