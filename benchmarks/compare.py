@@ -31,10 +31,13 @@ def main() -> None:
         python = make_environment("driver", DRIVER_PACKAGES, options.cache)
         if Path(sys.prefix).resolve() != python.parent.parent.resolve():
             os.execv(python, [str(python), *sys.argv])
+        from comparison.agent import compare_agent
         from comparison.real import compare_real
         from comparison.run import compare, print_saved
 
-        if options.gguf is not None:
+        if options.agent:
+            compare_agent(options)
+        elif options.gguf is not None:
             compare_real(options)
         elif options.markdown is not None:
             print_saved(options.markdown)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 RETRIES, RETRY_SECONDS = 2, 0.5
 """As OpenAI's client has them: a connection that is reset before any answer is tried again."""

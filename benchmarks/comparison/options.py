@@ -22,6 +22,9 @@ B  32 prompts with one prefix of 2,000 tokens, 32 out, 16 at a time
 C  8 streams decode while 5 prompts of 4,000 tokens arrive, one every 5 seconds
 D  4 users, 8 turns each
 E  Poisson arrivals, mixed lengths, at 0.5, 0.8 and 1.2 of the capacity of the best server
+
+--agent: two sessions of an agent at once instead, with one system text, results of tools, titles beside the first
+turns, and a restart of the server; it writes agent.json and agent.md.
 """
 
 
@@ -34,6 +37,7 @@ class Options:
     before: Path | None
     model: str | None
     gguf: Path | None
+    agent: bool
     ready_seconds: float
     quick: bool
     repeat: int
@@ -61,8 +65,10 @@ def parse(arguments: list[str]) -> Options:
         "--gguf",
         type=Path,
         metavar="FILE",
-        help="a Llama: one table of it and of a float32 directory of it, on this server, mlx-lm's and llama.cpp's",
+        help="a Llama: one table of it and of a float32 directory of it, on this server, mlx-lm's and llama.cpp's; "
+        "with --agent: what llama.cpp's server loads",
     )
+    parser.add_argument("--agent", action="store_true", help="sessions of an agent instead of the loads")
     parser.add_argument("--ready-timeout", type=float, default=300, help="seconds for a start with --gguf, default 300")
     parser.add_argument("--quick", action="store_true", help="small loads: shows that all works, measures little")
     parser.add_argument("--repeat", type=int, default=1, help="times that all of it is run; reported are medians")
@@ -92,6 +98,7 @@ def parse(arguments: list[str]) -> Options:
         before=args.before and args.before.resolve(),
         model=args.model,
         gguf=args.gguf and args.gguf.resolve(),
+        agent=args.agent,
         ready_seconds=args.ready_timeout,
         quick=args.quick,
         repeat=args.repeat,

@@ -65,7 +65,7 @@ def loads_of(results: dict[str, Any]) -> list[str]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    lines = header(results)
+    lines = header(results, METHOD)
     if found := ratios(results):
         lines += ["", *found]
     for load in loads_of(results):
@@ -78,7 +78,8 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def header(results: dict[str, Any]) -> list[str]:
+def header(results: dict[str, Any], method: str) -> list[str]:
+    """method: what the figures mean."""
     machine, servers = results["machine"], results["servers"]
     quick = ", **quick: too small to mean anything**" if results["quick"] else ""
     repeat = f"medians of {results['repeat']} runs (least to most)" if results["repeat"] > 1 else "one run"
@@ -100,7 +101,7 @@ def header(results: dict[str, Any]) -> list[str]:
         f"commit {results['commit'] or 'unknown'}{before}; model: {results['model']}; "
         f"{repeat}, {results['minutes']:.0f} minutes{quick}.",
         "",
-        METHOD,
+        method,
         "",
         *table(("server", "versions", "GFLOP/s", "BLAS in its process", "command", "problem"), rows),
     ]

@@ -21,10 +21,12 @@ from .client import Client
 from .environments import (
     BEFORE,
     LINUX,
+    LLAMA_CPP,
     MLX,
     MLX_LM,
     ROOT,
     SERVER_PACKAGES,
+    Probe,
     SetupError,
     check_system,
     make_environment,
@@ -65,21 +67,9 @@ def compare(options: Options) -> None:
     model = find_model(options)
     texts = read_texts(model)
     sizes = QUICK if options.quick else Sizes()
-    pythons: dict[str, Path] = {}
     results = new_results(options, model, sizes)
     packages = SERVER_PACKAGES | {BEFORE: ("-e", str(options.before), MLX, MLX_LM)}
-    for name in options.servers:
-        try:
-            python = make_environment(name, packages[name], options.cache)
-            found = probe(python)
-        except SetupError as error:
-            print(f"{name}: {error}", flush=True)
-            results["servers"][name]["problem"] = str(error)
-            continue
-        pythons[name] = python
-        results["servers"][name] |= asdict(found)
-        version = found.versions.get(name.removesuffix("-before"))
-        print(f"{name}: {version}, mlx {found.versions.get('mlx')}, {found.gflops:.0f} GFLOP/s")
+    pythons = make_environments(options, packages, results["servers"])
 
     def start(name: str, log: Path) -> AbstractContextManager[Server]:
         return servers.running(name, pythons[name], model, log)
@@ -90,6 +80,26 @@ def compare(options: Options) -> None:
         save(results, options.out)
     if not any(run["figures"] for run in results["runs"]):
         raise SetupError("nothing was measured")
+
+
+def make_environments(
+    options: Options, packages: dict[str, tuple[str, ...]], entries: dict[str, dict[str, Any]]
+) -> dict[str, Path]:
+    """The Python of each server that can be installed. entries: what is known of each; it gets what was found."""
+    pythons: dict[str, Path] = {}
+    for name in options.servers:
+        try:
+            python = make_environment(name, packages[name], options.cache)
+            found = Probe({}, 0.0, "") if name == LLAMA_CPP else probe(python)  # that one is not made of MLX
+        except SetupError as error:
+            print(f"{name}: {error}", flush=True)
+            entries[name]["problem"] = str(error)
+            continue
+        pythons[name] = python
+        entries[name] |= asdict(found)
+        version = found.versions.get(name.removesuffix("-before"))
+        print(f"{name}: {version}, mlx {found.versions.get('mlx')}, {found.gflops:.0f} GFLOP/s")
+    return pythons
 
 
 def check_writable(out: Path) -> None:
@@ -206,7 +216,8 @@ def best_capacity(results: Results) -> float | None:
     )
 
 
-def new_results(options: Options, model: Path, sizes: Sizes) -> Results:
+def new_results(options: Options, model: Path, sizes: Any) -> Results:
+    """sizes: a dataclass with the numbers of the loads."""
     return {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "quick": options.quick,

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,15 +114,21 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(name: str, python: Path, model: Path, log: Path, ready_seconds: float = READY_SECONDS) -> Iterator[Server]:
-    """Raises ServerError if it ends or is not ready in time."""
+def running(
+    name: str,
+    python: Path,
+    model: Path,
+    log: Path,
+    ready_seconds: float = READY_SECONDS,
+    command: Sequence[str] = (),
+) -> Iterator[Server]:
+    """command: instead of that in COMMANDS. Raises ServerError if it ends or is not ready in time."""
     port = free_port()
-    program, *arguments = (part.format(model=model, port=port) for part in COMMANDS[name])
-    command = [str(python.parent / program), *arguments]
+    program, *arguments = (part.format(model=model, port=port) for part in command or COMMANDS[name])
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command,
+            [str(python.parent / program), *arguments],
             env=server_variables(name),
             stdin=subprocess.DEVNULL,
             stdout=output,
