@@ -15,7 +15,7 @@ TOOLS := $(VENV)/tools
 LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
 	--custom-compile-command 'make lock' $(ARGS)
 
-.PHONY: serve test test-all test-more test-addon test-real test-kernels test-models test-gguf test-encoders test-mlx-vlm test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults test-reliability soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-gguf bench-real bench-real-quality bench-agent bench-loops bench-hostile-images bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
+.PHONY: serve test test-all test-more test-addon test-real test-kernels test-models test-gguf test-encoders test-mlx-vlm test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults test-reliability soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-gguf bench-real bench-real-quality bench-agent conformance bench-loops bench-hostile-images bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
 
 serve: $(SERVE_STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -241,6 +241,10 @@ bench-real: $(REAL)/.installed
 # Two sessions of an agent at once, then after a restart, on each server. ARGS="--servers mlxpaged mlx-lm" chooses.
 bench-agent: $(REAL)/.installed
 	$(PYTHON) benchmarks/compare.py --agent --model $(REAL)/float32 --gguf $(REAL_FILE) $(ARGS)
+
+# Whether a running server answers as its APIs are defined: ARGS="http://127.0.0.1:8080 --model NAME".
+conformance: $(STAMP)
+	$(BIN)/python -m benchmarks.conformance $(ARGS)
 
 # Which texts count as loops, which loops of models end, and what it costs to look for them. The figures in docs/performance.md.
 bench-loops: $(REAL)/.installed
