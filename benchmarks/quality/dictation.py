@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from .schemas import Schema, problem_of
+from .schemas import Schema, answer_to, problem_of
 
 LONGEST, MAX_TOKENS = 28, 250
 """Characters of a text, and tokens of an answer: a model that repeats one character to the end has fewer."""
@@ -244,8 +244,7 @@ def answer_of(url: str, model: str, case: Case, fields: Body) -> str:
     api = APIS[case.api]
     body = json.dumps({"model": model, api.messages: case.messages} | fields).encode()
     request = urllib.request.Request(f"{url}{api.path}", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=1800) as response:
-        return api.read(json.load(response))
+    return api.read(answer_to(request))
 
 
 def dictate(url: str, model: str, seed: int) -> Dictated:

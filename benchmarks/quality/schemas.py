@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import re
@@ -171,19 +170,28 @@ def ask(url: str, model: str, seed: int) -> Verdict:
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    for tries in itertools.count(1):
-        try:
-            with urllib.request.urlopen(request, timeout=1800) as response:
-                [choice] = json.load(response)["choices"]
-            break
-        except urllib.error.HTTPError as error:
-            if error.code != 503 or tries == MOST_TRIES:
-                return Verdict(seed, "", f"status {error.code}: {error.read(500).decode(errors='replace')}")
-            time.sleep(float(error.headers["Retry-After"]))
+    try:
+        [choice] = answer_to(request)["choices"]
+    except urllib.error.HTTPError as error:
+        return Verdict(seed, "", f"status {error.code}: {error.read(500).decode(errors='replace')}")
     answer = choice["message"]["content"]
     if choice["finish_reason"] != "stop":
         return Verdict(seed, answer, f"ended by {choice['finish_reason']}")
     return Verdict(seed, answer, problem_of(schema, answer))
+
+
+def answer_to(request: urllib.request.Request) -> Any:
+    """The JSON of an answer. A server that is busy is asked again. Raises HTTPError."""
+    for _ in range(MOST_TRIES - 1):
+        try:
+            with urllib.request.urlopen(request, timeout=1800) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                raise
+            time.sleep(float(error.headers["Retry-After"]))
+    with urllib.request.urlopen(request, timeout=1800) as response:
+        return json.load(response)
 
 
 def problem_of(schema: Schema, answer: str) -> str:
