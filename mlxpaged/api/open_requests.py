@@ -20,9 +20,8 @@ class OpenRequest:
     request_id: str
     caller: Caller | None
     shown: tuple[str, ...] = ()  # ids of its choices
-    names: tuple[
-        str, ...
-    ] = ()  # engine ids of its sequences: those of its choices, unless another key's request has one
+    # Engine ids of its sequences: those of its choices, unless another key's request has one.
+    names: tuple[str, ...] = ()
     engine: AsyncEngine | None = None  # None while it waits for its model
     load: asyncio.Future[Any] | None = None  # which it waits for
     submitted: bool = False  # to the engine, after its prompt is tokenized
