@@ -1,4 +1,4 @@
-"""Linear layers that store a float32 matrix in tiles, so that OpenBLAS multiplies without packing it.
+"""Linear layers that store a float32 matrix as OpenBLAS multiplies by it fastest: in tiles, or transposed.
 
 OpenBLAS copies (packs) both matrices of a product before it multiplies: for up to a hundred rows, that takes longer
 than what it saves. Its routines for AVX-512 leave it out for small products, so a large one is computed as a batch of
@@ -32,9 +32,27 @@ MAX_ROWS = 256
 """More are multiplied with the whole matrix: a copy of it takes less time than they gain."""
 
 
+class TransposedLinear(Linear):
+    """A linear layer with its matrix as `columns`, [inputs, outputs]. `weight` is still [outputs, inputs]."""
+
+    columns: mx.array
+
+    def __call__(self, x: mx.array) -> mx.array:
+        out: mx.array = x @ self["columns"]
+        return out + self["bias"] if "bias" in self else out
+
+    @property
+    def weight(self) -> mx.array:  # type: ignore[override]
+        return self.columns.T
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A model may assign the weight in every call (Gemma 3n)."""
+        super().__setattr__(*(("columns", mx.contiguous(value.T)) if name == "weight" else (name, value)))
+
+
 class LinearInTiles(Linear):
-    """A linear layer with its matrix as `tiles`, [tile, inputs, outputs of a tile]. It is one tile where OpenBLAS gains
-    nothing by more. `weight` is still [outputs, inputs]."""
+    """A linear layer with its matrix as `tiles`, [tile, inputs, outputs of a tile]. `weight` is still [outputs,
+    inputs]."""
 
     tiles: mx.array
 
@@ -52,7 +70,6 @@ class LinearInTiles(Linear):
         return whole(self.tiles)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A model may assign the weight in every call (Gemma 3n)."""
         super().__setattr__(*(("tiles", in_tiles(value)) if name == "weight" else (name, value)))
 
 
@@ -110,26 +127,21 @@ class HeadInTiles(Embedding):
 
 
 def in_tiles(weight: mx.array) -> mx.array:
-    """[outputs, inputs] -> [tile, inputs, outputs of a tile]. A few outputs are in one tile."""
+    """[outputs, inputs] -> [tile, inputs, outputs of a tile], the last tile with zeros at its end"""
     outputs, inputs = weight.shape
-    missing = -outputs % TILE
-    if not blas.small_products or (missing and outputs < FEWEST_PADDED):
-        return mx.contiguous(weight[None].swapaxes(1, 2))
-    if missing:
+    if missing := -outputs % TILE:
         weight = mx.concatenate([weight, mx.zeros((missing, inputs), weight.dtype)])
     return mx.contiguous(weight.reshape(-1, TILE, inputs).swapaxes(1, 2))
 
 
 def whole(tiles: mx.array) -> mx.array:
-    """The matrix that `in_tiles` got, with rows of zeros at its end if it has added some."""
+    """The matrix that `in_tiles` got, with the zeros that it has added."""
     return tiles.swapaxes(1, 2).reshape(-1, tiles.shape[1])
 
 
 def product(x: mx.array, tiles: mx.array) -> mx.array:
     """[..., inputs], [tile, inputs, outputs of a tile] -> [..., outputs]"""
     number, inputs, size = tiles.shape
-    if number == 1:
-        return x @ tiles[0]
     rows = x.size // inputs
     by_row = x.reshape(rows, inputs)
     most = MAX_MULTIPLY_ADDS // (size * inputs)
@@ -158,7 +170,6 @@ def are_few(layers: Sequence[Any], rows: int) -> bool:
     return all(
         isinstance(layer, LinearInTiles)
         and not isinstance(layer, PaddedLinear)
-        and len(layer.tiles) > 1
         and 0 < rows * layer.tiles.shape[1] * TILE <= MAX_MULTIPLY_ADDS
         for layer in layers
     )
@@ -167,7 +178,7 @@ def are_few(layers: Sequence[Any], rows: int) -> bool:
 def pass_tiles(network: Any, keep: bool) -> None:
     """Let the layers of a feed-forward network pass what is between them by tile, or whole."""
     layers = network.gate_proj, network.up_proj, network.down_proj
-    if keep and not all(type(layer) is LinearInTiles and len(layer.tiles) > 1 for layer in layers):
+    if keep and not all(type(layer) is LinearInTiles for layer in layers):
         return
     kinds = (LinearByTile, LinearByTile, LinearOfTiles) if keep else (LinearInTiles,) * 3
     for layer, kind in zip(layers, kinds, strict=True):
@@ -175,7 +186,7 @@ def pass_tiles(network: Any, keep: bool) -> None:
             layer.__class__ = kind
 
 
-def store_in_tiles(layer: Any) -> None:
+def store_for_products(layer: Any) -> None:
     """Change a float32 linear layer, or an embedding that gains by it as a head, in place."""
     if type(layer) not in (Linear, Embedding) or layer.weight.dtype != mx.float32:
         return
@@ -184,12 +195,17 @@ def store_in_tiles(layer: Any) -> None:
         if not blas.small_products or outputs * inputs <= MAX_MULTIPLY_ADDS:
             return
         kind: type = HeadInTiles
-    tiles = in_tiles(layer.weight)
-    if type(layer) is Linear:
-        kind = LinearInTiles if outputs == len(tiles) * tiles.shape[-1] else PaddedLinear
+    elif not blas.small_products or outputs <= TILE or (outputs % TILE and outputs < FEWEST_PADDED):
+        kind = TransposedLinear
+    else:
+        kind = PaddedLinear if outputs % TILE else LinearInTiles
+    weight = layer.weight
     del layer["weight"]
     layer.__class__ = kind
-    layer.tiles = tiles
-    if kind is not LinearInTiles:
-        layer.outputs = outputs
-    mx.eval(tiles)
+    if kind is TransposedLinear:
+        layer.columns = mx.contiguous(weight.T)
+    else:
+        layer.tiles = in_tiles(weight)
+        if kind is not LinearInTiles:
+            layer.outputs = outputs
+    mx.eval(layer.parameters())

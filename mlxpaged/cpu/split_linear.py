@@ -38,8 +38,8 @@ TOLERANCE = 1e-4
 """Largest difference between a split network and the whole one, as a share of the largest output, in float32."""
 
 
-KINDS.add(small_products.LinearInTiles)
-AXES["tiles"] = -3
+KINDS |= {small_products.LinearInTiles, small_products.TransposedLinear}
+AXES |= {"tiles": -3, "columns": -1}
 
 
 class SplitLinear(Module):
@@ -79,13 +79,13 @@ class SplitFeedForward(InParts):
 def on_streams(
     layers: Sequence[Any], combine: Callable[[Sequence[mx.array]], mx.array], x: mx.array, *args: Any, **more: Any
 ) -> mx.array:
-    """The layers' outputs, each computed on a stream of its own. Layers that take nothing but x get it as [rows, in];
-    each stream reshapes for itself, because it would wait for another stream's array."""
+    """The layers' outputs, each of a stream of its own. Layers that take nothing but x get it as [rows, in]."""
     as_rows = x.size > 0 and not args and not more
+    rows = x.reshape(-1, x.shape[-1]) if as_rows else x
     outputs = []
     for layer, stream in streams.assign(layers):
         with stream:
-            outputs.append(layer(x.reshape(-1, x.shape[-1]) if as_rows else x, *args, **more))
+            outputs.append(layer(rows, *args, **more))
     out = combine(outputs)
     return out.reshape(*x.shape[:-1], out.shape[-1]) if as_rows else out
 
@@ -162,7 +162,7 @@ def add_up(network: Any, parts: Sequence[Any], x: mx.array) -> bool:
 def split_layer(layer: Module) -> None:
     slices = slices_of(layer.weight.shape[-2], [layer])
     if len(slices) == 1:
-        small_products.store_in_tiles(layer)
+        small_products.store_for_products(layer)
         return
     layer.parts = [part_of(layer, outputs, OUTPUTS) for outputs in slices]
     for name in list(layer.parameters().keys() & OUTPUTS.keys()):
@@ -172,7 +172,7 @@ def split_layer(layer: Module) -> None:
 
 def split_head(embedding: Any) -> None:
     slices = slices_of(embedding.weight.shape[0], [embedding])
-    small_products.store_in_tiles(embedding)
+    small_products.store_for_products(embedding)
     if len(slices) == 1:
         return
     if isinstance(embedding, small_products.HeadInTiles):
@@ -197,6 +197,6 @@ def part_of(layer: Module, units: slice, axes: Mapping[str, int]) -> Module:
         if whole is not None:
             some = whole[..., units] if axis == -1 else whole[..., units, :]
             part[name] = some if whole.ndim + axis == 0 else mx.contiguous(some)
-    small_products.store_in_tiles(part)
+    small_products.store_for_products(part)
     mx.eval(part.parameters())
     return part

@@ -10,7 +10,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from mlxpaged.cpu import blas, small_products
-from mlxpaged.cpu.small_products import TILE, HeadInTiles, LinearInTiles, store_in_tiles
+from mlxpaged.cpu.small_products import TILE, HeadInTiles, LinearInTiles, TransposedLinear, store_for_products
 from mlxpaged.cpu.split_linear import SplitFeedForward, SplitHead, SplitLinear, split_linear_layers
 from mlxpaged.models.joins.joined_linear import make_joint
 
@@ -45,8 +45,8 @@ def test_a_layer_in_tiles_computes_what_it_did(shape: tuple[int, ...], outputs: 
     layer = nn.Linear(64, outputs, bias=bias)
     x = mx.random.normal(shape)
     expected, weight = layer(x), mx.array(layer.weight)
-    store_in_tiles(layer)
-    assert isinstance(layer, LinearInTiles)
+    store_for_products(layer)
+    assert isinstance(layer, LinearInTiles if outputs > TILE + 1 else TransposedLinear)
     assert close(layer(x), expected)
     assert mx.array_equal(layer.weight, weight)
 
@@ -56,7 +56,7 @@ def test_a_head_in_tiles_looks_up_the_same_rows(outputs: int) -> None:
     head = nn.Embedding(outputs, 64)
     weight, x = mx.array(head.weight), mx.random.normal((2, 9, 64))
     tokens = mx.array([[0, outputs - 1, TILE - 1], [TILE, 7, 7]])
-    store_in_tiles(head)
+    store_for_products(head)
     assert type(head) is HeadInTiles
     assert mx.array_equal(head(tokens), weight[tokens])
     assert mx.array_equal(head(mx.array(3)), weight[3])
@@ -76,7 +76,7 @@ def test_a_head_in_tiles_looks_up_the_same_rows(outputs: int) -> None:
 def test_no_product_is_packed_up_to_many_rows(rows: int, products: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """More are multiplied with the whole matrix."""
     layer = nn.Linear(64, 9 * TILE, bias=False)
-    store_in_tiles(layer)
+    store_for_products(layer)
     seen: list[Any] = []
     own = mx.array.__matmul__
     monkeypatch.setattr(mx.array, "__matmul__", lambda a, b: seen.append((a.shape, b.shape)) or own(a, b))
@@ -175,7 +175,7 @@ def test_layers_in_tiles_are_joined_unless_a_tile_is_padded() -> None:
     x = mx.random.normal((3, 64))
     expected = mx.concatenate([layer(x) for layer in layers], axis=-1)
     for layer in (*layers, *padded):
-        store_in_tiles(layer)
+        store_for_products(layer)
     joint = make_joint(layers)
     assert close(joint(x), expected)
     assert make_joint(padded) is None
@@ -183,7 +183,7 @@ def test_layers_in_tiles_are_joined_unless_a_tile_is_padded() -> None:
 
 def test_a_weight_that_is_assigned_is_stored_in_tiles() -> None:
     layer: Any = nn.Linear(64, 2 * TILE, bias=False)
-    store_in_tiles(layer)
+    store_for_products(layer)
     x, weight = mx.random.normal((3, 64)), mx.random.normal((2 * TILE, 64))
     layer.weight = weight
     assert close(layer(x), x @ weight.T)
@@ -194,7 +194,8 @@ def test_other_routines_get_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) ->
     layer: Any = nn.Linear(64, 1024, bias=False)
     embedding = nn.Embedding(1024, 48)
     split_linear_layers(Model(layer, embedding))
-    assert layer.tiles.shape == (1, 64, 1024)
+    assert type(layer) is TransposedLinear
+    assert layer.columns.shape == (64, 1024)
     assert type(embedding) is nn.Embedding
 
 

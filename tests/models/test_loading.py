@@ -18,7 +18,8 @@ from mlx_lm.utils import load_model as load_plain_model
 
 from mlxpaged.attention.layer import PagedLayer, StepContext
 from mlxpaged.core.step import Step
-from mlxpaged.cpu.small_products import LinearInTiles
+from mlxpaged.cpu import blas
+from mlxpaged.cpu.small_products import TransposedLinear
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models import loader
@@ -303,6 +304,7 @@ def quantized_in_place(path: Path) -> Path:
 def test_only_the_rows_that_are_sampled_reach_the_output_head(
     tied: bool, quantized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(blas, "small_products", False)
     path = make_tiny_model(tmp_path / "m", "llama", tie_word_embeddings=tied)
     served = load_model(str(quantized_in_place(path) if quantized else path))
     model: Any = served.model
@@ -312,7 +314,7 @@ def test_only_the_rows_that_are_sampled_reach_the_output_head(
     assert (
         base
         is {
-            (False, False): LinearInTiles if mx.default_device() == mx.Device(mx.cpu) else nn.Linear,
+            (False, False): TransposedLinear if mx.default_device() == mx.Device(mx.cpu) else nn.Linear,
             (True, False): nn.Embedding,
             (False, True): nn.QuantizedLinear,
             (True, True): nn.QuantizedEmbedding,
