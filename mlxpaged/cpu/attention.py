@@ -1,12 +1,12 @@
 """Attention of the "cpu" backend over blocks in place.
 
-Decoding sequences are attended in (sequence, block) pairs, all of a step at once: each pair is a small matrix product
-that reads the block in the pool and has a softmax of its own. The pairs of a sequence are merged by their maxima and
-denominators, as in FlashDecoding. A prefix that several sequences share is attended once for all of them (cascade
-attention). Keys of prompt chunks and of shared blocks are copied, because many queries read them.
+Decoding sequences are attended in pieces with as many blocks each, all of a step at once: each block is a small matrix
+product that reads the pool, and each piece has a softmax of its own. Where sequences have several pieces, these are
+merged by their maxima and denominators, as in FlashDecoding. A prefix that several sequences share is attended once for
+all of them (cascade attention). Keys of prompt chunks and of shared blocks are copied, because many queries read them.
 
 Scores are scaled by log2(e), so that powers of two replace exponentials: attention spends more time on these than on
-matrix products (exp2.py). Pairs, shared blocks and the KV heads of prompts are split among CPU streams.
+matrix products (exp2.py). Pieces, shared blocks and the KV heads of prompts are split among CPU streams.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import mlx.core as mx
 
-from mlxpaged.cpu.attention_plan import ChunkPlan, DecodePlan, Pairs, Plan, SharedRun
+from mlxpaged.cpu.attention_plan import ChunkPlan, DecodePlan, Pieces, Plan, SharedRun
 from mlxpaged.cpu.exp2 import LOG2E, exp2
 from mlxpaged.cpu.streams import assign
 
@@ -64,30 +64,35 @@ def attend_decode(queries: mx.array, kv: KV, plan: DecodePlan, options: Options)
     partials = []
     for part, stream in itertools.chain.from_iterable(map(assign, plan.work)):
         with stream:
-            if isinstance(part, Pairs):
-                partials.append(attend_pairs(grouped, kv, part, options))
+            if isinstance(part, Pieces):
+                partials.append(attend_pieces(grouped, kv, part, options))
             else:
                 partials.append(attend_shared(grouped, kv, part, options))
+    sinks = None if options.sinks is None else mx.tile(options.sinks, n).reshape(len(grouped), -1, 1)
     parts = Partial(*map(mx.concatenate, map(list, zip(*partials, strict=True))))
+    if plan.merged is not None or len(parts.output) > len(grouped):
+        parts = merge(parts, plan, len(grouped))
+    return finish(parts, sinks).astype(queries.dtype).reshape(n, num_heads, -1)
+
+
+def merge(parts: Partial, plan: DecodePlan, num_rows: int) -> Partial:
+    """The partial softmax of each query row of those of its parts: [part, group, ...] -> [num_rows, group, ...]"""
     if plan.merged is None:
-        parts = Partial(*(array.reshape(len(grouped), -1, *array.shape[1:]) for array in parts))
+        parts = Partial(*(array.reshape(num_rows, -1, *array.shape[1:]) for array in parts))
     else:
         parts = Partial(*(array[plan.merged] for array in parts))
         parts = parts._replace(maximum=parts.maximum + plan.padding)
     maximum = parts.maximum.max(axis=1, keepdims=True)
     rescale = exp2(parts.maximum - maximum)
     output, denominator = ((rescale * array).sum(axis=1) for array in (parts.output, parts.denominator))
-    sinks = None if options.sinks is None else mx.tile(options.sinks, n).reshape(len(grouped), -1, 1)
-    return (
-        finish(Partial(output, maximum.squeeze(1), denominator), sinks).astype(queries.dtype).reshape(n, num_heads, -1)
-    )
+    return Partial(output, maximum.squeeze(1), denominator)
 
 
-def attend_pairs(queries: mx.array, kv: KV, pairs: Pairs, options: Options) -> Partial:
-    """Queries [n * Hkv, group, D] -> [P * Hkv, group, ...]. Blocks are read whole: the pool keeps unused tail slots
-    zero, and slots before a window are the sequence's own."""
-    products = matmul_at(queries, pairs.queries, kv.keys.swapaxes(-1, -2), pairs.matrices)
-    return attend_scores(binary_scores(products, options.softcap) + pairs.bias, kv.values, pairs)
+def attend_pieces(queries: mx.array, kv: KV, pieces: Pieces, options: Options) -> Partial:
+    """Queries [n * Hkv, group, D] -> [row, group, ...]. Blocks are read whole: the pool keeps unused tail slots zero,
+    and slots before a window are the sequence's own."""
+    products = matmul_at(queries, pieces.queries, kv.keys.swapaxes(-1, -2), pieces.matrices)
+    return attend_scores(binary_scores(products, options.softcap) + pieces.bias, kv.values, pieces)
 
 
 def attend_shared(queries: mx.array, kv: KV, run: SharedRun, options: Options) -> Partial:
@@ -126,17 +131,25 @@ def attend_chunk(queries: mx.array, kv: KV, chunk: ChunkPlan, options: Options) 
     return mx.concatenate(outputs).flatten(0, 1).swapaxes(0, 1)
 
 
-def attend_scores(scores: mx.array, values: mx.array, pairs: Pairs | None = None) -> Partial:
-    """Softmax over the last axis of scores, times values; of `pairs`, times the values of each."""
+def attend_scores(scores: mx.array, values: mx.array, pieces: Pieces | None = None) -> Partial:
+    """Softmax over the last axis of scores, times values; of `pieces`, [row, block, group, slot], over the blocks too,
+    times the values of each."""
     maximum = scores.max(axis=-1, keepdims=True)
+    if pieces is not None:
+        maximum = maximum.max(axis=1, keepdims=True)
     weights = exp2(scores - maximum)
     denominator = weights.sum(axis=-1, keepdims=True)
+    if pieces is not None:
+        denominator = denominator.sum(axis=1, keepdims=True)
     half = values.dtype == mx.float16
     if half:  # a sum over many keys may pass 65,504, the largest float16, so the mean is computed first
         weights = weights / denominator
     weights = weights.astype(values.dtype)
-    output = weights @ values if pairs is None else matmul_at(weights, pairs.order, values, pairs.matrices)
-    output = output.astype(mx.float32)
+    if pieces is None:
+        output = (weights @ values).astype(mx.float32)
+    else:
+        output = matmul_at(weights, pieces.order, values, pieces.matrices).astype(mx.float32).sum(axis=1)
+        maximum, denominator = maximum.squeeze(1), denominator.squeeze(1)
     return Partial(output * denominator if half else output, maximum, denominator)
 
 
@@ -153,10 +166,11 @@ def contiguous(matrices: mx.array, indices: mx.array) -> mx.array:
 
 
 def matmul_at(left: mx.array, left_at: mx.array, right: mx.array, right_at: mx.array) -> mx.array:
-    """`left[left_at[i]] @ right[right_at[i]]` for all i. Float32 is not copied; MLX's CPU backend supports no other."""
+    """`left[left_at[i]] @ right[right_at[i]]` for all i. Indices count the matrices over all axes before the last two.
+    Float32 is not copied; MLX's CPU backend supports no other."""
     if left.dtype == mx.float32:
         return mx.gather_mm(left, right, lhs_indices=left_at, rhs_indices=right_at)
-    return left[left_at] @ right[right_at]
+    return left.flatten(0, -3)[left_at] @ right[right_at]
 
 
 def scaled(queries: mx.array, options: Options) -> mx.array:

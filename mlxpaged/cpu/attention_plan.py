@@ -5,6 +5,7 @@ The pool is an array of matrices [slot, size], one for each (block, KV head); it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,8 +25,8 @@ BoolArray = npt.NDArray[np.bool_]
 MIN_SHARED = 32
 """Fewest (sequence, block) pairs for which sharing blocks is worth its overhead."""
 
-TILE = 64
-"""Queries of a prompt in one tile. Larger tiles have faster products, smaller ones have fewer masked keys."""
+TILE = 300e-6
+"""Seconds for a tile of a prompt's queries beside those of its scores: some twenty operations, on one core."""
 
 MAX_ROWS = 2048
 """Most rows (queries x heads of a KV head) of a tile, because scores are stored: latent layers have up to 128 heads."""
@@ -33,16 +34,20 @@ MAX_ROWS = 2048
 PAIR = 1e-6
 """Seconds for a (sequence, block) pair and one KV head, on one core."""
 
+MERGE = 250e-6
+"""Seconds to merge the pieces of sequences: some thirty small operations."""
+
 SCORE = 10e-9
 """Seconds for one query and one key, on one core."""
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """P (sequence, block) pairs that one CPU stream attends.
+class Pieces:
+    """Pieces of sequences, with as many blocks each, that one CPU stream attends. A row is a piece of one KV head.
 
-    queries[P * Hkv]: index among [n * Hkv] query rows. matrices[P * Hkv]: index in the pool. order[P * Hkv]: 0, 1, 2...
-    bias[P * Hkv, group, slot]: 0 for keys that are visible, else minus infinity.
+    queries[row, block]: index among [n * Hkv] query rows. matrices[row, block]: index in the pool. order[row, block]:
+    0, 1, 2... bias[row, block, group, slot]: 0 for keys that are visible, else minus infinity. A shorter piece repeats
+    its first block, invisible.
     """
 
     queries: mx.array
@@ -54,7 +59,7 @@ class Pairs:
 @dataclass(frozen=True)
 class SharedRun:
     """Blocks that m decoding sequences share and see completely. queries[Hkv, m] and matrices[Hkv, block] are indices
-    as in `Pairs`."""
+    as in `Pieces`."""
 
     queries: mx.array
     matrices: mx.array
@@ -69,14 +74,14 @@ class DecodePlan:
     """
 
     rows: mx.array | slice
-    work: list[Sequence[Pairs | SharedRun]]
+    work: list[Sequence[Pieces | SharedRun]]
     merged: mx.array | None
     padding: mx.array
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries `rows` of a chunk and all `keys` that any of them sees. bias[1, group * query, key]: as in `Pairs`."""
+    """Queries `rows` of a chunk and all `keys` that any of them sees. bias[1, group * query, key]: as in `Pieces`."""
 
     rows: slice
     keys: slice
@@ -132,19 +137,29 @@ def plan_chunk(
     first_block = int(firsts[0]) // meta.block_size
     num_keys = context_len - first_block * meta.block_size
     blocks = meta.host_block_tables[sequence, first_block : -(-context_len // meta.block_size)]
+    heads = streams.split(num_kv_heads, query_len * group * num_kv_heads * num_keys * SCORE)
+    length = tile_length(query_len, num_kv_heads, group)
     if locality.looks_ahead(meta.step, [sequence]):
         lasts = locality.last_keys(meta.step, sequence)
-        tiles = tiles_by_ranges(firsts - first_block * meta.block_size, lasts - first_block * meta.block_size, group)
+        offset = first_block * meta.block_size
+        tiles = tiles_by_ranges(firsts - offset, lasts - offset, group, length)
     else:
-        tiles = causal_tiles(meta, sequence, firsts, locality, group)
+        tiles = causal_tiles(meta, sequence, firsts, locality, group, length)
     matrices = by_head(blocks, num_kv_heads).T
-    heads = streams.split(num_kv_heads, query_len * group * num_kv_heads * num_keys * SCORE)
     parts = [HeadsPart(part, mx.array(matrices[part])) for part in heads]
     return ChunkPlan(slice(row, row + query_len), parts, tiles)
 
 
+def tile_length(query_len: int, num_kv_heads: int, group: int) -> int:
+    """Queries in a tile of a prompt's chunk, for the least time of one stream. The longer a tile is, the more of its
+    scores are masked: half its length for each query."""
+    best = math.sqrt(2 * TILE / (num_kv_heads * group * SCORE))
+    number = max(1, round(query_len / best), -(-query_len * group // MAX_ROWS))
+    return -(-query_len // number)
+
+
 def causal_tiles(
-    meta: AttentionMetadata, sequence: int, firsts: IntArray, locality: Locality, group: int
+    meta: AttentionMetadata, sequence: int, firsts: IntArray, locality: Locality, group: int, length: int
 ) -> list[Tile]:
     """The tiles of a sequence's chunk, each query of which sees the keys from one of `firsts` on up to its own."""
     first_key = int(firsts[0]) // meta.block_size * meta.block_size
@@ -153,15 +168,14 @@ def causal_tiles(
     for begin, end in pieces(firsts, locality):
         offset = int(firsts[begin]) - first_key if locality.window is None else 0
         last = num_keys - len(firsts) + end
-        for tile in make_tiles(end - begin, last - offset, locality.window, group):
+        for tile in make_tiles(end - begin, last - offset, locality.window, group, length):
             rows = slice(tile.rows.start + begin, tile.rows.stop + begin)
             tiles.append(Tile(rows, slice(tile.keys.start + offset, tile.keys.stop + offset), tile.bias))
     return tiles
 
 
-def tiles_by_ranges(firsts: IntArray, lasts: IntArray, group: int) -> list[Tile]:
+def tiles_by_ranges(firsts: IntArray, lasts: IntArray, group: int, length: int) -> list[Tile]:
     """The tiles of a chunk whose query i sees the keys from firsts[i] to lasts[i]."""
-    length = min(TILE, max(1, MAX_ROWS // group))
     tiles = []
     for begin in range(0, len(firsts), length):
         rows = slice(begin, min(begin + length, len(firsts)))
@@ -180,10 +194,10 @@ def pieces(firsts: IntArray, locality: Locality) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], len(firsts)], strict=True))
 
 
-def make_tiles(query_len: int, num_keys: int, window: int | None, group: int) -> list[Tile]:
+def make_tiles(query_len: int, num_keys: int, window: int | None, group: int, length: int) -> list[Tile]:
     """The tiles of a chunk. Their biases are views of one array, except a shorter last tile's: every query sees the
     keys before it alike."""
-    length = min(TILE, max(1, MAX_ROWS // group), query_len)
+    length = min(length, query_len)
     firsts = range(num_keys - query_len, num_keys, length)  # indices among the keys of the tiles' first queries
     most = visible_before(firsts[-1], window)
     query, key = np.arange(length)[:, None], np.arange(-most, length)
@@ -211,32 +225,36 @@ def plan_decode(
     tables = meta.host_block_tables[members]
     context = np.asarray(meta.step.context_lens)[members]
     first = locality.first_key(context - 1)
-    columns = np.arange(tables.shape[1])
-    paired = (columns >= (first // size)[:, None]) & (columns < -(-context // size)[:, None])
-    # Each sequence keeps its last block as a pair. Local queries see different parts of a common prefix.
+    begins, ends = first // size, -(-context // size)
+    # Each sequence keeps its last block for itself. Local queries see different parts of a common prefix.
     is_local = locality.window is not None or locality.chunk is not None
     runs = [] if is_local else shared_runs(tables, (context - 1) // size)
     for sharing, end in runs:
-        paired[sharing, :end] = False
-    owner, column = (indices.astype(np.int32) for indices in np.nonzero(paired))
-    position = column[:, None] * size + np.arange(size)
-    visible = (position < context[owner, None]) & (position >= first[owner, None])
-    queries: IntArray
-    matrices: IntArray
-    queries, matrices = (by_head(each, num_kv_heads).reshape(-1) for each in (owner, tables[owner, column]))
+        begins[sharing] = end
+    counts = ends - begins
+    length = piece_length(counts, num_kv_heads)
+    owner = np.repeat(np.arange(n), -(-counts // length))
+    start = begins[owner] + (np.arange(len(owner)) - np.searchsorted(owner, owner)) * length
+    columns = start[:, None] + np.arange(length)
+    is_own = columns < ends[owner, None]
+    columns = np.where(is_own, columns, start[:, None])
+    position = columns[..., None] * size + np.arange(size)
+    visible = is_own[..., None] & (position < context[owner, None, None]) & (position >= first[owner, None, None])
+    queries: IntArray = by_head(owner, num_kv_heads).reshape(-1)
+    matrices: IntArray = by_head(tables[owner[:, None], columns], num_kv_heads).swapaxes(1, 2).reshape(-1, length)
     order = np.argsort(queries, kind="stable")
-    queries, matrices = queries[order], matrices[order]
-    bias = np.repeat(visible[order // num_kv_heads, None], group, axis=1)
-    pairs = [
-        Pairs(
-            mx.array(queries[part].astype(np.uint32)),
+    queries, matrices, visible = queries[order], matrices[order], visible[order // num_kv_heads]
+    bias = np.repeat(visible[:, :, None], group, axis=2)
+    pieces = [
+        Pieces(
+            mx.array(np.repeat(queries[part, None], length, axis=1).astype(np.uint32)),
             mx.array(matrices[part].astype(np.uint32)),
-            mx.arange(part.stop - part.start, dtype=mx.uint32),
+            mx.arange((part.stop - part.start) * length, dtype=mx.uint32).reshape(-1, length),
             bias_of(bias[part]),
         )
-        for part in streams.split(len(queries), len(queries) * PAIR)
+        for part in streams.split(len(queries), matrices.size * PAIR)
     ]
-    work: list[Sequence[Pairs | SharedRun]] = [pairs]
+    work: list[Sequence[Pieces | SharedRun]] = [pieces]
     owners = [queries]
     for sharing, end in runs:
         queries, matrices = by_head(sharing, num_kv_heads).T, by_head(tables[sharing[0], :end], num_kv_heads).T
@@ -250,6 +268,19 @@ def plan_decode(
         None if (np.diff(merged.reshape(-1)) == 1).all() else mx.array(merged),
         bias_of(~is_padding)[..., None, None],
     )
+
+
+def piece_length(counts: IntArray, num_kv_heads: int) -> int:
+    """Blocks of a piece, for sequences with so many blocks each, for the least time. Where sequences are shorter, long
+    pieces have blocks that count for nothing, and leave CPU streams without work. Short ones must be merged."""
+    number, longest = streams.count(int(counts.sum()) * num_kv_heads * PAIR), int(counts.max())
+
+    def seconds(length: int) -> float:
+        rows = int((-(-counts // length)).sum()) * num_kv_heads
+        return -(-rows // number) * length * PAIR + (MERGE if length < longest else 0.0)
+
+    lengths = longest, -(-longest // number), *(1 << i for i in reversed(range(longest.bit_length())))
+    return min(lengths, key=seconds)
 
 
 def by_head(indices: IntArray, num_kv_heads: int) -> IntArray:

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 LOG2E = math.log2(math.e)
 
-MIN_SIZE = 60_000
+MIN_SIZE = 30_000
 """Elements from which seventeen operations are faster than one power."""
 
 LOWEST, HIGHEST = -100.0, 126.0

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mlxpaged.attention.pool import Locality
-from mlxpaged.cpu import exp2, streams
-from mlxpaged.cpu.attention_plan import MAX_ROWS, TILE, SharedRun, make_plan, make_tiles
+from mlxpaged.cpu import attention_plan, exp2, streams
+from mlxpaged.cpu.attention_plan import MAX_ROWS, Pieces, SharedRun, make_plan, make_tiles, piece_length, tile_length
 from tests.attention.scenes import Extras, Scene, Shape, share
 
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="this backend is for a CPU")
@@ -54,7 +54,7 @@ def test_a_sequence_keeps_its_last_block() -> None:
     assert shared_runs(scene) == [([0, 1, 2], scene.tables[0][:23])]
 
 
-def test_small_runs_are_attended_as_pairs() -> None:
+def test_small_runs_are_attended_with_the_rest() -> None:
     scene = Scene(Shape(block_size=8), [(1, 300), (1, 300), (1, 300)])
     share(scene, 1, 0, 10)
     share(scene, 2, 0, 10)
@@ -66,19 +66,30 @@ def test_small_runs_are_attended_as_pairs() -> None:
 
 def test_the_tiles_of_a_long_prompt_share_one_bias() -> None:
     before = mx.get_active_memory()
-    biases = [tile.bias for tile in make_tiles(2048, 16_384, None, 8)]
+    biases = [tile.bias for tile in make_tiles(2048, 16_384, None, 8, 64)]
     mx.eval(biases)
-    assert len(biases) == 2048 // TILE
-    assert [bias.shape[-1] for bias in biases] == [*range(16_384 - 2048 + TILE, 16_384 + 1, TILE)]
+    assert len(biases) == 2048 // 64
+    assert [bias.shape[-1] for bias in biases] == [*range(16_384 - 2048 + 64, 16_384 + 1, 64)]
     assert mx.get_active_memory() - before < 2 * biases[-1].nbytes
 
 
 def test_the_tiles_of_many_heads_have_fewer_queries() -> None:
-    tiles = make_tiles(100, 300, None, 128)
-    assert [tile.bias.shape[1] for tile in tiles] == [MAX_ROWS] * 6 + [128 * 4]
-    assert [(tile.rows.start, tile.rows.stop) for tile in tiles] == [(i, min(i + 16, 100)) for i in range(0, 100, 16)]
-    assert [tile.keys.stop for tile in tiles] == [*range(216, 300, 16), 300]
+    assert tile_length(100, 1, 128) == 15  # seven tiles
+    assert MAX_ROWS == 16 * 128
+    tiles = make_tiles(100, 300, None, 128, 15)
+    assert [tile.bias.shape[1] for tile in tiles] == [128 * 15] * 6 + [128 * 10]
+    assert [(tile.rows.start, tile.rows.stop) for tile in tiles] == [(i, min(i + 15, 100)) for i in range(0, 100, 15)]
+    assert [tile.keys.stop for tile in tiles] == [*range(215, 300, 15), 300]
     Scene(Shape(128, 1, 24, value_size=16, latent=True), [(40, 60), (20, 20)]).check(Extras(window=30))
+
+
+@pytest.mark.parametrize(
+    ("query_len", "num_kv_heads", "group", "length"),
+    [(100, 3, 3, 100), (140, 3, 3, 70), (2048, 3, 3, 82), (2048, 8, 4, 44), (1, 8, 8, 1)],
+)
+def test_tiles_are_as_long_as_takes_the_least_time(query_len: int, num_kv_heads: int, group: int, length: int) -> None:
+    """Of fewer heads, more scores may be masked than of many."""
+    assert tile_length(query_len, num_kv_heads, group) == length
 
 
 @pytest.mark.parametrize("extras", [Extras(), Extras(window=40), Extras(softcap=5.0), Extras(sinks=True)], ids=str)
@@ -95,4 +106,42 @@ def test_splitting_changes_no_number(kv_heads: int, extras: Extras, many: int, m
     monkeypatch.setattr(streams, "HANDOFF", 1e-12)
     monkeypatch.setattr(streams, "cores", lambda: 4)
     np.testing.assert_array_equal(scene.attend(extras), alone)
+    scene.check(extras)
+
+
+def pieces(scene: Scene) -> list[Pieces]:
+    plan = make_plan(scene.meta(), Locality(None), scene.shape.num_heads, scene.shape.num_kv_heads).decode
+    assert plan is not None
+    return [part for part in plan.work[0] if isinstance(part, Pieces)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "cores", "length"),
+    [
+        ([5, 6, 7, 6], 1, 7),
+        ([5, 6, 7, 6], 2, 7),
+        ([1], 2, 1),
+        ([4000], 1, 4000),
+        ([4000], 2, 4000),  # half of the heads for each stream
+        ([4, 4, 4, 4000], 1, 4),  # 12,000 blocks that count for nothing would take longer than a merge
+        ([2000] * 16 + [4000], 1, 16),
+    ],
+)
+def test_pieces_are_as_long_as_takes_the_least_time(
+    counts: list[int], cores: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "cores", lambda: cores)
+    assert piece_length(np.array(counts), 8) == length
+
+
+@pytest.mark.parametrize("merge", [0.0, 1.0], ids=["short pieces", "whole sequences"])
+@pytest.mark.parametrize("extras", [Extras(), Extras(window=40), Extras(softcap=5.0), Extras(sinks=True)], ids=str)
+def test_pieces_of_any_length_make_the_same_answer(
+    merge: float, extras: Extras, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_plan, "MERGE", merge)
+    scene = Scene(Shape(6, 3, block_size=8), [(1, 70), (1, 1), (1, 8), (1, 9), (1, 300), (1, 16)])
+    lengths = {part.matrices.shape[1] for part in pieces(scene)}
+    assert lengths == {38} if merge else max(lengths) < 38
+    scene.write_all()
     scene.check(extras)
