@@ -116,8 +116,7 @@ async def run_embedder(
             raise RequestCancelledError("the request was cancelled")
         asked = made(opened.names[0])
         num_tokens = sum(map(len, asked.inputs))
-        opened.submitted = True
-        opened.count(num_tokens)
+        opened.submit([num_tokens])
         limit = engine.config.request_timeout if timeout is None else timeout
         vectors = await engine.embed(asked, arrival_time, limit)
     finally:

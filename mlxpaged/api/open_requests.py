@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from mlxpaged.api.access.caller import Caller
 from mlxpaged.core.engine.errors import DuplicateRequestError, RequestCancelledError
+from mlxpaged.core.engine.request import Request, RequestOutput
 from mlxpaged.engine.async_engine import AsyncEngine
 
 Result = TypeVar("Result")
@@ -27,16 +28,31 @@ class OpenRequest:
     submitted: bool = False  # to the engine, after its prompt is tokenized
     cancelled: bool = False  # if it is not submitted yet, it never will be
     goes_on: bool = False  # it submits further sequences when those that it has are done
+    is_counted: bool = False
+    # By engine id, until the first output: tokens of its prompt that count.
+    counted_tokens: dict[str, int] = field(default_factory=dict)
 
     def cancel(self) -> None:
         self.cancelled = True
         if self.load is not None:
             self.load.cancel()
 
-    def count(self, tokens: int) -> None:
-        """Count tokens against the limit of the request's key."""
+    def submit(self, prompt_tokens: Sequence[int]) -> None:
+        """The engine has its sequences: count the request, and tokens of their prompts. prompt_tokens: of each one,
+        those that count."""
+        self.submitted = True
         if self.caller is not None:
-            self.caller.allowance.take("tokens", tokens)
+            self.caller.count(requests=int(not self.is_counted), prompt=sum(prompt_tokens))
+            self.counted_tokens = dict(zip(self.names, prompt_tokens, strict=True))
+            self.is_counted = True
+
+    def observe(self, request: Request, output: RequestOutput) -> None:
+        """Count the tokens of an output, and at the first one those of the prompt that were cached. What counts of a
+        prompt is its end."""
+        if self.caller is not None:
+            counted = self.counted_tokens.pop(request.request_id, 0)
+            cached = max(0, output.num_cached_tokens - (len(request.prompt_token_ids) - counted)) if counted else 0
+            self.caller.count(cached=cached, output=len(output.token_ids))
 
     @property
     def ids(self) -> tuple[str, ...]:

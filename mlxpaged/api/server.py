@@ -98,7 +98,7 @@ class Server:
     def _observe(self, model: str, request: EngineRequest, output: RequestOutput) -> None:
         self.metrics.observe(model, request, output)
         if (opened := self.open_requests.get(request.request_id)) is not None:
-            opened.count(len(output.token_ids))
+            opened.observe(request, output)
         if output.finish_reason is not None:
             logger.info(
                 "%s finish_reason=%s%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d seconds=%.3f",

@@ -11,6 +11,7 @@ from mlxpaged.api import downloadable, openapi, requests, rerank, status, status
 from mlxpaged.api.anthropic import models as anthropic_models
 from mlxpaged.api.endpoint import HTML, TEXT, Access, Api, by_header, delete, get, post, reads
 from mlxpaged.api.openai import models
+from mlxpaged.api.server import Server
 from mlxpaged.api.streaming import EVENTS
 from mlxpaged.api.tokenize import (
     DetokenizeRequest,
@@ -74,8 +75,9 @@ ENDPOINTS = (
 
 
 def start(app: Starlette) -> AbstractAsyncContextManager[None]:
-    app.state.status_stream = status_stream.StatusStream(app.state.server)
-    return contextlib.nullcontext()
+    server: Server = app.state.server
+    app.state.status_stream = status_stream.StatusStream(server)
+    return contextlib.nullcontext() if server.keys is None else server.keys.usage.saved()
 
 
 API = Api(ENDPOINTS, start=start)

@@ -61,6 +61,8 @@ async def status(request: Request) -> Response:
     server = server_of(request)
     registry = server.registry
     found: dict[str, Any] = {"uptime_seconds": server.uptime, "models": []}
+    if server.keys is not None:
+        found["keys"] = server.keys.usage.describe()
     if registry is None:
         return JSONResponse({"state": EngineState.READY.value, "reason": None, "model": None} | found)
     asked = [] if registry.state is EngineState.STALLED else registry.loaded  # a stalled engine does not reply

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -66,11 +67,12 @@ def test_a_key_is_made_used_listed_and_removed(
     assert key.removeprefix("sk-mlxpaged-") not in path.read_text()
     listed = keys(path, "list")
     today = json.loads(path.read_text())["keys"][0]["created"]
-    header, *rows = [line.split() for line in listed.stdout.splitlines()]
-    assert header == ["NAME", "TIER", "MAX", "REQUESTS/MIN", "TOKENS/MIN", "ADMIN", "METRICS", "CREATED", "MODELS"]
+    header, *rows = [re.split("  +", line) for line in listed.stdout.splitlines()]
+    settings = ["NAME", "TIER", "MAX", "REQUESTS/MIN", "TOKENS/MIN", "ADMIN", "METRICS", "CREATED"]
+    assert header == [*settings, "LAST USED", "TOKENS THIS MONTH", "TOKENS", "MODELS"]
     assert rows == [
-        ["anna", "high", "high", "60", "5000", "yes", "yes", today, "all"],
-        ["ben", "low", "normal", "-", "-", "no", "yes", today, "a,b"],
+        ["anna", "high", "high", "60", "5000", "yes", "yes", today, "-", "0", "0", "all"],
+        ["ben", "low", "normal", "-", "-", "no", "yes", today, "-", "0", "0", "a,b"],
     ]
     with serving(tmp_path / "run", "none", "--api-keys", str(path), "--log-level", "debug") as command:
         with httpx.Client(base_url=command.url, timeout=DEADLINE, trust_env=False) as client:
@@ -96,6 +98,42 @@ def test_a_key_is_made_used_listed_and_removed(
         everything = command.stderr + command.stdout
         assert not [secret for secret in (key, other, "sk-ant-another") if secret in everything]
         assert "anna" not in keys(path, "list").stdout
+
+
+def test_usage_is_kept_by_key_and_across_restarts(
+    tmp_path: Path, keys: Callable[..., Result], make: Callable[..., str]
+) -> None:
+    path = tmp_path / "keys.json"
+    made = {name: make(path, name) for name in ("anna", "ben", "cid")}
+    told = dict.fromkeys(made, 0)
+    for names in (("anna", "ben"), ("anna",)):
+        with serving(tmp_path / "run", "--api-keys", str(path)) as command:
+            for name in names:
+                body = {"messages": [{"role": "user", "content": "What is 17 + 25?"}]}
+                headers = {"Authorization": f"Bearer {made[name]}"}
+                options: Any = {"headers": headers, "timeout": DEADLINE, "trust_env": False}
+                answer = httpx.post(f"{command.url}/v1/chat/completions", json=body, **options)
+                told[name] += answer.json()["usage"]["total_tokens"]
+            command.process.send_signal(signal.SIGTERM)
+            assert command.wait_end() == 0
+    assert told["anna"] > told["ben"] > told["cid"] == 0
+    file = path.with_name("keys.usage.json")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert not [key for key in made.values() if key.removeprefix("sk-mlxpaged-") in file.read_text()]
+    listed = json.loads(keys(path, "list", "--json").stdout)
+    assert {each["name"]: each["usage"]["requests"] for each in listed} == {"anna": 2, "ben": 1, "cid": 0}
+    tokens = {each["name"]: each["usage"]["prompt_tokens"] + each["usage"]["output_tokens"] for each in listed}
+    assert tokens == told
+    assert not [each for each in listed if {"salt", "hash"} & each.keys()]
+    rows = [re.split("  +", line)[-4:] for line in keys(path, "list").stdout.splitlines()[1:]]
+    assert [row[2] for row in rows] == [str(told[name]) for name in made]
+    assert rows[0][0].endswith(" ago")
+    assert rows[2][0] == "-"
+    assert keys(path, "remove", "ben").status == 0
+    assert list(json.loads(file.read_text())) == ["anna"]
+    file.write_text("{")
+    listing = keys(path, "list")
+    assert (listing.status, listing.stderr) == (0, f"mlxpaged: the usage of the keys is not known: {file} is damaged\n")
 
 
 def test_mistakes_are_said_in_a_sentence_and_change_nothing(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from mlxpaged.api.access.key_usage import Meter
 from mlxpaged.api.access.rate_limit import Allowance
 from mlxpaged.core.scheduling.sequence import Priority
 
@@ -21,7 +22,13 @@ class Caller:
     admin: bool  # may see and end the requests of all keys
     metrics: bool  # may read /metrics, as an admin may
     allowance: Allowance  # what is left of its limits
+    meter: Meter  # what it has used
     models: frozenset[str] | None = None  # names of the models that it may use; None: all
+
+    def count(self, requests: int = 0, prompt: int = 0, cached: int = 0, output: int = 0) -> None:
+        """Count tokens against its limit, and as used. cached: those of the prompt that the prefix cache had."""
+        self.allowance.take("tokens", prompt + output)
+        self.meter.count(requests, prompt, cached, output)
 
 
 def caller_of(request: Request) -> Caller | None:

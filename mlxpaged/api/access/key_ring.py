@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from mlxpaged.api.access.caller import Caller
 from mlxpaged.api.access.key_file import KeyEntry, KeyFileError, read
+from mlxpaged.api.access.key_usage import UsageLedger, usage_path
 from mlxpaged.api.access.rate_limit import Allowance
 from mlxpaged.core.scheduling.sequence import Priority
 
@@ -20,13 +22,14 @@ OTHERS_MAY_READ = 0o077
 
 
 class KeyRing:
-    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        """clock: seconds. Raises KeyFileError if the file cannot be used."""
+    def __init__(self, path: Path, clock: Callable[[], float], now: Callable[[], float] = time.time) -> None:
+        """clock: seconds. now: Unix time. Raises KeyFileError if the file cannot be used."""
         self._path = path
         self._clock = clock
         self._checked_at = clock()
         self._seen: tuple[int, int, int] | None = None
         self._keys: list[tuple[KeyEntry, Caller]] = []
+        self.usage = UsageLedger(usage_path(path), now)
         self._load()
 
     def __len__(self) -> int:
@@ -64,7 +67,10 @@ class KeyRing:
         if state.st_mode & OTHERS_MAY_READ:
             logger.warning("%s can be read by other users: chmod 600 it", self._path)
         before = {caller.name: caller.allowance for _, caller in self._keys}
+        salts = {entry.name: entry.salt for entry in content.keys}
+        self.usage.remove(entry.name for entry, _ in self._keys if salts.get(entry.name) != entry.salt)
         self._keys = [(entry, self._caller(entry, before.get(entry.name))) for entry in content.keys]
+        self.usage.keep(salts)
         logger.info("%d API keys from %s", len(self._keys), self._path)
 
     def named(self, name: str) -> Caller | None:
@@ -79,7 +85,8 @@ class KeyRing:
             allowance = before
         default, highest = (Priority[tier.upper()] for tier in (entry.tier, entry.max_priority or entry.tier))
         models = None if entry.models is None else frozenset(entry.models)
-        return Caller(entry.name, default, highest, entry.admin, entry.metrics, allowance, models)
+        meter = self.usage.meter(entry.name)
+        return Caller(entry.name, default, highest, entry.admin, entry.metrics, allowance, meter, models)
 
 
 def signature(state: os.stat_result) -> tuple[int, int, int]:

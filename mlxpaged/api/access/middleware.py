@@ -146,6 +146,7 @@ class KeyCheck:
             scope["state"]["caller"] = None
             if self._keys is not None and scope["path"] not in self._open_paths:
                 caller = identify(self._keys, Headers(scope=scope))
+                caller.meter.touch()
                 if scope["method"] == "POST":  # a key over its limit can still see and end its requests
                     count(caller.allowance)
                     send = with_headers(send, caller.allowance)

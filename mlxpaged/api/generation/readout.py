@@ -74,7 +74,7 @@ async def read_out(
                 of_prompts=[row.params for row in wave],
                 images=[row.images for row in wave],
                 exact_prefixes=[row.exact_prefixes for row in wave],
-                num_counted=sum(row.num_counted for row in wave),
+                num_counted=[row.num_counted for row in wave],
                 timeout=left_of(request.timeout, server.now - started),
             )
             answers = await start(http, lambda asked=asked: asked, id_prefix, part_of=opened)  # type: ignore[misc]

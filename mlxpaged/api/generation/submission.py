@@ -59,9 +59,9 @@ async def start(
                 raise RequestCancelledError("the request was cancelled")
             requests = engine_requests(request, context, opened, prompts, arrival_time, adapter)
             streams = engine.submit(requests)
-        opened.submitted = True
-        in_prompts = sum(len(prompt) for prompt in prompts.token_ids)
-        opened.count(in_prompts if request.num_counted is None else request.num_counted)
+        of_prompts = request.num_counted or [len(prompt) for prompt in prompts.token_ids]
+        shared = [0] * (request.candidates - 1)  # candidates have one prompt
+        opened.submit([tokens for counted in of_prompts for tokens in (counted, *shared)])
     except BaseException as error:
         forget()
         match error:

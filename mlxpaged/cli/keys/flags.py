@@ -37,7 +37,8 @@ def add_parser(commands: Any) -> None:
     add.add_argument("--models", type=model_names, metavar="NAME[,NAME...]", help=names)
     add.add_argument("--admin", action="store_true", help="may also see and end the requests of all keys")
     add.add_argument("--metrics", action="store_true", help="may also read /metrics, as an admin key may")
-    show = verbs.add_parser("list", help="show the names and settings of the keys")
+    show = verbs.add_parser("list", help="show the names, the settings and the usage of the keys")
+    show.add_argument("--json", action="store_true", help="print JSON, with requests, cached tokens and the month")
     remove = verbs.add_parser("remove", help="revoke a key")
     remove.add_argument("name", metavar="NAME")
     for verb in (add, show, remove):
