@@ -122,6 +122,7 @@ ADDONS = (
         "models",
         commands=commands(
             ps=("ps", "list the loaded models of the running server"),
+            top=("top", "show what the running server does, each second"),
             stop=("stop", "unload a model, or end the running server"),
         ),
     ),

@@ -48,6 +48,13 @@ memory.stat that counts the cached file pages among it. The kernel drops these b
 OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
+def resident_bytes() -> int:
+    """Memory of this process that is not swapped out. On a Mac, what only the GPU uses may be missing."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
 def system_free_memory() -> int:
     """Free bytes of the machine, or of the control group that the process runs in if that has less."""
     import psutil  # it takes 20 ms, and `--help` does without it

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 COMMANDS = (
-    *("serve", "chat", "run", "ps", "stop", "launch", "service install", "bench", "doctor"),
+    *("serve", "chat", "run", "ps", "top", "stop", "launch", "service install", "bench", "doctor"),
     *("keys add", "keys list", "keys remove", "pull", "ls", "rm", "cache ls", "cache clear", "config", "completion"),
 )
 OF_OTHERS = {

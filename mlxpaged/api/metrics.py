@@ -58,6 +58,11 @@ GAUGES: tuple[tuple[str, str, Read], ...] = (
         lambda stats: stats.of(NO_TIER).store.written_today,
     ),
     (
+        "swap_file_written_today_bytes",
+        "Bytes that went into the swap file today",
+        lambda stats: stats.swap_written_today,
+    ),
+    (
         "prefix_disk_writing_stopped",
         "1 if an error of the disk has stopped the writing of prefixes",
         lambda stats: bool(stats.of(NO_TIER).store.stopped),
@@ -76,6 +81,11 @@ COUNTERS: tuple[tuple[str, str, Read], ...] = (
         lambda stats: stats.scheduler.prefix_hit_tokens_total,
     ),
     ("prompt_tokens", "Prompt tokens of admitted requests", lambda stats: stats.scheduler.prompt_tokens_total),
+    (
+        "prefilled_tokens",
+        "Tokens computed that were not sampled from",
+        lambda stats: stats.prefilled_tokens_total,
+    ),
     ("generated_tokens", "Tokens generated", lambda stats: stats.generated_tokens_total),
     ("loops_ended", "Answers ended because they repeated themselves", lambda stats: stats.of(NO_LOOPS).ended_total),
     ("loop_tokens", "Tokens of the repetitions by which answers ended", lambda stats: stats.of(NO_LOOPS).tokens_total),
@@ -98,6 +108,16 @@ COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ),
     ("kv_blocks_stored", "KV blocks given to the disk", lambda stats: stats.of(NO_TIER).blocks_stored_total),
     ("kv_blocks_loaded", "KV blocks read from the disk", lambda stats: stats.of(NO_TIER).blocks_loaded_total),
+    (
+        "prefix_disk_written_bytes",
+        "Bytes of prefixes that were written since the start",
+        lambda stats: stats.of(NO_TIER).store.written_total,
+    ),
+    (
+        "swap_file_written_bytes",
+        "Bytes that went into the swap file since the model was loaded",
+        lambda stats: stats.swap_written_total,
+    ),
     ("engine_steps", "Steps of the engine", lambda stats: stats.steps_total),
     ("model_calls", "Forward passes of the model", lambda stats: stats.model_calls_total),
     (

@@ -14,13 +14,14 @@ from mlxpaged.api.errors import RETRY
 from mlxpaged.api.metrics import CONTENT_TYPE
 from mlxpaged.api.server import server_of
 from mlxpaged.core.engine.errors import EngineState, EngineUnavailableError
-from mlxpaged.core.engine.status import EngineStatus, SequenceState
+from mlxpaged.core.engine.status import EngineStats, EngineStatus, SequenceState
 from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.models.features import Feature, Missing
 from mlxpaged.parts.disk.disk_tier import NO_TIER, TierStats
 from mlxpaged.parts.drafting.draft_stats import DRAFTERS, NO_DRAFTS
 from mlxpaged.parts.embeddings.embedder import NO_EMBEDDINGS
+from mlxpaged.process_memory import resident_bytes
 from mlxpaged.registry.model import Model
 
 
@@ -60,7 +61,7 @@ async def status(request: Request) -> Response:
     fields of the default model stand at the top, too."""
     server = server_of(request)
     registry = server.registry
-    found: dict[str, Any] = {"uptime_seconds": server.uptime, "models": []}
+    found: dict[str, Any] = {"uptime_seconds": server.uptime, "resident_bytes": resident_bytes(), "models": []}
     if server.keys is not None:
         found["keys"] = server.keys.usage.describe()
     if registry is None:
@@ -110,8 +111,15 @@ def describe_engine(engine: AsyncEngine, found: EngineStatus) -> dict[str, Any]:
 
 def memory_of(engine: AsyncEngine, found: EngineStatus, info: EngineInfo) -> dict[str, Any]:
     blocks, swap = found.scheduler.blocks, found.scheduler.swap
-    drafts = NO_DRAFTS if engine.stats is None else engine.stats.of(NO_DRAFTS)
+    stats = EngineStats(found.scheduler) if engine.stats is None else engine.stats
+    drafts = stats.of(NO_DRAFTS)
     return {
+        "tokens": {
+            "prompt": found.scheduler.prompt_tokens_total,
+            "cached": found.scheduler.prefix_hit_tokens_total,
+            "prefilled": stats.prefilled_tokens_total,
+            "output": stats.generated_tokens_total,
+        },
         "blocks": {
             "used": blocks.used,
             "cached": blocks.cached,
@@ -120,12 +128,17 @@ def memory_of(engine: AsyncEngine, found: EngineStatus, info: EngineInfo) -> dic
             "max_total": found.scheduler.max_blocks,
         },
         "kv_cache": {
-            "bytes": 0 if engine.stats is None else engine.stats.kv_cache_bytes,
+            "bytes": stats.kv_cache_bytes,
             "max_bytes": info.kv_cache_bytes,
             "dtype": info.kv_cache_dtype,
             "dtype_because": info.missing[Feature.KV_CACHE_DTYPE] or None,
         },
-        "swap": {"used": swap.used, "total": swap.used + swap.free},
+        "swap": {
+            "used": swap.used,
+            "total": swap.used + swap.free,
+            "written_today_bytes": stats.swap_written_today,
+            "written_bytes": stats.swap_written_total,
+        },
         "prefix_cache_disk": None if engine.stats is None else describe_tier(engine.stats.of(NO_TIER), info.missing),
         "speculative": {
             "drafters": info.drafters,
@@ -162,6 +175,7 @@ def describe_tier(tier: TierStats, missing: Missing) -> dict[str, Any]:
         "bytes": store.size,
         "max_bytes": store.max_size,
         "written_today_bytes": store.written_today,
+        "written_bytes": store.written_total,
         "max_written_bytes": store.max_written,
         "writing_stopped_because": store.stopped or None,
         "damaged_blocks": store.damaged,

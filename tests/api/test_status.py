@@ -67,7 +67,8 @@ def test_an_idle_engine_says_so(server: RunningServer) -> None:
     assert server.engine.stats is not None
     stats = server.engine.stats
     usage, info = stats.scheduler.blocks, server.engine.info
-    assert {name: status[name] for name in status if name != "uptime_seconds"} == {
+    assert status["resident_bytes"] > 0
+    assert {name: status[name] for name in status if name not in ("uptime_seconds", "resident_bytes")} == {
         "state": "ok",
         "reason": None,
         "model": "demo",
@@ -88,7 +89,13 @@ def test_an_idle_engine_says_so(server: RunningServer) -> None:
             "dtype": "auto",
             "dtype_because": None,
         },
-        "swap": {"used": 0, "total": 0},
+        "swap": {"used": 0, "total": 0, "written_today_bytes": 0, "written_bytes": 0},
+        "tokens": {
+            "prompt": stats.scheduler.prompt_tokens_total,
+            "cached": stats.scheduler.prefix_hit_tokens_total,
+            "prefilled": stats.prefilled_tokens_total,
+            "output": stats.generated_tokens_total,
+        },
         "prefix_cache_disk": status["prefix_cache_disk"],
         "speculative": {
             "drafters": ["grammar", "ngram"],
@@ -114,6 +121,20 @@ def test_an_idle_engine_says_so(server: RunningServer) -> None:
     assert {name: model[name] for name in ("steps", "blocks", "running")} == {
         name: status[name] for name in ("steps", "blocks", "running")
     }
+
+
+def test_tokens_are_counted_when_they_are_computed(server: RunningServer) -> None:
+    def counted() -> dict[str, int]:
+        server.wait_idle()
+        return dict(ask_idle(server, "GET", STATUS)["tokens"])
+
+    before = counted()
+    for _ in range(2):
+        post(server, run_on(random_tokens(100, seed=77), 5))
+    after = {name: count - before[name] for name, count in counted().items()}
+    assert (after["prompt"], after["output"]) == (200, 10)
+    assert after["cached"] > 0
+    assert after["prefilled"] == after["prompt"] - after["cached"] - 2, "the last token of a prompt has a sample"
 
 
 def test_checkpoints_of_recurrent_states_are_counted(tmp_path: Path) -> None:

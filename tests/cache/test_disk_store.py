@@ -206,6 +206,7 @@ def test_no_more_is_written_a_day_than_allowed_whatever_the_clock_does(directory
     assert written_of(50) == 20
     clock.now -= 10_000 * DAY
     assert written_of(50) == 0
+    assert store.stats().written_total == 3 * budget
     store.close()
     store = DiskStore(directory, 10**6, budget, clock)
     assert written_of(50) == 0, "a restart is no other day"

@@ -24,7 +24,7 @@ import pytest
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import KV_DTYPES, KVLayout
 from mlxpaged.core.engine import swap_space
-from mlxpaged.core.engine.swap_space import SwapSpace, SwapSpaceError, bytes_per_slot
+from mlxpaged.core.engine.swap_space import SwapSpace, SwapSpaceError, WrittenBytes, bytes_per_slot
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -168,6 +168,27 @@ def test_a_slot_is_one_block_of_every_layer(layers: list[LayerKVCache]) -> None:
     assert [b.nbytes - a.nbytes for a, b in zip(layers, one_block_more, strict=True)] == [
         kv.layout.bytes_per_block for kv in layers
     ]
+
+
+def test_bytes_that_go_into_the_file_are_counted(layers: list[LayerKVCache], directory: Path | None) -> None:
+    space = SwapSpace(layers, SLOTS, directory)
+    space.store([(2, 3), (5, 0)])
+    space.load([(3, 6)])
+    assert space.written.today == space.written.total == (2 * bytes_per_slot(layers) if directory else 0)
+    space.close()
+
+
+def test_a_day_of_writes_begins_at_midnight() -> None:
+    days = [100.9]
+    written = WrittenBytes(lambda: days[0] * 86_400)
+    written.add(10)
+    assert (written.total, written.today) == (10, 10)
+    days[0] = 101.1
+    assert (written.total, written.today) == (10, 0)
+    written.add(5)
+    days[0] = 100.9  # a clock that is set back begins no day
+    written.add(1)
+    assert (written.total, written.today) == (16, 6)
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------

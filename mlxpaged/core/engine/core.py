@@ -182,4 +182,7 @@ class EngineCore(Worker):
             self.states.nbytes,
             self.loop.results.prompt_chunks,
             (*(stats for part in self.parts if (stats := part.stats()) is not None), *self.stats_of_embedder),
+            self.loop.results.num_prefilled,
+            self.runner.swap.written.total,
+            self.runner.swap.written.today,
         )

@@ -18,7 +18,8 @@ from mlxpaged.core.step import Row, Step
 
 
 class Results:
-    """Belongs to the engine thread. clock: seconds. prompt_chunks: of the step that was processed last."""
+    """Belongs to the engine thread. clock: seconds. prompt_chunks: of the step that was processed last. num_prefilled:
+    tokens that were computed and not sampled from."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class Results:
         self._undelivered: dict[int, list[SampledToken]] = {}  # by sequence: tokens that are committed
         self.device = DeviceClock()
         self.prompt_chunks: tuple[PromptChunk, ...] = ()
+        self.num_prefilled = 0
 
     def join(self, device: DeviceClock) -> None:
         """Share the device with other models."""
@@ -60,6 +62,7 @@ class Results:
             tokens.pop(sequence_id, None)
         token_ids = {sequence_id: [token.token_id for token in sampled] for sequence_id, sampled in tokens.items()}
         self._scheduler.update(Step(step.rows), token_ids)
+        self.num_prefilled += sum(len(row.token_ids) - row.num_sampled for row in step.rows)
         if invalid:
             self.discard()
         # A step that only decodes samples every row, and pays nothing for prompts.

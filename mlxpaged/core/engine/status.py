@@ -35,6 +35,9 @@ class EngineStats:
     state_bytes: int = 0  # reserved for recurrent states, of sequences and of checkpoints
     prompt_chunks: tuple[PromptChunk, ...] = ()  # of the step, without the last ones of their prompts
     parts: tuple[object, ...] = ()  # what the parts and the embedder say
+    prefilled_tokens_total: int = 0  # computed without a sample: prompts without their last tokens, recomputed ones too
+    swap_written_total: int = 0  # bytes that went into the swap file; 0 if the swap space is memory
+    swap_written_today: int = 0
 
     def of(self, absent: S) -> S:
         """What the part says whose statistics have the type of `absent`; `absent` if the model has no such part."""

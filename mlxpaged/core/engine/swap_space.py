@@ -7,7 +7,8 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -20,6 +21,8 @@ from mlxpaged.process_memory import system_free_memory
 PIECE_BYTES = 64 * 2**20
 """Most bytes of all layers that are copied at once, so that a call needs a small multiple of this memory, however many
 blocks it moves. A piece holds many slots, so a call seldom waits for the device."""
+
+DAY_SECONDS = 86_400
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -78,6 +81,32 @@ def arrays_of(data: Bytes, likes: Iterable[Like]) -> Iterator[mx.array]:
         first = last
 
 
+class WrittenBytes:
+    """Counts the bytes that are written to a disk: since the start, and today in UTC. clock: Unix time."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self.total = 0
+        self._before_today, self._day = 0, self._now()
+
+    def add(self, size: int) -> None:
+        self._begin_day()
+        self.total += size
+
+    @property
+    def today(self) -> int:
+        self._begin_day()
+        return self.total - self._before_today
+
+    def _begin_day(self) -> None:
+        """A clock that is set back begins no day."""
+        if self._now() > self._day:
+            self._before_today, self._day = self.total, self._now()
+
+    def _now(self) -> int:
+        return int(self._clock() // DAY_SECONDS)
+
+
 class SwapSpace:
     """`num_slots` slots, each for one KV block of all `layers`; 0: there is no swap space. They hold bytes, because
     NumPy has no bfloat16. A slot is contiguous: the planes of the first layer (KVLayout.planes), those of the second,
@@ -85,7 +114,7 @@ class SwapSpace:
 
     Without a directory the slots are ordinary memory, which the system commits when slots are first written. On Apple
     Silicon it is the same memory as the pools', but it is not wired and not part of the GPU's working set, which runs
-    out first. With a directory the slots are a memory-mapped file in it.
+    out first. With a directory the slots are a memory-mapped file in it. written: bytes that went into this file.
 
     Belongs to the thread of the layers. Raises ValueError if the layers differ in the number or size of their blocks,
     MemoryError if less memory is free than the slots need, SwapSpaceError if the directory cannot be used.
@@ -98,6 +127,8 @@ class SwapSpace:
             raise ValueError(f"num_slots must be at least 0, got {num_slots}")
         self.num_slots = num_slots
         self.nbytes = num_slots * bytes_per_slot(layers)
+        self.written = WrittenBytes()
+        self._is_file = directory is not None
         self._layers = list(layers)
         self._memory: Bytes | None = None
         self._columns: list[Bytes] = []
@@ -118,6 +149,7 @@ class SwapSpace:
             mx.eval(read)  # one wait for all layers
             for column, array in zip(self._columns, read, strict=True):
                 column[slots] = np.asarray(array).reshape(len(slots), column.shape[1])
+            self._note(len(slots) * bytes_per_slot(self._layers))
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy slot to block for every (slot, block). The slots keep their contents. The copies are done on return.
@@ -138,6 +170,7 @@ class SwapSpace:
         for i, slot in enumerate(slots):
             piece = data[i * size : (i + 1) * size]
             self._memory[slot, : len(piece)] = piece
+        self._note(len(data))
 
     def load_arrays(self, slots: Sequence[int]) -> list[mx.array]:
         """The arrays that `store_arrays` has copied into the slots."""
@@ -149,6 +182,10 @@ class SwapSpace:
     def close(self) -> None:
         """Free the memory or the file. Closing twice is no error."""
         self._memory, self._columns = None, []  # the only references to the mapping, which has the only one to the file
+
+    def _note(self, size: int) -> None:
+        if self._is_file:
+            self.written.add(size)
 
     def _check(self, blocks: Sequence[int], slots: Sequence[int], written: str) -> None:
         if not slots:

@@ -49,7 +49,7 @@ class ModelUsage(NamedTuple):
 
 class StoreStats(NamedTuple):
     """size, max_size: bytes of all models. damaged: blocks since the start. stopped: why nothing is written any more;
-    empty if it is."""
+    empty if it is. written_total: bytes since the start."""
 
     blocks: int = 0
     size: int = 0
@@ -58,3 +58,4 @@ class StoreStats(NamedTuple):
     max_written: int = 0
     damaged: int = 0
     stopped: str = ""
+    written_total: int = 0

@@ -86,7 +86,7 @@ class DiskStore:
         self._open: dict[str, tuple[int, IO[bytes]]] = {}  # by model: the segment that is appended to
         self._next = 1
         self._used: set[int] = set()  # segments whose `used` the index does not have yet
-        self._uses = self._damaged = self._day = self._written = 0
+        self._uses = self._damaged = self._day = self._written = self._written_total = 0
         self._stopped, self._said_on = "", -1
         self._bytes_read, self._read_seconds = READ_RATE, 1.0
         self._reads: deque[Callable[[], None]] = deque()  # they go before other jobs
@@ -172,7 +172,7 @@ class DiskStore:
     def stats(self) -> StoreStats:
         written = self._write_budget - self._left_today()
         sizes = self._size(), self._budget, written, self._write_budget
-        return StoreStats(len(self._places), *sizes, self._damaged, self._stopped)
+        return StoreStats(len(self._places), *sizes, self._damaged, self._stopped, self._written_total)
 
     def usage(self) -> list[ModelUsage]:
         """What each model has, the largest first."""
@@ -279,6 +279,7 @@ class DiskStore:
             segment.size += length
             segment.names.add(content.name)
             self._written += length
+            self._written_total += length
             self._use(number)
         for _, file in self._open.values():
             file.flush()
