@@ -48,6 +48,17 @@ def test_a_chat_in_a_terminal(terminal: Terminal, server: RunningServer) -> None
     assert terminal.wait_prompt(before) == 0
 
 
+def test_top_is_drawn_again_and_again_and_ends_with_q(terminal: Terminal, server: RunningServer) -> None:
+    for key, status in (("q", 0), ("C-c", 130)):
+        terminal.start(f"mlxpaged top --url {server.url}")
+        terminal.wait_for(r"\nscripted +0 +0 +- +-")
+        terminal.wait_for(r"\nscripted +0 +0 +0\.0 +0\.0")
+        terminal.key(key)
+        assert terminal.wait_prompt() == status
+        assert "OUTPUT/S" not in terminal.text(), "the screen is as it was"
+        assert terminal.run("stty -a | grep -wc -e icanon")[1] == "1"
+
+
 def test_run_in_a_pipe(terminal: Terminal, server: RunningServer) -> None:
     assert terminal.run(f"mlxpaged run scripted --url {server.url} Hello") == (0, "Hi, **there**.")
     assert terminal.run(f"echo Hello | mlxpaged run scripted --url {server.url} | tr a-z A-Z") == (0, "HI, **THERE**.")
@@ -74,7 +85,7 @@ def test_a_server_is_served_listed_used_and_stopped(terminal: Terminal) -> None:
     (terminal.home / "claude").chmod(0o755)
     status, text = terminal.run("PATH=$HOME:$PATH mlxpaged launch claude --small-context -- -p hello")
     assert status == 3
-    assert re.fullmatch(r"http://127\.0\.0\.1:\d+ demo -p hello", text)
+    assert re.search(r"^http://127\.0\.0\.1:\d+ demo -p hello\Z", text, re.MULTILINE)
     status, text = terminal.run("mlxpaged stop")
     assert status == 0
     assert "has ended" in text
