@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import errno
 import ipaddress
 import logging
 import math
@@ -354,18 +355,16 @@ def run(args: argparse.Namespace) -> int:
     AWAKE.choose(not args.allow_sleep)
     for addon in addons.from_outside():
         logger.info("add-on %s: %s", addon.name, addon.contents)
+    if (free := listeners_of(args)) is None:  # known before the imports of the engine, which take seconds
+        return 1
+    close(free)
     try:
         registry = server_models(args)
     except ValueError as error:
         args.parser.error(str(error))
-    listeners: list[socket.socket] = []
-    for port in (args.port, *(() if args.ollama_port is None else (args.ollama_port,))):
-        try:
-            listeners.append(listen(args.host, port))
-        except OSError as error:
-            close(listeners)
-            print(f"mlxpaged: cannot listen on {args.host}:{port}: {error.strerror or error}", file=sys.stderr)
-            return 1
+    listeners = listeners_of(args)
+    if listeners is None:
+        return 1
     addresses = [listener.getsockname() for listener in listeners]
     if not (args.api_keys or args.insecure or ipaddress.ip_address(addresses[0][0]).is_loopback):
         close(listeners)
@@ -445,6 +444,35 @@ def allow_open_files(answered: int) -> float:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
     return soft - min(OTHER_FILES, soft // 2)
+
+
+def listeners_of(args: argparse.Namespace) -> list[socket.socket] | None:
+    """Returns the main socket, and the one for Ollama's clients if there is one. None, with a message, if one of the
+    ports cannot be had."""
+    found: list[socket.socket] = []
+    for flag, port in (("--port", args.port), ("--ollama-port", args.ollama_port)):
+        if port is None:
+            continue
+        try:
+            found.append(listen(args.host, port))
+        except OSError as error:
+            close(found)
+            reason = error.strerror or str(error)
+            if error.errno == errno.EADDRINUSE:
+                from mlxpaged.cli.port_in_use import occupant
+
+                reason = f"{reason}: {occupant(url_for(args.host, port), flag)}"
+            print(f"mlxpaged: cannot listen on {args.host}:{port}: {reason}", file=sys.stderr)
+            return None
+    return found
+
+
+def url_for(host: str, port: int) -> str:
+    """Returns the URL of an address as a user writes it, which may be a name."""
+    try:
+        return local_url((host, port))
+    except ValueError:
+        return f"http://{host}:{port}"
 
 
 def close(listeners: Iterable[socket.socket]) -> None:

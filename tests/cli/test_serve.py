@@ -12,6 +12,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from starlette.routing import Route
 
 from mlxpaged.api.app import create_app
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.cli import http_server, serve
+from mlxpaged.cli import http_server, port_in_use, serve
 from mlxpaged.cli.banner import banner, page_address
 from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.cli.http_server import HttpServer, url_of
+from mlxpaged.cli.port_in_use import occupant
 from mlxpaged.engine import async_engine
 from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.builder import build_engine
@@ -40,7 +42,7 @@ from tests.models.architectures import make_architecture
 from tests.models.gguf_blocks import quantized_q8_0
 from tests.models.gguf_files import Stored, plain
 from tests.models.gguf_models import as_gguf
-from tests.support import make_embedding_model, make_tiny_model, wait_until
+from tests.support import RunningServer, make_embedding_model, make_tiny_model, wait_until
 
 
 @contextlib.contextmanager
@@ -285,14 +287,60 @@ def test_freed_memory_is_returned_again_and_again_beside_the_event_loop(monkeypa
     assert threading.main_thread() not in returned_by
 
 
-def test_a_port_in_use_is_said_in_a_sentence(run: Callable[..., Result]) -> None:
+def test_a_port_in_use_is_said_in_a_sentence(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(port_in_use, "PROBE_SECONDS", 0.05)
+    monkeypatch.setattr(serve, "server_models", None)  # it is said before the engine is imported
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = run("serve", "--port", str(port))
-    assert result.status == 1
-    assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
+    assert (result.status, result.stdout) == (1, "")
+    assert result.stderr == (
+        f"mlxpaged: cannot listen on 127.0.0.1:{port}: Address already in use: another program uses it, "
+        f"which `lsof -nP -i :{port}` names; end that, or choose another port with --port\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ({"/health": '{"status": "ok", "model": "demo"}'}, "mlxpaged runs there already with demo; use it"),
+        ({"/health": '{"status": "ok", "model": null}'}, "mlxpaged runs there already; use it"),
+        (
+            {
+                "/health": '{"status": "ok", "model": "a"}',
+                "/v1/models": '{"data": [{"id": "a", "state": "loaded"}, {"id": "b", "state": "loaded"}, {"id": "c"}]}',
+            },
+            "mlxpaged runs there already with a, b; use it (`mlxpaged ps --url URL`), end it with "
+            "`mlxpaged stop --url URL`, or choose another port with --ollama-port",
+        ),
+        ({"/": "Ollama is running"}, "Ollama runs there; quit it, or choose another port with --ollama-port"),
+        ({"/health": "[1]", "/": "<html>"}, "another program uses it"),
+    ],
+)
+def test_what_uses_a_port_is_named(answers: dict[str, str], said: str) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = answers.get(self.path, "{}").encode()
+            self.send_response(200 if self.path in answers else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        assert said in occupant(url, "--ollama-port").replace(url, "URL")
+        server.shutdown()
+        thread.join()
+
+
+def test_a_real_server_on_the_port_is_named(demo_server: RunningServer, run: Callable[..., Result]) -> None:
+    port = demo_server.url.rpartition(":")[2]
+    assert "mlxpaged runs there already with demo; use it" in run("serve", "--port", port).stderr
 
 
 def test_a_directory_without_a_model_is_said_in_a_sentence(tmp_path: Path, run: Callable[..., Result]) -> None:
