@@ -24,6 +24,8 @@ from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.server import Server
 from mlxpaged.cli.banner import banner
 from mlxpaged.cli.http_protocol import HttpProtocol
+from mlxpaged.cli.os_errors import sentence
+from mlxpaged.cli.smaller_model import smaller
 from mlxpaged.cli.start_display import StartDisplay
 from mlxpaged.core.engine.errors import EngineUnavailableError
 from mlxpaged.cpu import blas
@@ -59,7 +61,7 @@ def run_server(
         for listener in listeners:
             listener.close()
         place = "" if isinstance(error, KeyFileError) else f"--data-dir {data_dir}: "
-        print(f"mlxpaged: {place}{error}", file=sys.stderr)
+        print(f"mlxpaged: {place}{sentence(error)}", file=sys.stderr)
         return 1
     return HttpServer(app, listeners, drain_timeout).run_until_signal()
 
@@ -164,7 +166,7 @@ class HttpServer(uvicorn.Server):
             loaded.result()
         except EngineUnavailableError as error:
             if not self.should_exit:
-                print(f"mlxpaged: {error}", file=sys.stderr, flush=True)
+                print(f"mlxpaged: {error}{instead(registry)}", file=sys.stderr, flush=True)
                 self._exit_status = 1
                 self.should_exit = self._shared.is_ending = True
                 await registry.drain(GRACE_SECONDS, str(error))  # ends the stream of the page too
@@ -181,6 +183,12 @@ async def return_freed_memory_regularly() -> None:
     while True:
         await asyncio.sleep(RETURN_SECONDS)
         await asyncio.to_thread(return_freed_memory)
+
+
+def instead(registry: Registry) -> str:
+    """Returns the end of the message about a start that has failed: a model that fits, if one was too large."""
+    failures = [model.engine.failure for model in registry.models.values() if model.engine is not None]
+    return smaller() if any(each is not None and each.missing_bytes for each in failures) else ""
 
 
 def url_of(listener: socket.socket) -> str:

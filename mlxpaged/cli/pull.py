@@ -15,23 +15,19 @@ from typing import TYPE_CHECKING, Any
 from mlxpaged.cli.banner import megabytes
 from mlxpaged.cli.flags import model_name
 from mlxpaged.cli.parser import heavy_imports
+from mlxpaged.cli.smaller_model import smaller
 from mlxpaged.models.errors import HubError, InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
 from mlxpaged.models.sources.gguf.choice import split_name
 from mlxpaged.models.sources.short_names import (
     BUNDLED,
     full_name,
-    largest_within,
     near_names,
     short_name,
-    short_names,
     taken,
 )
 
 if TYPE_CHECKING:
     from mlxpaged.models.sources.preflight import FileSizes
-
-ROOM = 0.7
-"""Share of the free memory for the weights of a model that is suggested instead; the rest is for its KV cache."""
 
 SEARCH_SECONDS = 10
 MOST_FOUND = 8
@@ -170,14 +166,6 @@ def suggestions(name: str) -> str:
     except Exception as error:  # its own errors, and those of its HTTP library, which depends on its version
         lines.append(f"the hub was not searched: {type(error).__name__}; is this machine online?")
     return "".join(f"\n  {line}" for line in lines)
-
-
-def smaller() -> str:
-    """The end of the message about a model that is too large: the largest one of the table that would fit."""
-    from mlxpaged.models.device_memory import default_device_memory
-
-    name = largest_within(ROOM * default_device_memory())
-    return "" if name is None else f"; {name} would fit ({megabytes(short_names()[name].bytes)})"
 
 
 @contextlib.contextmanager

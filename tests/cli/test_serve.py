@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from mlxpaged.api.app import create_app
 from mlxpaged.api.config import HttpConfig
-from mlxpaged.cli import http_server, port_in_use, serve
+from mlxpaged.cli import http_server, port_in_use, serve, smaller_model
 from mlxpaged.cli.banner import banner, page_address
 from mlxpaged.cli.http_protocol import HttpProtocol
 from mlxpaged.cli.http_server import HttpServer, url_of
@@ -34,6 +34,7 @@ from mlxpaged.engine.async_engine import AsyncEngine
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine.info import EngineInfo
 from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models import device_memory
 from mlxpaged.models.errors import ModelNotFoundError
 from mlxpaged.models.loader import DEMO_PATH, load_model
 from mlxpaged.registry.registry import Registry
@@ -349,6 +350,19 @@ def test_a_directory_without_a_model_is_said_in_a_sentence(tmp_path: Path, run: 
     [sentence] = [line for line in result.stderr.splitlines() if line.startswith("mlxpaged: ")]
     assert str(tmp_path / "nothing") in sentence
     assert result.stdout == ""
+
+
+def test_a_model_that_does_not_fit_is_said_with_one_that_does(
+    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_memory, "system_free_memory", lambda: 200_000)
+    monkeypatch.setattr(device_memory, "CPU_MARGIN", 0)
+    monkeypatch.setattr(smaller_model, "largest_within", lambda size: "qwen3:0.6b" if size < 200_000 else None)
+    result = run("serve", "--port", "0")
+    assert result.status == 1
+    [sentence] = [line for line in result.stderr.splitlines() if line.startswith("mlxpaged: ")]
+    assert "its weights take" in sentence
+    assert re.search(r"; qwen3:0\.6b would fit \(3\d\d\.\d MB\)$", sentence)
 
 
 @pytest.mark.parametrize(
