@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,6 +84,7 @@ def test_flags_in_the_text_exist(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_parser_takes_the_commands_of_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "schema.json").write_text("{}")
+    shutil.copy(DOCS / "images" / "chat-phone.png", tmp_path / "photo.png")
     monkeypatch.chdir(tmp_path)
     for page in (ROOT / "README.md", *PAGES):
         text = page.read_text().replace("\\\n", " ")

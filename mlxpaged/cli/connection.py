@@ -88,10 +88,13 @@ def found(args: argparse.Namespace) -> Client | None:
 
 
 @contextlib.contextmanager
-def connected(args: argparse.Namespace, model: str | None, more: Sequence[str] = ()) -> Iterator[Connection]:
+def connected(
+    args: argparse.Namespace, model: str | None, more: Sequence[str] = (), shows_images: bool = False
+) -> Iterator[Connection]:
     """Connects to the running server when its models are loaded. Without --url, a server is started if none runs, and
     ended with the context. Standard error shows what is waited for. model: the user's name for it; None: any. more:
-    flags of a server that is started."""
+    flags of a server that is started. shows_images: a model that does not see is refused, if possible before it is
+    loaded."""
     line, wanted = StatusLine(sys.stderr), model
     said = None if model is None else taken(model)
     with contextlib.ExitStack() as stack:
@@ -107,7 +110,7 @@ def connected(args: argparse.Namespace, model: str | None, more: Sequence[str] =
             model = None  # the server may have a better name for it
         else:
             wait_loaded(client, line.show)
-        name = chosen(client, model, line.show)
+        name = chosen(client, model, line.show, shows_images)
         line.clear()
         if not name.isprintable():  # it would change the terminal, or a command that is printed for a shell
             raise ServerError(f"the name of the model at {client.url} has characters that cannot be shown: {name!r}")
@@ -116,9 +119,9 @@ def connected(args: argparse.Namespace, model: str | None, more: Sequence[str] =
         yield Connection(client, name, is_own)
 
 
-def chosen(client: Client, model: str | None, show: Callable[[str], None]) -> str:
-    """Returns the server's name of the model, which is loaded then, if the server can do this and the key may. Raises
-    ServerError."""
+def chosen(client: Client, model: str | None, show: Callable[[str], None], shows_images: bool = False) -> str:
+    """Returns the server's name of the model, which is loaded then, if the server can do this and the key may.
+    shows_images: as for `connected`. Raises ServerError."""
     entries = generating(client)
     model = None if model is None else without_address(model)
     if model is None:
@@ -126,22 +129,41 @@ def chosen(client: Client, model: str | None, show: Callable[[str], None]) -> st
             raise ServerError(f"the server at {client.url} serves no model that generates text")
         model = str(entries[0]["id"])
     states = {entry["id"]: entry["state"] for entry in entries}
+    for entry in entries:
+        if shows_images and entry["id"] == model and not sees(entry):
+            raise ServerError(cannot_see(model, entries))
     if states.get(model) == LOADED:
         return model
     name = str(Path(model).resolve()) if model not in states and os.path.exists(model) else model
     show(f"loading {model}")
     try:
-        return str(client.post(model_path(name, "load"), seconds=None)["id"])
+        loaded = client.post(model_path(name, "load"), seconds=None)
     except ServerError as error:
         if error.status == 403:  # only admins load models by hand; a request loads it too
             return name
         if error.status != 404:
             raise
         served = f"It serves {', '.join(states)}." if states else "It serves no model."
-        raise ServerError(f"the server at {client.url} does not serve {model}. {served}") from None
+        how = "It also loads any model that is on its machine: `mlxpaged pull NAME` downloads one there."
+        raise ServerError(f"the server at {client.url} does not serve {model}. {served} {how}") from None
+    if shows_images and not sees(loaded):
+        raise ServerError(cannot_see(model, entries))
+    return str(loaded["id"])
 
 
 def generating(client: Client) -> list[Entry]:
     """Returns the models that generate text, loaded ones first."""
     entries = [entry for entry in client.get("/v1/models")["data"] if Kind(entry["kind"]).generates]
     return sorted(entries, key=lambda entry: entry["state"] != LOADED)
+
+
+def sees(entry: Entry) -> bool:
+    """Whether a model sees images. entry: what GET /v1/models says of it, also of one that is not loaded."""
+    known = entry.get("capabilities", {}).get("vision")
+    return entry.get("kind") == Kind.VISION.value if known is None else bool(known)
+
+
+def cannot_see(model: str, entries: Sequence[Entry]) -> str:
+    """Returns the sentence that refuses an image, with the models of the server that see."""
+    others = [str(entry["id"]) for entry in entries if sees(entry)]
+    return f"{model} does not see images; " + (f"{', '.join(others)} can" if others else "no model of the server does")

@@ -14,6 +14,8 @@ from mlxpaged.cli.answer import Answer, pieces
 from mlxpaged.cli.arguments import put_flags_first
 from mlxpaged.cli.client import ServerError
 from mlxpaged.cli.connection import Connection, add_server_flags, connected
+from mlxpaged.cli.image_file import content, data_url
+from mlxpaged.cli.os_errors import sentence
 from mlxpaged.cli.status_line import StatusLine
 from mlxpaged.cli.visible import visible
 
@@ -30,10 +32,16 @@ def schema(text: str) -> Any:
     try:
         found = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"neither a JSON schema nor a file with one: {error}") from None
+        reason = sentence(error)
+        raise argparse.ArgumentTypeError(f"neither a JSON schema nor a file with one: {reason}") from None
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError("must be a JSON object")
     return found
+
+
+@flags.checked
+def image(text: str) -> str:
+    return data_url(flags.path(text))
 
 
 def add_parser(commands: Any) -> None:
@@ -53,6 +61,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--temperature", type=temperature, metavar="T", help="0 to 2 (default: the model's)")
     parser.add_argument("--top-p", type=top_p, metavar="P", help="above 0, at most 1 (default: the model's)")
     parser.add_argument("--seed", type=seed, metavar="N", help="the same seed repeats an answer")
+    shown = "PNG, JPEG, WEBP or GIF that the model is shown before the prompt; can be repeated"
+    parser.add_argument("--image", type=image, action="append", default=[], metavar="FILE", help=shown, dest="images")
     enforced = "the answer fits this JSON schema: the schema itself, or a file with it"
     parser.add_argument("--json-schema", type=schema, metavar="SCHEMA", help=enforced)
     parser.add_argument("--think", action="store_true", help="print the model's thinking on standard error")
@@ -65,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns the exit status."""
     try:
         prompt = whole_prompt(args)
-        with connected(args, args.model) as connection:
+        with connected(args, args.model, shows_images=bool(args.images)) as connection:
             return print_answer(connection, request(args, prompt), args.think)
     except ServerError as error:
         print(f"mlxpaged: {error}", file=sys.stderr)
@@ -88,7 +98,7 @@ def whole_prompt(args: argparse.Namespace) -> str:
 
 def request(args: argparse.Namespace, prompt: str) -> dict[str, Any]:
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    body: dict[str, Any] = {"messages": [*system, {"role": "user", "content": prompt}]}
+    body: dict[str, Any] = {"messages": [*system, {"role": "user", "content": content(prompt, args.images)}]}
     for name in ("max_tokens", "temperature", "top_p", "seed"):
         if getattr(args, name) is not None:
             body[name] = getattr(args, name)

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mlxpaged.api.durable_files import make_private, owner_only
+from mlxpaged.cli.os_errors import sentence
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def registered(url: str, shared: bool) -> Iterator[None]:
             new.replace(path)
         except OSError as error:
             if not shared:
-                raise SystemExit(f"mlxpaged: the file of a new server cannot be written: {error}") from None
+                raise SystemExit(f"mlxpaged: the file of a new server cannot be written: {sentence(error)}") from None
             logger.warning("other commands cannot find this server: %s", error)
         yield
 

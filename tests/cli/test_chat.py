@@ -19,6 +19,7 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
+from mlxpaged.cli.chat import slash
 from mlxpaged.cli.chat.chat import Chat
 from mlxpaged.cli.chat.conversation import EFFORTS, Conversation
 from mlxpaged.cli.chat.loop import talk, uninterrupted
@@ -153,8 +154,16 @@ def test_commands_change_what_is_sent(session: Session) -> None:
     assert session.conversation.request()["messages"] == []
 
 
-def test_an_image_goes_with_the_next_message(session: Session, tmp_path: Path) -> None:
+def test_a_model_that_does_not_see_is_shown_no_image(session: Session, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    said = session.type(f"/image {tmp_path}/a.png")
+    assert said == "scripted does not see images; no model of the server does\n"
+    assert session.conversation.images == []
+
+
+def test_an_image_goes_with_the_next_message(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scripted model sees nothing, so it refuses the message: it is taken back, and the image is kept."""
+    monkeypatch.setattr(slash, "sees", lambda entry: True)
     file = tmp_path / "a b.png"
     file.write_bytes(PNG)
     assert session.type(f"/image {file}") == "images that go with your next message: 1\n"

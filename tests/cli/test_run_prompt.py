@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import json
@@ -9,18 +10,23 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlxpaged.api.batches.store import Store
-from mlxpaged.cli import background_server
-from mlxpaged.cli.client import Client
+from mlxpaged.cli import background_server, run_prompt
+from mlxpaged.cli.client import Client, ServerError
+from mlxpaged.cli.connection import chosen
 from mlxpaged.cli.running_servers import running_servers
+from mlxpaged.engine_config import EngineConfig
 from tests.cli.helpers import Result
 from tests.scripted import scripted_server
-from tests.support import RunningServer, wait_until
+from tests.support import RunningServer, running_server, wait_until
 
 pytestmark = pytest.mark.usefixtures("home")
+
+PICTURE = Path(__file__).parents[2] / "docs" / "images" / "chat-phone.png"
 
 SCRIPT = {
     "Why?": "<think>\nHm, why.\n</think>\n\nBe\x1bcause.",
@@ -103,7 +109,10 @@ def test_a_schema_is_enforced(run: Callable[..., Result], demo_server: RunningSe
         (["scripted", "x", "--max-tokens"], 2, "expected one argument"),
         (["scripted", "x", "--json-schema", "[]"], 2, "neither a JSON schema nor a file with one"),
         (["scripted", "x", "--api-key", "schlüssel"], 2, "must be letters, digits and signs of ASCII"),
-        (["other", "x"], 1, "does not serve other. It serves scripted."),
+        (["other", "x"], 1, "does not serve other. It serves scripted. It also loads any model that is on its machine"),
+        (["scripted", "x", "--image", "/no/such.png"], 2, "/no/such.png cannot be read: No such file or directory"),
+        (["scripted", "x", "--image", __file__], 2, "test_run_prompt.py is no PNG, JPEG, WEBP or GIF"),
+        (["scripted", "x", "--image", str(PICTURE)], 1, "scripted does not see images; no model of the server does"),
         (["a prompt in place of the model " * 10, "x"], 1, "does not serve a prompt in place of the model"),
         (["scripted", "x", "--url", "ftp://a"], 2, "must be an address such as http://"),
         (["scripted", "x", "--url", "127.0.0.1:1"], 1, "no server runs at http://127.0.0.1:1"),
@@ -121,6 +130,47 @@ def test_what_cannot_be_answered_is_said_in_a_line(
     assert "Traceback" not in result.stderr
 
 
+def test_images_are_shown_before_the_prompt(
+    run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_server(EngineConfig(model="demo-vision", kv_cache_bytes=64_000_000)) as server:
+        result = run("run", "demo-vision", "--url", server.url, "--image", str(PICTURE), "What number is it?")
+    assert (result.status, result.stderr) == (0, "")
+    assert result.stdout.strip()
+    bodies: list[dict[str, Any]] = []
+    monkeypatch.setattr(run_prompt, "connected", lambda *args, **options: contextlib.nullcontext(options))
+    monkeypatch.setattr(run_prompt, "print_answer", lambda connection, body, thinks: bodies.append(body) or 0)
+    run("run", "x", "--image", str(PICTURE), "What is it?", "--image", str(PICTURE))
+    url = f"data:image/png;base64,{base64.b64encode(PICTURE.read_bytes()).decode()}"
+    part = {"type": "image_url", "image_url": {"url": url}}
+    assert bodies[0]["messages"][-1]["content"] == [part, part, {"type": "text", "text": "What is it?"}]
+
+
+def test_a_model_that_does_not_see_is_not_loaded_for_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [
+        {"id": "text", "state": "available", "kind": "text"},
+        {"id": "eyes", "state": "available", "kind": "vision"},
+        {"id": "shut", "state": "loaded", "kind": "vision", "capabilities": {"vision": False}},
+    ]
+    posted: list[str] = []
+
+    def post(client: Client, path: str, **options: Any) -> dict[str, Any]:
+        posted.append(path)
+        name = path.split("/")[3]
+        return {"id": name, "kind": "text" if name == "other" else "vision"}
+
+    monkeypatch.setattr(Client, "get", lambda self, path: {"data": entries})
+    monkeypatch.setattr(Client, "post", post)
+    client = Client("http://x")
+    for name in ("text", "shut"):
+        with pytest.raises(ServerError, match=f"{name} does not see images; eyes can"):
+            chosen(client, name, lambda text: None, shows_images=True)
+    assert posted == []
+    assert chosen(client, "eyes", lambda text: None, shows_images=True) == "eyes"
+    with pytest.raises(ServerError, match="other does not see images"):  # known once it is loaded
+        chosen(client, "other", lambda text: None, shows_images=True)
+
+
 def test_a_gguf_file_is_loaded_by_the_running_server(
     run: Callable[..., Result], demo_server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +185,8 @@ def test_a_server_that_cannot_be_found_is_not_waited_for(run: Callable[..., Resu
     home.touch()
     result = run("run", "demo", "Why?")
     assert (result.status, result.stdout) == (1, "")
-    assert "the file of a new server cannot be written: [Errno 20] Not a directory" in result.stderr
+    reason = f"{home / '.mlxpaged'}: Not a directory"
+    assert result.stderr == f"mlxpaged: the file of a new server cannot be written: {reason}\n"
 
 
 def test_without_room_for_its_log_no_server_is_started(

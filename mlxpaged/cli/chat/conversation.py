@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpaged.api.durable_files import replacing
+from mlxpaged.cli.image_file import content
 from mlxpaged.models.files.generation_config import LIMITS, Limits
 
 Kind = Callable[[str], Any]
@@ -77,12 +78,8 @@ class Conversation:
         return {"model": self.model, "messages": [*system, *self.messages], **self.settings}
 
     def ask(self, text: str) -> None:
-        content: Any = text
-        if self.images:
-            parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
-            content = [*parts, {"type": "text", "text": text}]
-            self.images = []
-        self.messages.append({"role": "user", "content": content})
+        self.messages.append({"role": "user", "content": content(text, self.images)})
+        self.images = []
 
     def answer(self, text: str) -> None:
         """Add the answer to the last question; without an answer, take the question back, and its images."""
@@ -100,10 +97,10 @@ class Conversation:
 
     def _take_back(self) -> str:
         """Take a question out of the conversation. Its images go with the next one."""
-        content = self.messages.pop()["content"]
-        if isinstance(content, str):
-            return content
-        *parts, last = content
+        asked = self.messages.pop()["content"]
+        if isinstance(asked, str):
+            return asked
+        *parts, last = asked
         self.images = [part["image_url"]["url"] for part in parts]
         return str(last["text"])
 
@@ -122,11 +119,11 @@ class Conversation:
         self.images = other.images
 
 
-def is_content(content: Any) -> bool:
+def is_content(found: Any) -> bool:
     """Whether it is a text, or what `ask` makes of images and a text. Raises KeyError or TypeError for some others."""
-    if isinstance(content, str):
+    if isinstance(found, str):
         return True
-    *parts, last = content
+    *parts, last = found
     return isinstance(last["text"], str) and all(isinstance(part["image_url"]["url"], str) for part in parts)
 
 

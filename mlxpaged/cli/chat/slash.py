@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 import difflib
 import json
 import re
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlxpaged.cli.chat.chat import Chat
 from mlxpaged.cli.chat.conversation import SETTINGS
-from mlxpaged.cli.connection import chosen, generating
-from mlxpaged.vision.headers import ImageError, read_header
-from mlxpaged.vision.reading import MAX_BYTES
+from mlxpaged.cli.client import model_path
+from mlxpaged.cli.connection import cannot_see, chosen, generating, sees
+from mlxpaged.cli.image_file import data_url
 
 NAME = re.compile(r"/[a-z]+(\s|$)")
 """A message may begin with a path: /usr/bin is no command."""
@@ -44,7 +42,7 @@ class Command:
 
 
 def carry_out(chat: Chat, text: str) -> bool:
-    """Returns False if the text is no command. Raises UsageError, ServerError, OSError or Leave."""
+    """Returns False if the text is no command. Raises UsageError, ServerError, OSError, ValueError or Leave."""
     if text in LEAVING:
         raise Leave
     if not NAME.match(text):
@@ -125,18 +123,10 @@ def attach(chat: Chat, argument: str) -> None:
     if argument == "none":
         images.clear()
     elif argument:
-        path = file_named(argument, "/image FILE")
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode):  # to open a FIFO would wait
-            raise UsageError(f"{path} is not a file")
-        if about.st_size > MAX_BYTES:
-            raise UsageError(f"{path} has more than {MAX_BYTES >> 20} MiB")
-        data = path.read_bytes()
-        try:
-            kind = read_header(data).kind.lower()
-        except ImageError as error:
-            raise UsageError(f"{path} {error}") from None
-        images.append(f"data:image/{kind};base64,{base64.b64encode(data).decode()}")
+        url, model = data_url(file_named(argument, "/image FILE")), chat.conversation.model
+        if not sees(chat.client.get(model_path(model))):
+            raise UsageError(cannot_see(model, generating(chat.client)))
+        images.append(url)
     chat.say(f"images that go with your next message: {len(images)}")
 
 
