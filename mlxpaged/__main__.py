@@ -33,18 +33,24 @@ def main() -> int:
         is_full = isinstance(error, OSError) and error.errno in FULL
         if is_full or isinstance(error, BrokenPipeError):
             if is_full:
-                print(f"mlxpaged: {error}", file=sys.stderr)
+                print(f"mlxpaged: {plain(error)}", file=sys.stderr)
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the end of Python fails once more
             status = 1
         elif was_interrupted(error):
             status = INTERRUPTED
         elif is_out_of_memory(error):
-            print(f"mlxpaged: there is too little memory: {error}", file=sys.stderr)
+            print(f"mlxpaged: there is too little memory: {plain(error)}", file=sys.stderr)
             status = 1
         else:
             raise
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return status
+
+
+def plain(error: BaseException) -> str:
+    """Returns the message of an error, without the number that the system has for it. It imports nothing: the disk may
+    be full."""
+    return str(getattr(error, "strerror", None) or error)
 
 
 def open_standard_streams() -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mlxpaged.cli.client import Client, ServerError
+from mlxpaged.cli.os_errors import sentence
 from mlxpaged.cli.running_servers import server_of
 from mlxpaged.interpreter import PYTHON
 
@@ -37,7 +38,7 @@ class BackgroundServer:
         try:
             self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
         except OSError as error:
-            raise ServerError(f"no server can be started: {error}") from None
+            raise ServerError(f"no server can be started: {sentence(error)}") from None
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

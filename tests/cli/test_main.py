@@ -82,7 +82,7 @@ def test_a_reader_that_leaves_is_no_error_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_disk_is_said_in_a_line(tmp_path: Path, unbuffered: str) -> None:
     done = shell("mlxpaged completion bash > /dev/full", HOME=str(tmp_path), PYTHONUNBUFFERED=unbuffered)
-    assert (done.returncode, done.stderr) == (1, "mlxpaged: [Errno 28] No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, "mlxpaged: No space left on device\n")
 
 
 def test_a_terminal_that_lacks_a_letter_shows_a_question_mark() -> None:

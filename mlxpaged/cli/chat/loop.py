@@ -11,6 +11,7 @@ from types import FrameType
 from mlxpaged.cli.chat import slash
 from mlxpaged.cli.chat.chat import Chat
 from mlxpaged.cli.client import ServerError
+from mlxpaged.cli.os_errors import sentence
 
 
 def talk(chat: Chat, read: Callable[[], str]) -> None:
@@ -36,7 +37,7 @@ def talk(chat: Chat, read: Callable[[], str]) -> None:
             chat.line.clear()
         except (ServerError, slash.UsageError, OSError, ValueError) as error:
             chat.line.clear()
-            chat.say(f"{error}")
+            chat.say(sentence(error))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from mlxpaged.api.access import key_file, key_usage
 from mlxpaged.api.access.key_file import KeyEntry, KeyFile, KeyFileError
 from mlxpaged.api.access.key_usage import Usage
+from mlxpaged.cli.os_errors import sentence
 from mlxpaged.cli.ps import ABSENT, ago
 from mlxpaged.cli.table import print_table
 
@@ -24,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         {"add": run_add, "list": run_list, "remove": run_remove}[args.verb](args)
     except (KeyFileError, OSError) as error:
-        print(f"mlxpaged: {error}", file=sys.stderr)
+        print(f"mlxpaged: {sentence(error)}", file=sys.stderr)
         return 1
     return 0
 
@@ -62,7 +63,7 @@ def known_usages(keys: Path) -> Mapping[str, Usage]:
     try:
         return {name: usage.at(time.time()) for name, usage in key_usage.read(key_usage.usage_path(keys)).items()}
     except (OSError, ValueError) as error:
-        print(f"mlxpaged: the usage of the keys is not known: {error}", file=sys.stderr)
+        print(f"mlxpaged: the usage of the keys is not known: {sentence(error)}", file=sys.stderr)
         return {}
 
 

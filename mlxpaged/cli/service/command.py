@@ -12,6 +12,7 @@ from typing import Any
 from mlxpaged.addons import OFF
 from mlxpaged.cli.arguments import keep_after_dashes
 from mlxpaged.cli.config_file import ConfigFile
+from mlxpaged.cli.os_errors import sentence
 from mlxpaged.cli.running_servers import server_of
 from mlxpaged.cli.service.launchd import Launchd
 from mlxpaged.cli.service.manager import SERVICE_VARIABLE, Job, Manager, ServiceError
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         return int(args.action(args, Launchd() if sys.platform == "darwin" else Systemd()))
     except (ServiceError, OSError) as error:
-        print(f"mlxpaged: {error}", file=sys.stderr)
+        print(f"mlxpaged: {sentence(error)}", file=sys.stderr)
         return 1
 
 
