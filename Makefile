@@ -15,7 +15,7 @@ TOOLS := $(VENV)/tools
 LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
 	--custom-compile-command 'make lock' $(ARGS)
 
-.PHONY: serve test test-all test-more test-addon test-real test-kernels test-models test-gguf test-encoders test-mlx-vlm test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults test-reliability soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-gguf bench-real bench-real-quality bench-agent conformance bench-loops bench-hostile-images bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
+.PHONY: serve test test-all test-more test-addon test-real test-kernels test-models test-gguf test-encoders test-peft test-mlx-vlm test-cluster test-scheduler test-formats test-contract test-clients test-cli test-deploy test-install test-lowest try-replicas test-page test-fuzz test-faults test-reliability soak soak-kinds lock audit lint types coverage docs bench bench-engine bench-host bench-counts bench-gguf bench-real bench-real-quality bench-agent conformance bench-loops bench-hostile-images bench-scheduler bench-overload mac-report wheel train-demo train-demo-vision families clean
 
 serve: $(SERVE_STAMP)
 	$(BIN)/mlxpaged serve $(ARGS)
@@ -63,7 +63,7 @@ test-kernels: $(STAMP)
 MODELS_OF_ENGINE := metal_backend warm_start recurrent_fuzz window_fuzz pool_resizer seeing_families drafting_states draft_head draft_model drafting step_graphs pressure images recurrent adapters embedding_passes
 
 test-models: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not mlxvlm and not encoders" tests/models $(addprefix tests/engine/test_,$(addsuffix .py,$(MODELS_OF_ENGINE)))
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not mlxvlm and not encoders and not peft" tests/models $(addprefix tests/engine/test_,$(addsuffix .py,$(MODELS_OF_ENGINE)))
 
 # GGUF files of each architecture, type and kind of tokenizer, which llama.cpp's own code has quantized and written: the
 # tokens of an MLX directory with its values, and its probabilities. Its bindings (34 MB) come into a folder of their own,
@@ -82,6 +82,12 @@ test-encoders: $(STAMP)
 	@if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python --target $(VENV)/torch $(TORCH); \
 	else $(BIN)/python $(PIP_INSTALL) --upgrade --target $(VENV)/torch $(TORCH); fi
 	PYTHONPATH=$(VENV)/torch $(BIN)/python -m pytest -m encoders -W default tests/models/test_encoders_by_transformers.py $(ARGS)
+
+# Adapters that PEFT has saved, beside PEFT's own models. It comes into the folder of torch.
+test-peft: $(STAMP)
+	@if command -v uv >/dev/null 2>&1; then uv pip install --quiet --python $(BIN)/python --target $(VENV)/torch peft $(TORCH); \
+	else $(BIN)/python $(PIP_INSTALL) --upgrade --target $(VENV)/torch peft $(TORCH); fi
+	PYTHONPATH=$(VENV)/torch $(BIN)/python -m pytest -m peft -W default tests/models/test_peft_by_peft.py $(ARGS)
 
 # Model types that mlx-lm lacks and mlx-vlm has, as tiny random models: their tokens, or why they are refused. And the towers
 # of images beside mlx-vlm's, and their pixels beside those of transformers: ARGS='-k towers -s' prints the differences.

@@ -36,7 +36,7 @@ MAX_ID = 2000
 SAMPLED = {"attention", "cluster", "engine", "formats", "models", "scheduler", "vision"}
 """Folders whose tests have dear parameters: models, layouts, backends, formats."""
 
-NOT_BY_DEFAULT = {"cluster", "encoders", "faults", "llamacpp", "mlxvlm", "models", "more", "real", "slow"}
+NOT_BY_DEFAULT = {"cluster", "encoders", "faults", "llamacpp", "mlxvlm", "models", "more", "peft", "real", "slow"}
 """Marks of tests in these folders that `make test` leaves out."""
 
 

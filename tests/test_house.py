@@ -228,7 +228,7 @@ def test_the_api_never_imports_mlx_itself() -> None:
 def test_only_the_source_of_a_model_looks_for_its_weights_by_their_names() -> None:
     """Adapters, and the dense layers of sentence-transformers, are no part of a model's own weights."""
     readers = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if "mx.load(" in path.read_text()}
-    names = ("sources/model_files", "adapters/adapters", "encoders/embedding")
+    names = ("sources/model_files", "adapters/adapters", "adapters/peft", "encoders/embedding")
     assert readers == {f"models/{name}.py" for name in names}
 
 

@@ -403,7 +403,7 @@ def test_directories_that_are_no_adapters_are_refused(dense: Adapted, broken: Pa
     assert "no such directory" in refusal(dense, tmp_path / "nothing")
     assert "has no adapter_config.json" in refusal(dense, dense.path)
     (broken / "adapters.safetensors").rename(broken / "adapter_model.safetensors")
-    assert "PEFT: merge it into its model" in refusal(dense, broken)
+    assert "has no peft_type, which PEFT writes" in refusal(dense, broken)
     (broken / "adapter_model.safetensors").unlink()
     assert "has no adapters.safetensors" in refusal(dense, broken)
     (broken / "adapters.safetensors").write_bytes(b"damaged")

@@ -1,4 +1,4 @@
-"""Loads LoRA adapters with mlx-lm, and checks them. They stay beside the weights of their model."""
+"""Loads LoRA adapters as layers of mlx-lm, and checks them. They stay beside the weights of their model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten, tree_reduce, tree_unflatten
 from mlx_lm.tuner.utils import load_adapters as load_with_mlx_lm
 
 from mlxpaged.cpu.float32 import Storage, widen
+from mlxpaged.models.adapters import peft
 from mlxpaged.models.adapters.adapted_layers import AdapterLayer, PartsOf, adapt_layers, adapter_layer
 from mlxpaged.models.adapters.adapter_path import AdapterPath
 from mlxpaged.models.adapters.step_adapters import StepAdapters
@@ -30,7 +31,7 @@ from mlxpaged.progress import Stage
 
 logger = logging.getLogger(__name__)
 
-CONFIG, WEIGHTS, WEIGHTS_OF_PEFT = "adapter_config.json", "adapters.safetensors", "adapter_model.safetensors"
+CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
 LEAVES = ("lora_a", "lora_b", "m")
 """Weights of an adapted layer. Only DoRA has the last one."""
 MAX_HEADER_BYTES = 2**20
@@ -85,23 +86,38 @@ def check_files(adapters: Sequence[AdapterPath]) -> int:
             check_directory(path)
         except UnsupportedModelError as error:
             raise AdapterError(f"the adapter {name!r} cannot be loaded: {error}") from None
-        num_bytes += (path / WEIGHTS).stat().st_size
+        num_bytes += weights_file(path).stat().st_size
     return num_bytes
 
 
+def is_peft(path: Path) -> bool:
+    """Whether an adapter's directory has the format of PEFT, not that of mlx-lm."""
+    return (path / CONFIG).is_file() and peft.TYPE in read_object(path / CONFIG)
+
+
+def weights_file(path: Path) -> Path:
+    return path / (peft.WEIGHTS if is_peft(path) else WEIGHTS)
+
+
 def check_directory(path: Path) -> None:
-    """Raises UnsupportedModelError if there is no adapter of mlx-lm, or a damaged one."""
+    """Raises UnsupportedModelError if there is no adapter of mlx-lm or PEFT, or a damaged one."""
     if not path.is_dir():
         raise UnsupportedModelError(f"no such directory: {path}")
-    config = read_object(path / CONFIG) if (path / CONFIG).is_file() else {}
-    if (path / WEIGHTS_OF_PEFT).is_file() or "peft_type" in config:
-        raise UnsupportedModelError(
-            f"{path} has the format of PEFT: merge it into its model (merge_and_unload) before that is converted, and "
-            f"serve the result, or use an adapter of mlx_lm.lora, which is a {CONFIG} and an {WEIGHTS}"
-        )
-    for name in (CONFIG, WEIGHTS):
-        if not (path / name).is_file():
-            raise UnsupportedModelError(f"{path} has no {name}; use a directory that mlx_lm.lora has made")
+    if not (path / CONFIG).is_file():
+        raise UnsupportedModelError(f"{path} has no {CONFIG}; use a directory that mlx_lm.lora or PEFT has made")
+    config = read_object(path / CONFIG)
+    if peft.TYPE in config:
+        peft.check(path, config, MAX_HEADER_BYTES)
+    else:
+        check_config(path, config)
+        read_shapes(path / WEIGHTS, MAX_HEADER_BYTES)
+
+
+def check_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModelError if the adapter of mlx-lm in this directory has a config that cannot be used."""
+    if not (path / WEIGHTS).is_file():
+        of_peft = f", and its {CONFIG} has no {peft.TYPE}, which PEFT writes" * (path / peft.WEIGHTS).is_file()
+        raise UnsupportedModelError(f"{path} has no {WEIGHTS}{of_peft}; use a directory that mlx_lm.lora has made")
     if config.get("fine_tune_type") == "full":
         raise UnsupportedModelError(
             f"{path} is a full fine-tune, whose weights replace those of the model: make a model of it with "
@@ -112,7 +128,6 @@ def check_directory(path: Path) -> None:
     keys = config["lora_parameters"].get("keys") or ()
     if not isinstance(keys, Sequence) or len(keys) > MAX_KEYS:
         raise UnsupportedModelError(f"the keys in its {CONFIG} are not a list of at most {MAX_KEYS:,} names")
-    read_shapes(path / WEIGHTS, MAX_HEADER_BYTES)
 
 
 def load_adapters(
@@ -123,8 +138,8 @@ def load_adapters(
     turns: Turns,
     storage: Storage = Storage.MODEL,
 ) -> list[LoadedAdapter]:
-    """Load adapters with mlx-lm, one after the other, and leave the model as it is. base: what it computes without any.
-    storage: of the model's weights, and so of the adapters'.
+    """Load adapters as layers of mlx-lm, one after the other, and leave the model as it is. base: what it computes
+    without any. storage: of the model's weights, and so of the adapters'.
 
     Raises AdapterError."""
     loaded = []
@@ -147,20 +162,28 @@ def reason_of(error: Exception) -> str:
     return text if isinstance(error, (UnsupportedModelError, ValueError)) else f"{type(error).__name__}: {text}"
 
 
-def load_adapter(model: Module, name: str, path: Path, base: Reference, storage: Storage) -> LoadedAdapter:
-    before = dict(model.named_modules())
+def attach(model: Module, path: Path) -> dict[str, mx.array]:
+    """Let mlx-lm replace the layers that its adapter changes. Returns the adapter's weights, by their paths in the
+    model."""
     stored: Any = mx.load(str(path / WEIGHTS))
     rank = read_object(path / CONFIG)["lora_parameters"].get("rank")
     for key, array in stored.items():
         if key.endswith(".lora_a") and rank not in array.shape:  # mlx-lm refuses it since 0.32
             raise UnsupportedModelError(f"its {CONFIG} says rank {rank}, and {key} has the shape {array.shape}")
     load_with_mlx_lm(model, str(path))
+    return dict(stored)
+
+
+def load_adapter(model: Module, name: str, path: Path, base: Reference, storage: Storage) -> LoadedAdapter:
+    before = dict(model.named_modules())
+    weights_name = weights_file(path).name
+    stored = peft.attach(model, path, MAX_HEADER_BYTES) if is_peft(path) else attach(model, path)
     model.eval()  # no dropout
     after = dict(model.named_modules())
     replaced = {key: module for key, module in before.items() if key in after and after[key] is not module}
     trained = {key: after[key] for key in replaced if any(array.startswith(f"{key}.") for array in stored)}
     if not trained:
-        raise UnsupportedModelError(f"its {WEIGHTS} has no weights for any layer of the model")
+        raise UnsupportedModelError(f"its {weights_name} has no weights for any layer of the model")
     if len({id(replaced[key]) for key in trained}) < len(trained):
         raise UnsupportedModelError("it adapts layers that share their weights")
     if storage is not Storage.MODEL:
@@ -174,9 +197,9 @@ def load_adapter(model: Module, name: str, path: Path, base: Reference, storage:
         raise UnsupportedModelError(f"the model has no layer for its weights {', '.join(missing)}")
     made = [f"{path}.{name}" for path, layer in trained.items() for name in LEAVES if name in layer]
     if lacking := [key for key in made if key not in stored]:
-        raise UnsupportedModelError(f"its {WEIGHTS} has no {', '.join(lacking)}")
+        raise UnsupportedModelError(f"its {weights_name} has no {', '.join(lacking)}")
     if not all(mx.isfinite(array).all().item() for array in weights.values()):
-        raise UnsupportedModelError(f"its {WEIGHTS} has weights that are not finite")
+        raise UnsupportedModelError(f"its {weights_name} has weights that are not finite")
     logits = forward(model, base.tokens, base.positions)
     if not mx.isfinite(logits).all():
         raise UnsupportedModelError("the model's logits with it are not finite")
@@ -195,8 +218,8 @@ def load_adapter(model: Module, name: str, path: Path, base: Reference, storage:
 def digest(path: Path) -> str:
     """A digest of the adapter's content."""
     found = hashlib.blake2b(digest_size=16)
-    for name in (CONFIG, WEIGHTS):
-        with (path / name).open("rb") as file:
+    for each in (path / CONFIG, weights_file(path)):
+        with each.open("rb") as file:
             while piece := file.read(2**20):
                 found.update(piece)
     return found.hexdigest()
