@@ -52,7 +52,17 @@ PROMPT: tuple[Claim, ...] = (
     honoured(
         "tools", [TOOL | {"defer_loading": True}], "hidden from the model until a `tool_reference` in a result names it"
     ),
-    refused("tools", [{"type": "web_search_20250305", "name": "w"}], "so are Anthropic's other own tools, alone"),
+    honoured(
+        "tools",
+        [{"type": "bash_20250124", "name": "bash"}],
+        "`text_editor_*` and `memory_20250818` too: the model is shown functions with Anthropic's parameters",
+    ),
+    honoured(
+        "tools",
+        [{"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 1000}],
+        "`max_characters` is told to the model; the client cuts",
+    ),
+    refused("tools", [{"type": "web_search_20250305", "name": "w"}], "so are other tools that Anthropic runs, alone"),
     ignored("tools.web_search_20250305", [TOOL, {"type": "web_search_20250305", "name": "w"}], "beside others"),
     ignored(
         "messages.content.server_tool_use",

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, model_validator
 
+from mlxpaged.api.anthropic.client_tools import CLIENT_TOOLS
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import messages as fields
 from mlxpaged.api.fields.kinds import MESSAGES_TOOLS
@@ -107,18 +108,48 @@ class SystemMessage(Body):
 Message = Annotated[UserMessage | AssistantMessage | SystemMessage, OneOf("role")]
 
 
-class FunctionTool(Body):
+class CallableTool(Body):
     """defer_loading: the model does not see the tool until a tool_reference names it."""
 
-    type: Literal["custom", None] = None
     name: ToolName
-    description: str | None = None
-    input_schema: dict[str, Any]
     strict: bool | None = None
     defer_loading: bool | None = None
 
 
-Tool = Annotated[FunctionTool | OtherTool, OneOf("type", hidden=("other",), default=lambda fields: "custom")]
+class FunctionTool(CallableTool):
+    type: Literal["custom", None] = None
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class ClientTool(CallableTool):
+    """A tool of Anthropic's that the client runs: the model is shown a function. max_characters: of a file, which the
+    client cuts there."""
+
+    type: Literal[
+        "bash_20241022",
+        "bash_20250124",
+        "text_editor_20241022",
+        "text_editor_20250124",
+        "text_editor_20250429",
+        "text_editor_20250728",
+        "memory_20250818",
+    ]
+    max_characters: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def description(self) -> str:
+        cut = f" A file is shown up to {self.max_characters:,} characters." if self.max_characters else ""
+        return CLIENT_TOOLS[self.type].description + cut
+
+    @property
+    def input_schema(self) -> dict[str, Any]:
+        return CLIENT_TOOLS[self.type].schema
+
+
+Tool = Annotated[
+    FunctionTool | ClientTool | OtherTool, OneOf("type", hidden=("other",), default=lambda fields: "custom")
+]
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS), known_tools(MESSAGES_TOOLS, "tools", "custom")]
@@ -201,9 +232,16 @@ class CountTokensRequest(Body):
     output_config: OutputConfig | None = None
 
     @model_validator(mode="after")
+    def _client_tools_have_their_names(self) -> CountTokensRequest:
+        for i, tool in enumerate(self.tools or ()):
+            if isinstance(tool, ClientTool) and tool.name != (expected := CLIENT_TOOLS[tool.type].name):
+                raise bad_parameter(f"tools.{i}.name", f"that of a {tool.type} tool is {expected!r}")
+        return self
+
+    @model_validator(mode="after")
     def _results_have_calls(self) -> CountTokensRequest:
         open_calls: set[str] = set()
-        tools = {tool.name for tool in self.tools or () if isinstance(tool, FunctionTool)}
+        tools = {tool.name for tool in self.tools or () if isinstance(tool, CallableTool)}
         for i, message in enumerate(self.messages):
             for j, block in enumerate(blocks_of(message)):
                 if isinstance(block, ToolUseBlock):
@@ -218,10 +256,10 @@ class CountTokensRequest(Body):
             raise bad_parameter("messages", "the last message has tool_use blocks without their tool_result")
         return self
 
-    def offered_tools(self) -> list[tuple[int, FunctionTool]]:
+    def offered_tools(self) -> list[tuple[int, FunctionTool | ClientTool]]:
         """Returns the tools with their indices. Deferred tools that no result has referred to are left out."""
         loaded = {name for message in self.messages for block in blocks_of(message) for name in references(block)}
-        tools = [(index, tool) for index, tool in enumerate(self.tools or ()) if isinstance(tool, FunctionTool)]
+        tools = [(index, tool) for index, tool in enumerate(self.tools or ()) if not isinstance(tool, OtherTool)]
         return [(index, tool) for index, tool in tools if not tool.defer_loading or tool.name in loaded]
 
     @property
