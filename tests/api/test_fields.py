@@ -303,7 +303,7 @@ HINTS: list[Case] = [
     ("vLLM", CHAT, {"documents": [{"a": "b"}]}, Refused("into a message")),
     ("mlx-lm", CHAT, {"role_mapping": {"user": "U"}}, Refused("roles")),
     ("OpenAI", COMPLETIONS, {"suffix": ""}, NOTHING),
-    ("Continue", COMPLETIONS, {"suffix": "x"}, Refused("before the answer only")),
+    ("Continue", COMPLETIONS, {"suffix": "x"}, Honoured("suffix", "x")),
     ("vLLM", COMPLETIONS, {"add_special_tokens": True}, NOTHING),
     ("vLLM", COMPLETIONS, {"add_special_tokens": False}, Refused("token ids")),
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.compatibility import shared
-from tests.compatibility.claims import Claim, honoured, ignored
+from tests.compatibility.claims import Claim, by_model, honoured, ignored
 
 TABLE: tuple[Claim, ...] = (
     honoured("prompt", ["one", "two"], "text, token ids, or a list of either"),
@@ -17,6 +17,8 @@ TABLE: tuple[Claim, ...] = (
     honoured("logprobs", 2, "up to 20; in streams too"),
     honoured("echo", True),
     honoured("echo", True, "log-probabilities of the prompt and the answer; in streams too", logprobs=1),
+    honoured("suffix", "", "changes nothing"),
+    by_model("suffix", "x", "if tokens of the vocabulary mark the [middle of a text](api.md#the-middle-of-a-text)"),
     honoured("split_special_tokens", True, "[control tokens](security.md#control-tokens) in the prompt are text"),
     *shared.PROMPT_LOGPROBS,
     *shared.DEADLINES,

@@ -78,6 +78,8 @@ GENERATE: tuple[Claim, ...] = (
     honoured("model", "demo:latest", NAME),
     honoured("prompt", "y", "a user's message; without a prompt, the answer is `load` or `unload` at once"),
     by_model("images", ["aGk="], f"{IMAGES}; not together with `raw`"),
+    honoured("suffix", "", "changes nothing"),
+    by_model("suffix", "x", "if tokens of the vocabulary mark the [middle of a text](api.md#the-middle-of-a-text)"),
     honoured("system", "Be brief."),
     honoured("raw", True, "the model continues the prompt as it is; not together with `system` and `think`"),
     *GENERATING,

@@ -11,7 +11,6 @@ TABLE = Table(
     *shared.ALIASES,
     alias("max_completion_tokens", 2, "max_tokens", max_tokens=None),
     *shared.HINTS,
-    refused("suffix", "x", "models get the text before the answer only", ("",)),
     refused("add_special_tokens", False, "the tokenizer adds its special tokens; send token ids", (True,)),
     refused("prompt_embeds", "x", "a prompt is text or token ids"),
     refused("system", "Be brief.", "put it into the prompt", ("",)),

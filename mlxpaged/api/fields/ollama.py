@@ -35,7 +35,6 @@ CHAT = Table(
 )
 
 GENERATE = Table(
-    refused("suffix", "y", "the middle of a text is not filled in", ("",)),
     refused("template", "{{ .Prompt }}", "the model's own chat template is used; with `raw`, none", ("",)),
     refused("context", [20], "send the conversation to `/api/chat`; answers have no `context`", ([],)),
     *GENERATING,

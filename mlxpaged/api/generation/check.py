@@ -12,6 +12,7 @@ from mlxpaged.api.schema import MAX_LIST, MAX_TOOLS
 from mlxpaged.core.engine.sampling_params import SamplingParams
 from mlxpaged.core.scheduling.admission import PromptTooLongError
 from mlxpaged.engine.info import EngineInfo
+from mlxpaged.models.text.infill import Infill
 from mlxpaged.models.text.thinking_variables import BUDGET, NAMES
 from mlxpaged.models.text.tokenizer import RENDERING_OPTIONS
 
@@ -141,6 +142,19 @@ def check_logprobs(
         remedy = f"with these fields, at most {max(0, left)} tokens have room; ask for fewer, or for a stream"
         raise request.refusal("max_tokens", f"{allows}: {remedy}", code="too_many_logprobs")
     return dataclasses.replace(params, max_tokens=left)
+
+
+def infill_of(request: GenerationRequest, info: EngineInfo) -> Infill | None:
+    """What marks the middle of a text in prompts of this request; None if it has no suffix. Raises ApiError if the
+    model cannot fill it in."""
+    if not request.suffix:
+        return None
+    if info.tokenizer.infill is None:
+        message = "this model cannot fill in the middle of a text: its vocabulary has no tokens that mark it"
+        raise request.refusal("suffix", message, "unsupported_parameter")
+    if request.echo and request.params.prompt_logprobs is not None:
+        raise request.refusal("echo", "cannot be combined with logprobs and a suffix: only the prompt is shown of both")
+    return info.tokenizer.infill
 
 
 def check_token_ids(request: GenerationRequest, param: str, prompts: Sequence[Sequence[int]], info: EngineInfo) -> None:

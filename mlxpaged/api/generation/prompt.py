@@ -172,25 +172,29 @@ async def of_texts(http: Request, request: GenerationRequest, info: EngineInfo) 
     prompts, param = request.prompt, request.client_name("prompt")
     assert isinstance(prompts, list)
     longest = max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
-    check.check_text_length(param, longest, info)
+    infill = check.infill_of(request, info)
+    check.check_text_length(param, longest + len(request.suffix), info)
 
     def encode() -> Prompts:
-        split = request.split_special_tokens
+        encode_text = partial(info.tokenizer.encode, split_special_tokens=request.split_special_tokens)
         try:
-            tokens = [
-                info.tokenizer.encode(each, split_special_tokens=split) if isinstance(each, str) else each
-                for each in prompts
-            ]
+            if infill is None:
+                tokens = [encode_text(each) if isinstance(each, str) else each for each in prompts]
+            else:
+                tokens = [infill.prompt(encode_text, each, request.suffix) for each in prompts]
         except ControlTokenError as error:
             raise request.refusal("split_special_tokens", str(error)) from None
         check.check_token_ids(request, param, tokens, info)
         params = dataclasses.replace(request.params, continues_text=True)
+        if infill is not None and not params.ignore_eos:
+            params = dataclasses.replace(params, stop_token_ids=params.stop_token_ids | infill.ends)
         if not request.echo:
             return Prompts(param, tokens, params)
         texts = [each if isinstance(each, str) else info.tokenizer.decode(each) for each in prompts]
         return Prompts(param, tokens, params, texts)
 
-    return await server_of(http).tokenize(http, info.tokenizer, sum(map(len, prompts)), encode)
+    num_chars = sum(len(prompt) + len(request.suffix) for prompt in prompts)
+    return await server_of(http).tokenize(http, info.tokenizer, num_chars, encode)
 
 
 async def count_tokens(http: Request, translate: Callable[[], GenerationRequest]) -> int:

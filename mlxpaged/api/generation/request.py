@@ -115,15 +115,15 @@ class GenerationRequest:
     """prompt: a conversation, or texts or token ids to continue. n: answers to show per prompt. candidates: answers to
     generate per prompt, of which the likeliest n are shown. adapters: name of an adapter; the model's name may have one
     too. cache_salt: only requests with the same one share prefixes. split_special_tokens: control tokens in texts to
-    continue are text, as they always are in a conversation. echo: the answers begin with their prompts.
-    timeout, ttft_timeout: seconds; None for the server's default. timed: the answers need their timelines, even if
-    the client does not ask for them. return_progress: whether a stream tells its progress. thinking_limit: that of the
-    profile, if the client sets none. most_logprobs: of all
-    answers, if these are collected; None if each is sent as it comes. chosen: names of the sampling parameters that
-    the client has set. client_names: the client's names of fields that have other names here. of_prompts, images: of
-    each prompt of token ids, in place of `params` and of none. exact_prefixes: of each prompt, lengths of its prefixes
-    that others share to the last token. num_counted: of each prompt, tokens that count as used by
-    the key; empty if all do."""
+    continue are text, as they always are in a conversation. echo: the answers begin with their prompts. suffix: the
+    text after the answers, which fill in what is between the prompts and it. timeout, ttft_timeout: seconds; None for
+    the server's default. timed: the answers need their timelines, even if the client does not ask for them.
+    return_progress: whether a stream tells its progress. thinking_limit: that of the profile, if the client sets none.
+    most_logprobs: of all answers, if these are collected; None if each is sent as it comes. chosen: names of the
+    sampling parameters that the client has set. client_names: the client's names of fields that have other names here.
+    of_prompts, images: of each prompt of token ids, in place of `params` and of none. exact_prefixes: of each prompt,
+    lengths of its prefixes that others share to the last token. num_counted: of each prompt, tokens that count as used
+    by the key; empty if all do."""
 
     prompt: Chat | list[str] | list[list[int]]
     params: SamplingParams
@@ -134,6 +134,7 @@ class GenerationRequest:
     n: int = 1
     candidates: int = 1
     echo: bool = False
+    suffix: str = ""
     service_tier: str | None = None
     timeout: float | None = None
     ttft_timeout: float | None = None

@@ -144,7 +144,7 @@ class OllamaChatRequest(GeneratingFields):
 
 class OllamaGenerateRequest(GeneratingFields):
     """Without a prompt, it asks to load or unload the model. raw: the prompt goes to the model as it is. images: they
-    stand before the prompt."""
+    stand before the prompt. suffix: the answer is what stands between the prompt and it, without a chat template."""
 
     table = fields.GENERATE
 
@@ -152,9 +152,13 @@ class OllamaGenerateRequest(GeneratingFields):
     images: Images | None = None
     system: str | None = None
     raw: bool | None = None
+    suffix: str | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> OllamaGenerateRequest:
+        for name in ("system", "think", "images"):
+            if self.suffix and getattr(self, name):
+                raise bad_parameter(name, "cannot be combined with suffix: no chat template shows it to the model")
         if self.raw and self.system:
             raise bad_parameter("system", "cannot be combined with raw; put it into the prompt")
         if self.raw and self.think:

@@ -51,8 +51,11 @@ def translate_chat(body: schema.OllamaChatRequest, model: str) -> GenerationRequ
 
 def translate_prompt(body: schema.OllamaGenerateRequest, model: str, tokenizer: Tokenizer) -> GenerationRequest:
     """model: the served model that the request names. The prompt is a user's message, unless the request asks for the
-    prompt as it is, or the model has no chat template. Raises ApiError."""
+    prompt as it is or has a suffix, or the model has no chat template. Raises ApiError."""
     text = body.prompt or ""
+    if body.suffix:
+        filled = replace(translated(body, model, [text]), suffix=body.suffix)
+        return replace(filled, split_special_tokens=not body.raw)
     if not body.raw and tokenizer.has_chat_template:
         system = [{"role": "system", "content": body.system}] if body.system else []
         shown = schema.images_of(body.images)

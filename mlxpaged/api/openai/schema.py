@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -319,7 +318,13 @@ def one_kind_of_input(field: str, most: int) -> PlainValidator:
     tokens = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(min_length=1)]
     several = Field(min_length=1, max_length=most)
     described = text | tokens | Annotated[list[text], several] | Annotated[list[tokens], several]
-    return PlainValidator(partial(texts_or_tokens, field, most), json_schema_input_type=described)
+
+    def check(value: Any, info: ValidationInfo) -> list[str] | list[list[int]]:
+        """Before a suffix there may be nothing."""
+        is_before = value == "" and bool(info.data.get("suffix"))
+        return [""] if is_before else texts_or_tokens(field, most, value)
+
+    return PlainValidator(check, json_schema_input_type=described)
 
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -329,6 +334,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 class CompletionRequest(SamplingFields):
     table = completions.TABLE
 
+    suffix: str | None = None  # before the prompt, whose check reads it
     prompt: Annotated[list[str] | list[list[int]], one_kind_of_input("prompt", MAX_PROMPTS)]
     max_tokens: TokenLimit = DEFAULT_COMPLETION_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None

@@ -20,6 +20,7 @@ from mlxpaged.library_errors import public_reason
 from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.panics import guarded
 from mlxpaged.models.text.control_tokens import ControlTokenError, ControlTokens, can_normalize_into, encoded, unmarked
+from mlxpaged.models.text.infill import infill_of
 from mlxpaged.models.text.template_form import TemplateForm, form_of, takes_tools
 from mlxpaged.models.text.templates.renderer import TemplateError, TemplateLimitError, render, variables_of
 from mlxpaged.models.text.thinking_variables import efforts_of, switch_of
@@ -125,6 +126,7 @@ class Tokenizer:
         self._special_ids = frozenset(special)
         self.has_chat_template = bool(wrapped.has_chat_template)
         vocabulary = self._decoder.get_vocab()
+        self.infill = infill_of(vocabulary)
         token_ids = {*vocabulary.values(), *added}
         self._is_token = bytearray(max(token_ids) + 1)
         for token_id in token_ids:
@@ -428,6 +430,8 @@ class Tokenizer:
             shown |= self._special_in(tools.tags)
         opening = self._special_in(tools.starts) if tool_tags else NO_IDS
         closing = self._special_in(tools.ends) if tool_tags else NO_IDS
+        if self.infill is not None and after in self.infill.marks:  # the answer is in the middle of a text
+            after = self.any_token
         is_text = after is not None and after not in self._special_ids
         return Detokenizer(self, self._special_ids - shown, opening, closing, after if is_text else None)
 
