@@ -28,6 +28,7 @@ from mlxpaged.models.loader import LoadOptions, ServedModel, load_model
 from tests.answers import greedy_answer
 from tests.engine.hybrid import request, run
 from tests.models.architectures import make_architecture
+from tests.models.gguf_models import as_gguf
 from tests.models.peft_files import ALPHA, CONFIG, WEIGHTS, PeftAdapter, make_peft_adapter, merged
 from tests.models.test_hostile import SECONDS, change_header, write, write_bytes
 from tests.support import cast, make_adapter, poison_new_blocks, quantize
@@ -141,6 +142,18 @@ def test_paths_of_either_version_of_transformers_are_found_in_a_model_with_parts
     model = make_architecture(tmp_path / "m", "qwen3_5")
     rename = ("language_model.model.", outer)
     assert_as_merged(model, make_peft_adapter(model, tmp_path / "adapter", rename=rename))
+
+
+def test_it_fits_a_gguf_file_of_its_model(tmp_path: Path) -> None:
+    """The rows of Llama's queries and keys stand in another order in such a file."""
+    directory = make_architecture(tmp_path / "mlx", "llama", layer_types=None, sliding_window=None)
+    adapter = make_peft_adapter(directory, tmp_path / "adapter", modules=("q_proj", "k_proj", "down_proj"))
+    path, whole = as_gguf(directory, tmp_path / "model.gguf"), merged(directory, adapter, EVERYWHERE)
+    prompt = list(range(20, 40))
+    expected = greedy_answer(whole, make_prompt_cache(whole), prompt, NUM_TOKENS)
+    plain, adapted = answers(path, served_with(path, adapter), prompt, [None, "a0"])
+    assert expected.equals(adapted)
+    assert plain != adapted
 
 
 def test_it_is_served_beside_an_adapter_of_mlx_lm(model: Path, tmp_path: Path) -> None:
