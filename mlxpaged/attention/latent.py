@@ -157,7 +157,8 @@ class ExpandedChunk:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write latents [1, 1, n, R] and rotary parts [1, 1, n, P]. Returns those of the whole context, [1, 1, K, R]
         and [1, 1, K, P]."""
-        self._kv.write(keys[0].swapaxes(0, 1), values[0].swapaxes(0, 1), self._group.meta)
+        latents, rotary = (each.squeeze(0).swapaxes(0, 1) for each in (keys, values))  # [0] would be a gather, a copy
+        self._kv.write(latents, rotary, self._group.meta)
         self._step.count(1)
         context = self._kv.read_context(self._group.meta)[None]
         return context[..., : keys.shape[-1]], context[..., keys.shape[-1] :]
