@@ -3,7 +3,6 @@
 - Query, key and value projections are joined (models/joins/joined_linear.py), and linear layers are split among CPU
   streams (split_linear.py).
 - Rope takes cosines and sines from tables (rope_tables.py).
-- RMSNorm is computed in fewer operations (norms.py).
 - SwiGLU is computed with exp2: MLX's CPU backend takes 14 ns for an element of a sigmoid, on one core. That was a
   quarter of a decode step of an 80-million model on two cores. GELU is computed by polynomials (gelu.py).
 """
@@ -24,7 +23,6 @@ from mlxpaged.cpu import streams
 from mlxpaged.cpu.exp2 import exp_of_negative
 from mlxpaged.cpu.gelu import gelu, gelu_of_mlx
 from mlxpaged.cpu.kv_pool import CpuPool
-from mlxpaged.cpu.norms import sum_in_norms
 from mlxpaged.cpu.rope_tables import tabulate_ropes
 from mlxpaged.cpu.small_products import pass_tiles
 from mlxpaged.cpu.split_linear import SplitFeedForward, split_linear_layers
@@ -43,7 +41,6 @@ def optimize_for_cpu(model: Module, has_head: bool = True) -> None:
     if streams.on_cpu():
         route_activation(model)
         tabulate_ropes(model)
-        sum_in_norms(model)
         join_projections(model)
         split_linear_layers(model, has_head)
 
