@@ -89,6 +89,27 @@ def test_a_call_whose_arguments_repeat_themselves_is_no_call(server: RunningServ
     assert is_cause(cause)
 
 
+def test_a_call_that_its_grammar_wants_whole_is_cut_as_by_a_limit(server: RunningServer) -> None:
+    choice, cause = chat(server, "Arguments?", tool_choice="required")
+    assert choice["finish_reason"] == "length"
+    assert "tool_calls" not in choice["message"]
+    assert LINE in choice["message"]["content"]
+    assert is_cause(cause)
+
+
+CUT_WORDS = {RESPONSES: ("status", "incomplete"), MESSAGES: ("stop_reason", "max_tokens")}
+
+
+@pytest.mark.parametrize("path", CUT_WORDS)
+def test_each_api_has_its_own_word_for_a_call_that_is_cut(server: RunningServer, path: str) -> None:
+    choice: dict[str, Any] = {"tool_choice": {"type": "any"} if path == MESSAGES else "required"}
+    body = json.loads(json.dumps(BODIES[path]).replace("Text?", "Arguments?"))
+    response = posted(server, path, {"model": "scripted"} | body | choice)
+    key, word = CUT_WORDS[path]
+    assert response.json()[key] == word
+    assert is_cause(response.headers[HEADER])
+
+
 def test_calls_that_repeat_themselves_end_as_calls(server: RunningServer) -> None:
     choice, cause = chat(server, "Calls?")
     assert choice["finish_reason"] == "tool_calls"

@@ -38,7 +38,8 @@ def answers(server: RunningServer, schemas: dict[int, dict[str, Any]]) -> dict[i
         return text, reason
 
     async def together() -> list[Any]:
-        options: dict[str, Any] = {"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0}
+        # A client's grammars wait for turns: more of them than may wait are refused, and asked for again.
+        options: dict[str, Any] = {"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 20}
         async with AsyncOpenAI(timeout=5 * DEADLINE, **options) as client:
             return await asyncio.gather(*(one(client, seed, schema) for seed, schema in schemas.items()))
 

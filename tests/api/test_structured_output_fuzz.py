@@ -95,7 +95,8 @@ async def answer(client: AsyncOpenAI, body: dict[str, Any]) -> dict[str, Any]:
 
 def answers(server: RunningServer, bodies: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     async def together() -> list[Any]:
-        options: dict[str, Any] = {"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0}
+        # A client's grammars wait for turns: more of them than may wait are refused, and asked for again.
+        options: dict[str, Any] = {"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 20}
         async with AsyncOpenAI(timeout=5 * DEADLINE, **options) as client:
             return await asyncio.gather(*(answer(client, body) for body in bodies.values()))
 
@@ -111,8 +112,8 @@ def check(body: dict[str, Any], got: dict[str, Any]) -> None:
     named = choice["function"]["name"] if isinstance(choice, dict) else None
     tools = {tool["function"]["name"]: tool["function"] for tool in body["tools"]}
     one = bool(named) or body["parallel_tool_calls"] is False
-    if got["reason"] == "length":  # free text, an object without a schema, or more and more calls
-        assert choice == "auto" or (calls and not one)
+    if got["reason"] == "length":  # free text, an object without a schema, more and more calls, or only blanks in one
+        assert choice == "auto" or (not one if calls else got["text"])
         calls = calls[:-1]
     else:
         assert got["reason"] == ("tool_calls" if calls and not named else "stop")

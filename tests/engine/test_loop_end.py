@@ -187,6 +187,7 @@ def test_a_constrained_array_of_numbers_is_never_ended_and_a_constrained_text_is
     outputs = answered(dictated(demo, loop, **ON), constraint=Constraint("json_schema", json.dumps(TEXTS)))
     assert outputs[-1].stop_cause is not None
     assert loop.startswith(text_of(outputs))
+    assert outputs[-1].finish_reason is FinishReason.LENGTH, "its array is open"
 
 
 def test_copies_that_the_prompt_asks_for_are_written(demo: ServedModel) -> None:

@@ -28,6 +28,9 @@ class Matcher(Protocol):
     def count_allowed(self, token_ids: Sequence[int]) -> int:
         """How many of these tokens can be drafts."""
 
+    def may_end(self) -> bool:
+        """Whether the answer is whole as it is."""
+
     def advance(self, token_id: int) -> bool:
         """Append a token to the answer. Returns True if nothing can follow. Raises GrammarError."""
 

@@ -152,11 +152,12 @@ class RequestTable:
         return self._last_output(self.by_sequence[sequence_id], error)
 
     def complete(self, sequence_id: int, cause: str) -> RequestOutput:
-        """End an answer as complete, although its model would have gone on. All of its known tokens must have become
-        text. Returns its last output, with the text that was held back. cause: as in RequestOutput."""
+        """End an answer, although its model would have gone on. All of its known tokens must have become text. Returns
+        its last output, with the text that was held back. cause: as in RequestOutput."""
         running = self.by_sequence[sequence_id]
         output = running.complete(self._clock(), cause)
-        self._scheduler.finish(sequence_id, FinishReason.STOP)
+        assert output.finish_reason is not None
+        self._scheduler.finish(sequence_id, output.finish_reason)
         self._release(running)
         return output
 

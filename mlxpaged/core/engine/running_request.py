@@ -125,13 +125,16 @@ class RunningRequest:
 
     def complete(self, now: float, cause: str) -> RequestOutput:
         """End the answer here, although the model would have gone on. The output has the text that was held back, for
-        the rest of a character or of a stop string. cause: as in RequestOutput."""
+        the rest of a character or of a stop string. It is cut, as by a limit, if its grammar wants more. cause: as in
+        RequestOutput."""
         piece = self.detokenizer.finish()
         self.made_chars += len(piece)
         text, stopped = self._to_send(piece, ends=True, is_cut=True)
         self.stop_cause = None if stopped else cause
-        logprobs = self._release_logprobs(FinishReason.STOP, stopped)
-        return self.output(now, FinishReason.STOP, text=text, logprobs=logprobs)
+        is_whole = stopped or self.matcher is None or self.matcher.may_end()
+        reason = FinishReason.STOP if is_whole else FinishReason.LENGTH
+        logprobs = self._release_logprobs(reason, stopped)
+        return self.output(now, reason, text=text, logprobs=logprobs)
 
     def _to_send(self, piece: str, ends: bool, is_cut: bool) -> tuple[str, bool]:
         """Returns the text to send after a piece of text, and whether a stop string was found in it. ends: whether the

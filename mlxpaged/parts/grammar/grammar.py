@@ -360,6 +360,10 @@ class GrammarMatcher:
             self._takes_back = ahead.consume_token(drafts[0]) and ahead.rollback(1)
         return count if self._takes_back else 0
 
+    def may_end(self) -> bool:
+        """Whether the answer is whole as it is."""
+        return bool(self.matcher.is_accepting())
+
     def advance(self, token_id: int) -> bool:
         """Append a token to the answer. Returns True if nothing can follow. Raises GrammarError if the token is not
         allowed, or if the grammar has become too complex."""
