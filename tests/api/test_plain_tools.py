@@ -85,7 +85,7 @@ def test_the_next_turn_finds_the_whole_call_in_the_prefix_cache(scripted: OpenAI
     usage = scripted.chat.completions.create(**body).usage
     assert usage is not None
     assert usage.prompt_tokens_details is not None
-    assert usage.prompt_tokens_details.cached_tokens == (first.usage.total_tokens - 1) // 32 * 32
+    assert usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens - 1
 
 
 def test_tools_calls_and_results_are_text_in_the_prompt(demo_server: RunningServer) -> None:
@@ -192,7 +192,8 @@ def test_without_a_place_for_system_messages_the_user_tells_of_tools(
             answers = [client.post("/v1/chat/completions", json=each) for each in (given, same)]
             assert [answer.headers.get("x-mlxpaged-ignored") for answer in answers] == [None, None]
             if not given["tools"]:  # the tools stand after the system message
-                assert answers[0].json()["usage"] == answers[1].json()["usage"]
+                sizes = {answer.json()["usage"]["prompt_tokens"] for answer in answers}
+                assert len(sizes) == 1
         clock = {"type": "function", "function": {"name": "clock"}}
         (choice,) = client.post("/v1/chat/completions", json=body | {"tool_choice": clock, "max_tokens": 99}).json()[
             "choices"

@@ -36,7 +36,6 @@ def test_what_many_prompts_share_is_computed_before_them() -> None:
     assert row.token_ids == [*SHARED, 7], "what they share of their own tokens too"
     assert row.params.max_tokens == 0
     assert sorted(row.prompts) == list(range(9))
-    assert [each.exact_prefixes for each in second] == [(len(SHARED) + 1, len(SHARED) + 3)] * 9
     assert sum(each.num_counted for each in (*first, *second)) == len(SHARED) + 9 * 3
 
 
@@ -52,7 +51,6 @@ def test_prompts_that_share_more_are_computed_after_what_they_share() -> None:
     kinds = [[*range(50 * kind, 50 * kind + 40), 500 + i] for kind in (1, 2) for i in range(5)]
     waves = waves_of([prompt(own, ONE) for own in kinds], BLOCK)
     assert shape(waves) == [[len(SHARED)], [len(SHARED) + 40] * 2, [len(SHARED) + 41] * 10]
-    assert {row.exact_prefixes[:2] for row in waves[2]} == {(len(SHARED), len(SHARED) + 40)}
 
 
 def test_longer_answers_follow_their_prompts() -> None:
@@ -80,9 +78,9 @@ def test_prompts_about_different_inputs_share_nothing() -> None:
     assert len(second) == 20
 
 
-def test_prompts_that_share_nothing_keep_no_partial_blocks() -> None:
+def test_prompts_that_share_nothing_are_one_wave() -> None:
     [wave] = waves_of([ReadoutPrompt([i, 7], Readout(ONE)) for i in range(9)], BLOCK)
-    assert all(row.exact_prefixes == () for row in wave)
+    assert [row.prompts for row in wave] == [(i,) for i in range(9)]
 
 
 def test_equal_prompts_and_prefixes_of_each_other_end() -> None:

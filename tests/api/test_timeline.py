@@ -81,8 +81,8 @@ def test_a_timeline_tells_prompt_chunks_steps_and_phases(server: RunningServer, 
     assert again == first | {
         "total_seconds": 10,
         "prefill_seconds": 1,
-        "cached_tokens": 128,
-        "prompt_chunks": [22],
+        "cached_tokens": 149,
+        "prompt_chunks": [1],
         "steps": 10,
     }
 

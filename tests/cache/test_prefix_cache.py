@@ -176,3 +176,34 @@ def test_blocks_that_leave_the_pool_are_told_before_they_are_forgotten() -> None
     assert left == [(blocks[1], 5, 6, 7, 8)], "the tail of a prefix goes first"
     cache.clear()
     assert len(left) == 1, "what is emptied does not leave"
+
+
+def test_contents_of_a_block_that_differs_are_not_shared() -> None:
+    """An id may stand for something else: only the key of the whole block tells."""
+    pool, cache = make()
+    cache.content_of = {FIRST_CONTENT_ID: b"a picture"}.__getitem__
+    tokens = [1, 2, FIRST_CONTENT_ID, 4]
+    store(pool, cache, tokens).release()
+
+    def common(wanted: Tokens) -> int:
+        found = cache.match_within([], wanted, [])
+        return 0 if found is None else found[1]
+
+    assert common(tokens) == 4
+    assert common([1, 2, FIRST_CONTENT_ID, 5]) == 2
+    assert common([FIRST_CONTENT_ID, 2, 3, 4]) == 0
+    cache.content_of = {FIRST_CONTENT_ID: b"another picture"}.__getitem__
+    assert common(tokens) == 2
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=4), max_size=12), st.lists(st.integers(0, 2)))
+def test_the_block_with_most_common_tokens_is_found(blocks: list[Tokens], wanted: Tokens) -> None:
+    pool, cache = make()
+    for block in blocks:
+        store(pool, cache, block).release()
+    pool.evict(len(blocks) // 2)
+    left = [record.tokens for record in cache]
+    most = max((next((i for i in range(4) if [*each][: i + 1] != wanted[: i + 1]), 4) for each in left), default=0)
+    found = cache.match_within([], wanted, [])
+    assert (0 if found is None else found[1]) == most
+    assert found is None or [*found[0].tokens[:most]] == wanted[:most]

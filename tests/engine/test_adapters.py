@@ -193,7 +193,7 @@ def test_a_batch_of_one_adapter_has_the_tokens_of_generate_step(adapted: Adapted
 def test_a_prefix_is_shared_within_an_adapter_and_not_across(dense: Adapted, hybrid: Adapted) -> None:
     for adapted in (dense, hybrid):
         core, prompt = adapted.engine(), text(40, 5)
-        for expected in (0, 32):
+        for expected in (0, 32 if adapted is hybrid else 39):
             for adapter in EACH:
                 result = run(core, [request("one", prompt, NUM_TOKENS, adapter=adapter)])
                 assert result.outputs["one"][-1].num_cached_tokens == expected, adapter

@@ -139,7 +139,7 @@ def check_in_waves(model: TinyModel, core: EngineCore, kinds: list[str], questio
 
 
 def request_of(number: int, row: EngineRow) -> Request:
-    return Request(f"{number}", row.token_ids, row.params, time.monotonic(), exact_prefixes=row.exact_prefixes)
+    return Request(f"{number}", row.token_ids, row.params, time.monotonic())
 
 
 @pytest.mark.usefixtures("waves")
@@ -150,7 +150,7 @@ def test_probabilities_are_exact_in_waves(model: TinyModel, kind: str) -> None:
 
 @pytest.mark.usefixtures("waves")
 def test_no_token_is_computed_twice(model: TinyModel) -> None:
-    """States go on after whole blocks only. A prompt that ends with a full block is found up to what it shares."""
+    """States go on after whole blocks only."""
     if isinstance(model, Hybrid):
         pytest.skip("has states")
     core = model.engine(max_num_seqs=40)
@@ -159,9 +159,7 @@ def test_no_token_is_computed_twice(model: TinyModel) -> None:
     questions = sum(map(len, QUESTIONS)), len(QUESTIONS) * sum(map(len, paths))
     assert [each.num_computed() for each in asked] == [len(PREFIX), *questions]
     again = check_in_waves(model, core, ["of several tokens"], QUESTIONS)
-    size = core.scheduler.config.block_size
-    last = [1 if (len(PREFIX) + len(question)) % size else len(question) for question in QUESTIONS]
-    assert [each.num_computed() for each in again] == [1, sum(last), questions[1]]
+    assert [each.num_computed() for each in again] == [1, len(QUESTIONS), questions[1]]
 
 
 @pytest.mark.usefixtures("waves")
@@ -220,7 +218,7 @@ def test_a_stream_has_a_token_in_every_step_beside_a_readout(model: TinyModel) -
     beside = [step for step in done.batches if any(row.request_id.startswith(("single", "equal")) for row in step.rows)]
     with_stream = [step for step in beside if any(row.request_id == "stream" for row in step.rows)]
     assert with_stream == beside[: len(with_stream)]
-    assert len(with_stream) > 5
+    assert len(with_stream) >= 5
 
 
 def test_the_input_is_computed_once_for_all_questions(model: TinyModel) -> None:

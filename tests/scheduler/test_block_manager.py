@@ -233,7 +233,11 @@ def test_a_fork_of_a_parent_that_is_gone_computes_what_it_does_not_find(fate: st
         simulation.add(fork)
     simulation.run()
     assert answer(fork) == undisturbed(PROMPT, 1, 5)
-    assert scheduler.stats().blocks_copied_total == 0
+    found = prefix_caching and fate in (
+        "aborted",
+        "finished",
+    )  # the prompt's last block, which is not full, in the prefix cache
+    assert scheduler.stats().blocks_copied_total == found
     assert {1, 2} <= set(simulation.ended)
 
 
@@ -384,15 +388,15 @@ def test_the_longest_unused_prefix_goes_first_its_tail_before_its_head_and_none_
         simulation.step()
     simulation.add(sequence(3, used, max_tokens=40))
     simulation.step()
-    assert scheduler.pool.usage() == BlockUsage(used=5, cached=8, free=7)
+    assert scheduler.pool.usage() == BlockUsage(used=5, cached=10, free=5)
 
     def found(prompt: list[int]) -> int:
         return len(scheduler.blocks.find(sequence(99, prompt)).hit)
 
     assert [found(prompt) for prompt in (old, new, used)] == [4, 4, 4]
-    scheduler.pool.evict(3)
+    scheduler.pool.evict(4)
     assert [found(prompt) for prompt in (old, new, used)] == [1, 4, 4]
-    scheduler.pool.evict(2)
+    scheduler.pool.evict(3)
     assert [found(prompt) for prompt in (old, new, used)] == [0, 3, 4]
     scheduler.pool.evict(99)
     assert [found(prompt) for prompt in (old, new, used)] == [0, 0, 4]
@@ -407,7 +411,7 @@ def test_beyond_85_percent_of_the_pool_cached_blocks_are_dropped() -> None:
         simulation.add(sequence(number, 33, max_tokens=1))
         simulation.run()
         cached.append(scheduler.pool.usage().cached)
-    assert cached == [8, 16, 24, 32, 34 - 9 + 8], "the fifth, with its 9 blocks, leaves room for 25 others"
+    assert cached == [9, 18, 27, 34, 34], "the fourth and the fifth, with 9 blocks each, leave room for 25 others"
     simulation.add(sequence(9, 13, max_tokens=4))
     simulation.step()
     assert scheduler.pool.usage() == BlockUsage(used=4, cached=30, free=6)

@@ -135,7 +135,7 @@ def test_only_what_the_largest_pool_cannot_hold_is_refused() -> None:
 def test_cached_blocks_are_kept_while_the_pool_can_grow() -> None:
     sim = growing(start_blocks=8)
     for number in range(1, 9):
-        sim.add(sequence(number, 9, max_tokens=1))
+        sim.add(sequence(number, 8, max_tokens=1))
         sim.run()
     assert sim.scheduler.pool.usage().cached == 8 * 2
     assert sim.scheduler.pool.num_blocks >= 16

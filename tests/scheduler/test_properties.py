@@ -94,7 +94,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         logprobs=st.sampled_from([False, False, True]),
         images=st.lists(st.tuples(st.integers(0, 9), st.integers(2, 12)), max_size=3),
         client=st.sampled_from("aaab"),
-        exact=st.sampled_from([(), (), (5,), (3, 6, 7, 9), range(1, 40)]),
     )
     def submit(
         self,
@@ -106,11 +105,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         logprobs: bool = False,
         images: Iterable[tuple[int, int]] = (),
         client: str = "a",
-        exact: Iterable[int] = (),
     ) -> None:
         """Only the first of several answers to a prompt computes its log-probabilities. images: the tokens before
-        each, and its own, which fit a step beside all that may decode. exact: lengths of prefixes that others share, as
-        far as the prompt has them, and the prompt is one too."""
+        each, and its own, which fit a step beside all that may decode."""
         parent, now = None, self.clock.now
         config = self.sim.scheduler.config
         spans, end = [], 0
@@ -121,8 +118,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             number, wanted = len(self.accepted) + 1, logprobs and i == 0
             seq = sequence(number, prompt, max_tokens, None, priority, now, parent, now + seconds, logprobs=wanted)
             seq.spans, seq.client = spans, client
-            if exact:
-                seq.exact_prefixes = sorted({*(each for each in exact if each < len(prompt)), len(prompt)})
             try:
                 self.sim.add(seq)
             except PromptTooLongError:

@@ -73,7 +73,6 @@ async def read_out(
                 params=ONE_TOKEN,
                 of_prompts=[row.params for row in wave],
                 images=[row.images for row in wave],
-                exact_prefixes=[row.exact_prefixes for row in wave],
                 num_counted=[row.num_counted for row in wave],
                 timeout=left_of(request.timeout, server.now - started),
             )

@@ -45,7 +45,6 @@ class EngineRow(NamedTuple):
     token_ids: list[int]
     params: SamplingParams
     images: tuple[PromptImage, ...]
-    exact_prefixes: tuple[int, ...]
     num_counted: int
     prompts: Sequence[int]
     reads: bool = True
@@ -62,19 +61,17 @@ class Prefix(NamedTuple):
 
 def waves_of(prompts: Sequence[ReadoutPrompt], block_size: int) -> list[list[EngineRow]]:
     """Returns the rows of each wave. Those of a prompt are in the order of its readout."""
-    found, lengths = list[list[EngineRow]](), [list[int]() for _ in prompts]
+    found = list[list[EngineRow]]()
     for prefix in sorted(shared_prefixes(prompts, block_size), key=lambda each: each.level):
-        for index in prefix.prompts:
-            lengths[index].append(prefix.length)
-        first = prefix.prompts[0]
-        tokens, exact = prompts[first].token_ids[: prefix.length], tuple(lengths[first])
+        first = prompts[prefix.prompts[0]]
         if prefix.level == len(found):
             found.append([])
-        found[-1].append(EngineRow(tokens, NO_TOKEN, prompts[first].images, exact, 0, prefix.prompts, reads=False))
+        tokens = first.token_ids[: prefix.length]
+        found[-1].append(EngineRow(tokens, NO_TOKEN, first.images, 0, prefix.prompts, reads=False))
     saved = sum((len(prompt.readout.rows) - 1) * (len(prompt.token_ids) % block_size) for prompt in prompts)
     whole, paths = list[EngineRow](), list[EngineRow]()
     for index, prompt in enumerate(prompts):
-        root, *others = rows_of(prompt, index, lengths[index])
+        root, *others = rows_of(prompt, index)
         whole.append(root)
         (paths if saved >= LEAST_SAVED else whole).extend(others)
     found += [wave for wave in (whole, paths) if wave]
@@ -85,14 +82,13 @@ def waves_of(prompts: Sequence[ReadoutPrompt], block_size: int) -> list[list[Eng
     return found
 
 
-def rows_of(prompt: ReadoutPrompt, index: int, prefixes: Sequence[int]) -> Iterator[EngineRow]:
-    """Yields the row of a prompt, and those of its paths. prefixes: lengths of what it shares."""
+def rows_of(prompt: ReadoutPrompt, index: int) -> Iterator[EngineRow]:
+    """Yields the row of a prompt, and those of its paths."""
     size = len(prompt.token_ids)
-    exact = (*prefixes, size) if prompt.shared or len(prompt.readout.rows) > 1 else ()
     for row in prompt.readout.rows:
         counted = len(row.path) or size - prompt.num_shared
         tokens, is_whole = [*prompt.token_ids, *row.path], not row.path
-        yield EngineRow(tokens, row.params(size), prompt.images, exact, counted, (index,), is_whole=is_whole)
+        yield EngineRow(tokens, row.params(size), prompt.images, counted, (index,), is_whole=is_whole)
 
 
 def shared_prefixes(prompts: Sequence[ReadoutPrompt], block_size: int) -> list[Prefix]:

@@ -121,9 +121,8 @@ class GenerationRequest:
     return_progress: whether a stream tells its progress. thinking_limit: that of the profile, if the client sets none.
     most_logprobs: of all answers, if these are collected; None if each is sent as it comes. chosen: names of the
     sampling parameters that the client has set. client_names: the client's names of fields that have other names here.
-    of_prompts, images: of each prompt of token ids, in place of `params` and of none. exact_prefixes: of each prompt,
-    lengths of its prefixes that others share to the last token. num_counted: of each prompt, tokens that count as used
-    by the key; empty if all do."""
+    of_prompts, images: of each prompt of token ids, in place of `params` and of none. num_counted: of each prompt,
+    tokens that count as used by the key; empty if all do."""
 
     prompt: Chat | list[str] | list[list[int]]
     params: SamplingParams
@@ -146,7 +145,6 @@ class GenerationRequest:
     client_names: Mapping[str, str] = field(default_factory=dict)
     of_prompts: Sequence[SamplingParams] = ()
     images: Sequence[tuple[PromptImage, ...]] = ()
-    exact_prefixes: Sequence[tuple[int, ...]] = ()
     num_counted: Sequence[int] = ()
 
     @classmethod

@@ -110,7 +110,6 @@ def engine_requests(
                 cache_salt=context.cache_scope + ((request.cache_salt,) if request.cache_salt else ()),
                 adapter=adapter,
                 images=request.images[prompt] if request.images else prompts.images,
-                exact_prefixes=request.exact_prefixes[prompt] if request.exact_prefixes else (),
             )
         )
     return requests

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from mlxpaged.core.blocks.block_pool import BlockPool
 from mlxpaged.core.blocks.groups import ONE_GROUP, CacheGroups, blocks_for
-from mlxpaged.core.blocks.prefix_cache import CachedBlock, Content, PrefixCache
+from mlxpaged.core.blocks.prefix_cache import UNKNOWN, CachedBlock, Content, Origin, PrefixCache
 from mlxpaged.core.blocks.table_rows import UNUSED, TableRows
 
 
@@ -159,7 +159,9 @@ class BlockTable:
         del self.chain[index:]
         return list(zip(sources, targets, strict=True))
 
-    def publish(self, token_ids: Sequence[int], num_tokens: int, keys: Sequence[bytes]) -> None:
+    def publish(
+        self, token_ids: Sequence[int], num_tokens: int, keys: Sequence[bytes], origin: Origin = UNKNOWN
+    ) -> None:
         """Publish the full blocks of the first `num_tokens` tokens. keys: the hashes of all full blocks."""
         if self._prefix_cache is None:
             return
@@ -168,7 +170,7 @@ class BlockTable:
             parent = self.chain[-1] if self.chain else None
             tokens = tuple(token_ids[index * size : (index + 1) * size])
             blocks = [ids[index] for ids in self.ids]
-            self.chain.append(self._prefix_cache.insert(keys[index], parent, tokens, blocks))
+            self.chain.append(self._prefix_cache.insert(keys[index], parent, tokens, blocks, origin))
 
     def unpublish(self, num_full_blocks: int) -> list[int]:
         """Undo the publication of the blocks from `num_full_blocks` on, because their contents were not computed.

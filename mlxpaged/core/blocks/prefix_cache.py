@@ -5,8 +5,10 @@ from seeds: the model, its KV type and the adapter, on which KV values also depe
 hit also needs equal tokens and the same predecessor. So a collision causes a miss and never shares the KV of another
 prompt.
 
-A block that is not full has a record too, if requests share exactly its tokens: it is copied, because the next token
-would be written into it.
+A sequence that has only the first tokens of a cached block goes on within a copy of it, so a prefix is shared to its
+last token. For that, the block in which a sequence has ended has a record too, which is not full. Only the sequences of
+one client share parts of blocks: `cached_tokens` would let others guess a prompt one token after the other, instead of
+32 at once.
 
 The KV of these tokens is in one block for each cache group. A hit needs all blocks of the groups without a window, and
 of the others only those that the next token sees.
@@ -16,8 +18,11 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from mlxpaged.core.blocks.block_pool import BlockPool
@@ -26,11 +31,23 @@ from mlxpaged.core.blocks.table_rows import UNUSED
 from mlxpaged.core.step import FIRST_CONTENT_ID
 
 
+class Origin(NamedTuple):
+    """Where a block's content comes from. seed: what the KV of its sequence depends on, beside its tokens and the seed
+    of the cache. client: whose it is; only its sequences find parts of the block."""
+
+    seed: bytes = b""
+    client: str = ""
+
+
+UNKNOWN = Origin()
+
+
 @dataclass(eq=False)  # compared by identity: two equal contents at two times are two records
 class CachedBlock:
     """Content of published blocks: `tokens`, preceded by those of `parent` and its ancestors.
 
-    blocks: for each group, the block that has it, or UNUSED. num_children: records in the cache that have this parent.
+    blocks: for each group, the block that has it, or UNUSED. origin: that of the first one who published it. children:
+    records in the cache that have this parent, in ORDER.
     is_valuable: whether it is worth storing on a disk. is_start: whether that is so for the recurrent state after it.
     """
 
@@ -38,7 +55,8 @@ class CachedBlock:
     parent: CachedBlock | None
     tokens: tuple[int, ...]
     blocks: list[int]
-    num_children: int = 0
+    origin: Origin = UNKNOWN
+    children: list[CachedBlock] = field(default_factory=list, repr=False)
     is_valuable: bool = False
     is_start: bool = False
 
@@ -48,6 +66,12 @@ class Content(NamedTuple):
 
     record: CachedBlock
     group: int
+
+
+NEIGHBOURS = 4
+"""Records that are looked at on each side, in ORDER, for one that has the blocks of all groups."""
+
+ORDER = attrgetter("origin.client", "tokens")
 
 
 def hash_block(parent_key: bytes, tokens: Sequence[int]) -> bytes:
@@ -82,6 +106,8 @@ class PrefixCache:
         pool.call_at_evict(self._drop)
         self._root = hashlib.blake2b(seed, digest_size=16).digest()
         self._by_key: dict[bytes, CachedBlock] = {}
+        self._firsts: defaultdict[bytes, list[CachedBlock]] = defaultdict(list)
+        """Records without a parent, by their seed, in ORDER."""
         self._groups = groups
         self._windowed = [group for group, window in enumerate(groups.windows) if window is not None]
         self.on_drop: Callable[[CachedBlock], None] | None = None
@@ -131,13 +157,38 @@ class PrefixCache:
             parent = found
         return chain
 
-    def match_partial(self, key: bytes, tokens: Sequence[int], chain: Sequence[CachedBlock]) -> CachedBlock | None:
-        """The record of a block that is not full: it has this key and these tokens, after those of the chain. None if
-        there is none, or if a group lacks the block."""
-        found = self._by_key.get(key)
-        if found is None or found.parent is not (chain[-1] if chain else None) or found.tokens != tuple(tokens):
-            return None
-        return None if UNUSED in found.blocks else found
+    def match_within(
+        self,
+        keys: Sequence[bytes],
+        tokens: Sequence[int],
+        chain: Sequence[CachedBlock],
+        others: Set[CachedBlock] = frozenset(),
+        origin: Origin = UNKNOWN,
+    ) -> tuple[CachedBlock, int] | None:
+        """The record after those of the chain, and none of `others`, that begins with most of these tokens, and how
+        many these are. None if there is none. Ids of contents count only if the record has no other tokens, because
+        only its key tells that they stand for the same. keys: as for `extend_keys`. origin: of the sequence."""
+        siblings, wanted = chain[-1].children if chain else self._firsts.get(origin.seed, []), tuple(tokens)
+        at, most = bisect_left(siblings, (origin.client, wanted), key=ORDER), NEIGHBOURS + len(others)
+        best: tuple[CachedBlock, int] | None = None
+        for side in (reversed(siblings[max(0, at - most) : at]), siblings[at : at + most]):
+            record = next((each for each in side if each not in others and UNUSED not in each.blocks), None)
+            if record is None or record.origin.client != origin.client:
+                continue
+            count = self._num_common(record, keys, wanted, len(chain))  # the nearest in ORDER has most
+            if count > (best[1] if best is not None else 0):
+                best = record, count
+        return best
+
+    def _num_common(self, record: CachedBlock, keys: Sequence[bytes], tokens: tuple[int, ...], index: int) -> int:
+        """How many tokens a sequence has in common with a record after its first `index` blocks."""
+        count = min(len(record.tokens), len(tokens))
+        count = next((i for i in range(count) if record.tokens[i] != tokens[i]), count)
+        first = next((i for i in range(count) if tokens[i] >= FIRST_CONTENT_ID), count)
+        is_whole = count == len(record.tokens)
+        if first < count and is_whole and record.key == self.key_of(keys, index, record.tokens, record.origin.seed):
+            return count
+        return first
 
     def usable(self, chain: Sequence[CachedBlock], firsts: Sequence[int] = (), num_own: int = 0) -> int:
         """The most leading blocks of a chain from which a sequence can go on: its next token sees only cached blocks
@@ -156,7 +207,14 @@ class PrefixCache:
             length = missing
         return length
 
-    def insert(self, key: bytes, parent: CachedBlock | None, tokens: tuple[int, ...], blocks: list[int]) -> CachedBlock:
+    def insert(
+        self,
+        key: bytes,
+        parent: CachedBlock | None,
+        tokens: tuple[int, ...],
+        blocks: list[int],
+        origin: Origin = UNKNOWN,
+    ) -> CachedBlock:
         """Publish the blocks of one content, one for each group or UNUSED. Returns its record.
 
         If the cache has this content already, its record gets the blocks that it lacks, and the others stay private to
@@ -165,21 +223,25 @@ class PrefixCache:
         record = self._by_key.get(key)
         if record is not None and (record.parent is not parent or record.tokens != tokens):
             if self._reachable(record.parent):
-                return CachedBlock(key, parent, tokens, [UNUSED] * len(blocks))
+                return CachedBlock(key, parent, tokens, [UNUSED] * len(blocks), origin)
             self._remove(record)  # its predecessor was evicted, so no prompt can find it
             record = None
         if record is None:
-            record = CachedBlock(key, parent, tokens, [UNUSED] * len(blocks))
+            record = CachedBlock(key, parent, tokens, [UNUSED] * len(blocks), origin)
             if not self._reachable(parent):
                 return record
             self._by_key[key] = record
-            if parent is not None:
-                parent.num_children += 1
+            siblings = self._siblings(record)
+            siblings.insert(bisect_left(siblings, ORDER(record), key=ORDER), record)
         for group, block in enumerate(blocks):
             if block != UNUSED and record.blocks[group] == UNUSED:
                 record.blocks[group] = block
                 self._pool.remember(block, Content(record, group))
         return record
+
+    def _siblings(self, record: CachedBlock) -> list[CachedBlock]:
+        """The records with the same parent, or without one and with the same seed, in ORDER."""
+        return self._firsts[record.origin.seed] if record.parent is None else record.parent.children
 
     def _reachable(self, parent: CachedBlock | None) -> bool:
         return parent is None or parent in self
@@ -191,7 +253,7 @@ class PrefixCache:
         if group not in self._windowed:
             self._remove(record)
         parent: CachedBlock | None = record
-        while parent is not None and not parent.num_children and set(parent.blocks) == {UNUSED}:
+        while parent is not None and not parent.children and set(parent.blocks) == {UNUSED}:
             self._remove(parent)
             parent = parent.parent
 
@@ -200,8 +262,10 @@ class PrefixCache:
         if record not in self:
             return
         del self._by_key[record.key]
-        if record.parent is not None:
-            record.parent.num_children -= 1
+        siblings = self._siblings(record)
+        siblings.pop(siblings.index(record, bisect_left(siblings, ORDER(record), key=ORDER)))
+        if not siblings and record.parent is None:
+            del self._firsts[record.origin.seed]
         if self.on_drop is not None:
             self.on_drop(record)
         for block in record.blocks:

@@ -28,7 +28,6 @@ class Request:
     adapter: str | None = None  # name of the LoRA adapter that answers; None: the model without one
     images: tuple[Any, ...] = ()  # that the prompt shows: a PromptImage each, which only parts/images/ reads
     resumed: tuple[int, ...] = ()  # the tokens of its answer that another engine has already given
-    exact_prefixes: tuple[int, ...] = ()  # lengths of prefixes that other requests share to the last token
     client: str = ""  # none keeps all blocks and sequence slots from another one
 
 

@@ -85,7 +85,7 @@ class RequestTable:
         prompt, arrival_time = request.prompt_token_ids, request.arrival_time
         sequence = Sequence(next(self._ids), prompt, params.max_tokens, stop_ids, request.priority, arrival_time)
         sequence.request_id, sequence.client = request.request_id, request.client
-        sequence.adapter, sequence.exact_prefixes = request.adapter, request.exact_prefixes
+        sequence.adapter = request.adapter
         sequence.cache_seed = salted(self._served.adapters.cache_seed(request.adapter), request.cache_salt)
         parent_id = self._sequence_of.get(request.fork_of) if request.fork_of is not None else None
         parent = None if parent_id is None else self.by_sequence[parent_id]

@@ -71,6 +71,9 @@ class AdmissionControl:
             parent = None
         reuse = blocks.find(sequence, parent)
         needed = blocks.room_for(sequence, reuse)
+        if needed > room and reuse.partial is not None:
+            reuse = reuse.without_copy
+            needed = blocks.room_for(sequence, reuse)
         if needed > room:
             blocks.size.ask(needed - room)
             return None

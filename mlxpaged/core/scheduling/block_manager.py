@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlxpaged.core.blocks.block_pool import BlockPool, OutOfBlocksError
 from mlxpaged.core.blocks.block_table import BlockTable
 from mlxpaged.core.blocks.groups import blocks_for
 from mlxpaged.core.blocks.pool_size import PoolSize
-from mlxpaged.core.blocks.prefix_cache import CachedBlock, Content, PrefixCache, value
+from mlxpaged.core.blocks.prefix_cache import CachedBlock, Content, Origin, PrefixCache, value
 from mlxpaged.core.blocks.table_rows import TableRows
 from mlxpaged.core.scheduling.config import SchedulerConfig
 from mlxpaged.core.scheduling.recurrent import Recurrent, Stateless
@@ -18,11 +18,15 @@ from mlxpaged.core.scheduling.sequence import Sequence
 from mlxpaged.core.scheduling.sequence_kv import RoomLookup
 from mlxpaged.core.step import BlockMoves
 
+WORTH_A_COPY = 8
+"""One in so many tokens of a block. A copy is two dispatches for each layer, 0.2 ms of a Mac's GPU, and computing three
+tokens more can take less."""
+
 
 @dataclass(frozen=True)
 class PartialBlock:
-    """A cached block that is not full, after a hit. num_tokens: that a sequence need not compute, those of the hit
-    included."""
+    """A cached block of which a sequence has the first tokens, after a hit. num_tokens: that the sequence need not
+    compute, those of the hit included."""
 
     record: CachedBlock
     num_tokens: int
@@ -37,6 +41,11 @@ class Reuse:
     hit: ListOf[CachedBlock]
     fork_of: Sequence | None = None
     partial: PartialBlock | None = None
+
+    @property
+    def without_copy(self) -> Reuse:
+        """What takes the least room."""
+        return replace(self, partial=None)
 
 
 class BlockManager:
@@ -61,6 +70,7 @@ class BlockManager:
         self._loaded: list[int] = []  # swap slots that the step being scheduled reads
         self._copies: dict[int, int] = {}  # by target: one that is released and taken again gets the last one
         self._copied: list[int] = []  # cached blocks that the step being scheduled copies
+        self._written: set[CachedBlock] = set()  # that it writes: blocks are copied before a step
         self._swap_out: list[tuple[int, int]] = []
         self._swap_in: list[tuple[int, int]] = []
 
@@ -285,22 +295,24 @@ class BlockManager:
             return  # no block became full, as in most steps
         num_tokens = min(sequence.num_computed_tokens, sequence.num_known_tokens)
         self.prefix_cache.extend_keys(sequence.kv.keys, sequence.token_ids, num_tokens, sequence.cache_seed)
-        table.publish(sequence.token_ids, num_tokens, sequence.kv.keys)
+        known = len(table.chain)
+        table.publish(sequence.token_ids, num_tokens, sequence.kv.keys, origin_of(sequence))
+        self._written.update(table.chain[known:])
         self.states.attach(sequence)
 
     def publish_partial(self, sequence: Sequence) -> None:
-        """Publish the block in which the computed tokens of a sequence end, if others share exactly these tokens. The
-        sequence writes no more of them."""
-        table, end = sequence.kv.table, sequence.num_committed_tokens
+        """Publish the block in which the computed tokens of a sequence end. The sequence writes no more of them."""
+        table, end, seed = sequence.kv.table, sequence.num_committed_tokens, sequence.cache_seed
         index, count = divmod(end, self.block_size)
-        if self.prefix_cache is None or table is None or end not in sequence.exact_prefixes or not count:
+        if self.prefix_cache is None or table is None or not count or not self._is_worth_a_copy(count):
             return
         if not self.states.can_fork or len(table.chain) != index:
             return
         tokens = sequence.token_ids[end - count : end]
-        key = self.prefix_cache.key_of(sequence.kv.keys, index, tokens, sequence.cache_seed)
+        self.prefix_cache.extend_keys(sequence.kv.keys, sequence.token_ids, end, seed)
+        key = self.prefix_cache.key_of(sequence.kv.keys, index, tokens, seed)
         parent = table.chain[-1] if table.chain else None
-        self.prefix_cache.insert(key, parent, tuple(tokens), [ids[index] for ids in table.ids])
+        self.prefix_cache.insert(key, parent, tuple(tokens), [ids[index] for ids in table.ids], origin_of(sequence))
 
     def unpublish(self, sequence: Sequence) -> set[int]:
         """Unpublish the blocks that the steps in flight write. Returns these blocks: other sequences may share them."""
@@ -356,6 +368,7 @@ class BlockManager:
         self.swap.release(self._loaded)  # only now: the same moves must not write a slot or a block that they read
         self.pool.release(self._copied)
         self._loaded, self._copied = [], []
+        self._written.clear()
         return moves
 
     def _match(self, sequence: Sequence, chain: ListOf[CachedBlock] = ()) -> list[CachedBlock]:
@@ -368,22 +381,26 @@ class BlockManager:
         return self.prefix_cache.match(usable, tokens, chain)
 
     def _match_partial(self, sequence: Sequence, hit: ListOf[CachedBlock]) -> PartialBlock | None:
-        """The longest prefix of a sequence that is cached to its last token, in whole blocks and a partial one. None
-        for a model with recurrent states, which go on from checkpoints after whole blocks only."""
-        if not sequence.exact_prefixes or self.prefix_cache is None or not self.states.can_fork:
+        """The cached block after a hit with most of a sequence's next tokens, if these are worth a copy of it. None for
+        a model with recurrent states, which go on from checkpoints after whole blocks only."""
+        if self.prefix_cache is None or not self.states.can_fork:
             return None
         filled, groups = blocks_for(tokens_at_first(sequence), self.block_size), len(self.groups)
         if sequence.kv.num_swapped_tokens or self._most_blocks([filled] * groups) + groups > self.size.num_blocks:
             return None  # it goes on from there; or there is no room for the cached block beside its copy
-        first, tokens = len(hit) * self.block_size, sequence.token_ids
-        for end in sorted(sequence.exact_prefixes, reverse=True):
-            num_tokens = min(end, most_reused(sequence))
-            if first < num_tokens and end < first + self.block_size:
-                own = tokens[first:end]
-                key = self.prefix_cache.key_of(sequence.kv.keys, len(hit), own, sequence.cache_seed)
-                if (found := self.prefix_cache.match_partial(key, own, hit)) is not None:
-                    return PartialBlock(found, num_tokens)
-        return None
+        first = len(hit) * self.block_size
+        tokens = sequence.token_ids[first : min(first + self.block_size, most_reused(sequence))]
+        found = self.prefix_cache.match_within(sequence.kv.keys, tokens, hit, self._written, origin_of(sequence))
+        if found is None or not self._is_worth_a_copy(found[1]):
+            return None
+        return PartialBlock(found[0], first + found[1])
+
+    def _is_worth_a_copy(self, num_tokens: int) -> bool:
+        return num_tokens * WORTH_A_COPY >= self.block_size
+
+
+def origin_of(sequence: Sequence) -> Origin:
+    return Origin(sequence.cache_seed, sequence.client)
 
 
 def most_reused(sequence: Sequence) -> int:

@@ -66,7 +66,7 @@ class Preemption:
         most = sum(self._reserve(other, sequence) + len(other.kv.table or ()) for other in candidates)
         if self.blocks.least_room_for(sequence) > room + most:
             return None
-        reuse = self.blocks.find(sequence)
+        reuse = self.blocks.find(sequence).without_copy
         hit = {
             block for _, block in self.blocks.found_blocks(reuse)
         }  # `room_for` has already counted them as available

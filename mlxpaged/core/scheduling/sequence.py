@@ -99,9 +99,6 @@ class Sequence:
         self.ttft_deadline = math.inf  # of the first token
         self.deadline = math.inf  # of the complete answer
         self.fork_of: Sequence | None = None  # a sequence with the same prompt, whose blocks this one shares
-        # Lengths of its prefixes that others share: the prefix cache has these to the last token, if that is the end of
-        # a sequence, and not only in whole blocks.
-        self.exact_prefixes: ListOf[int] = ()
         # Written by the engine, while it runs.
         self.drafts: ListOf[int] = ()  # tokens that may come next, to be verified in the next step
         self.num_step_failures = 0  # since its last sampled token, of steps that cannot be repeated

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from mlxpaged.core.blocks.prefix_cache import CachedBlock
+from mlxpaged.core.blocks.prefix_cache import CachedBlock, Origin
 from mlxpaged.core.blocks.table_rows import UNUSED
 from mlxpaged.core.engine.errors import RankLostError
 from mlxpaged.core.engine.in_flight import InFlightStep
@@ -319,14 +319,14 @@ class DiskTier(Part):
         load.held += blocks
         self.evicted()  # what was evicted for them
         self.share.put(blocks)
-        new = iter(blocks)
+        new, origin = iter(blocks), Origin(load.sequence.cache_seed, load.sequence.client)
         for records, parts in found:
             of_groups = [UNUSED] * len(self._groups)
             for key, tokens in records[:-1]:
-                load.parent = self._cache.insert(key, load.parent, tokens, of_groups)
+                load.parent = self._cache.insert(key, load.parent, tokens, of_groups, origin)
             for part in parts:
                 of_groups[part.name.part] = next(new)
-            load.parent = self._cache.insert(parts[0].name.key, load.parent, parts[0].tokens, of_groups)
+            load.parent = self._cache.insert(parts[0].name.key, load.parent, parts[0].tokens, of_groups, origin)
             load.parent.is_valuable = True
         self._loaded += len(blocks)
         self._record_seconds = max(1e-6, (self._clock() - started) / len(found))
