@@ -146,16 +146,17 @@ flood("new schemas", schema(200), schema(40), clients=6)
 # Images
 
 
-def image(kind: str, width: int, height: int, **options: Any) -> Ask:
-    """Each has other pixels, so that none is one that was decoded before. Large ones are made on threads: the answers
-    to the others are read meanwhile, and a small one waits for none."""
-    is_large = width * height > 10_000
+@functools.cache
+def image_file(kind: str, width: int, height: int) -> bytes:
+    return encoded(Image.new("RGB", (width, height), (200, 30, 40)), kind)
+
+
+def image(kind: str, width: int, height: int) -> Ask:
+    """Each is another file, so that none was decoded before: bytes follow the image's end. The clients only copy it, so
+    that the server's queue is full, and not theirs."""
 
     async def ask(context: Context, key: str, number: int) -> Reply:
-        picture = Image.new("RGB", (width, height), (number % 256, number // 256 % 256, len(key)))
-        made = functools.partial(encoded, picture, kind, **options)
-        file = await asyncio.to_thread(made) if is_large else made()
-        url = {"type": "image_url", "image_url": {"url": url_of(file)}}
+        url = {"type": "image_url", "image_url": {"url": url_of(image_file(kind, width, height) + b"%9d" % number)}}
         content = [{"type": "text", "text": "What number is in the picture?"}, url]
         messages = [{"role": "user", "content": content}]
         return await context.post(CHAT, {"model": SEEING, "messages": messages, "max_tokens": 1}, key)
@@ -165,8 +166,8 @@ def image(kind: str, width: int, height: int, **options: Any) -> Ask:
 
 for image_kind in ("PNG", "JPEG", "WEBP", "GIF"):
     flood(
-        f"{image_kind} images of 3 MP",
-        image(image_kind, 2000, 1500),
+        f"{image_kind} images of 12 MP",
+        image(image_kind, 4000, 3000),
         image(image_kind, 64, 64),
         clients=12,
         model=SEEING,
