@@ -128,6 +128,22 @@ def test_a_sequence_that_needs_the_whole_pool_runs_without_the_copy(windows: tup
     assert computed(simulation, asks(2, [*SHARED, 100, 101])) == [4]
 
 
+@pytest.mark.parametrize("prompt", [[*SHARED, 100, 101, 102], [*SHARED, 100]])
+def test_a_block_is_not_copied_from_a_step_that_may_still_fail(prompt: list[int]) -> None:
+    """Sequences that share a block of a failed step are found by it, but those with a copy of it are not."""
+    simulation = Simulation(make_scheduler(max_num_batched_tokens=64), overlap=True)
+    simulation.add(asks(1, [*SHARED, 50, 51, 52], max_tokens=4))
+    simulation.step()
+    second, third = asks(2, prompt), asks(3, [*SHARED, 200])
+    simulation.add(second)
+    assert simulation.in_flight is not None
+    assert {row.sequence_id: row.start for row in simulation.step().rows}[2] == 8, "whole blocks"
+    simulation.add(third)
+    assert {row.sequence_id: row.start for row in simulation.step().rows}[3] == 10
+    simulation.run()
+    assert answer(second) == undisturbed(prompt, 2, 1)
+
+
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.MEMORY])
 def test_what_failed_is_not_shared(reason: FinishReason) -> None:
     simulation = Simulation(make_scheduler(max_num_batched_tokens=64))

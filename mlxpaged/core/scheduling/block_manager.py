@@ -70,7 +70,8 @@ class BlockManager:
         self._loaded: list[int] = []  # swap slots that the step being scheduled reads
         self._copies: dict[int, int] = {}  # by target: one that is released and taken again gets the last one
         self._copied: list[int] = []  # cached blocks that the step being scheduled copies
-        self._written: set[CachedBlock] = set()  # that it writes: blocks are copied before a step
+        # That it writes, or a step in flight: blocks are copied before a step, and only if their own has succeeded.
+        self._written: set[CachedBlock] = set()
         self._swap_out: list[tuple[int, int]] = []
         self._swap_in: list[tuple[int, int]] = []
 
@@ -300,6 +301,12 @@ class BlockManager:
         self._written.update(table.chain[known:])
         self.states.attach(sequence)
 
+    def commit(self, sequence: Sequence, start: int, end: int) -> None:
+        """The step that computed these tokens has succeeded. Their full blocks may be copied."""
+        table = sequence.kv.table
+        if table is not None and self._written:
+            self._written.difference_update(table.chain[start // self.block_size : end // self.block_size])
+
     def publish_partial(self, sequence: Sequence) -> None:
         """Publish the block in which the computed tokens of a sequence end. The sequence writes no more of them."""
         table, end, seed = sequence.kv.table, sequence.num_committed_tokens, sequence.cache_seed
@@ -368,7 +375,8 @@ class BlockManager:
         self.swap.release(self._loaded)  # only now: the same moves must not write a slot or a block that they read
         self.pool.release(self._copied)
         self._loaded, self._copied = [], []
-        self._written.clear()
+        if self.prefix_cache is not None:
+            self._written = {record for record in self._written if record in self.prefix_cache}
         return moves
 
     def _match(self, sequence: Sequence, chain: ListOf[CachedBlock] = ()) -> list[CachedBlock]:

@@ -230,6 +230,7 @@ class Scheduler:
             is_running = sequence.status is SequenceStatus.RUNNING
             if is_running:
                 sequence.num_committed_tokens = row.start + len(row.token_ids)
+                self.blocks.commit(sequence, row.start, sequence.num_committed_tokens)
             elif not sampled:
                 sequence.drop_pending_tokens()
                 continue
