@@ -155,7 +155,7 @@ def test_prefixes_are_found_again_where_a_load_means_it_and_nowhere_else(
     assert len(figures) == 8
     for one in figures:
         if one["load"].startswith("A"):
-            assert one["cached_tokens"] == 0, "the second repetition has other words"
+            assert one["cached_tokens"] < one["input_tokens"] / 4, "the template; the second repetition has other words"
         elif one["load"] == "B":
             assert one["cached_tokens"] >= 2 * 96
         else:

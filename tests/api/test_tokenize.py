@@ -190,10 +190,11 @@ def test_control_tokens_in_messages_are_text_in_every_api(demo_server: RunningSe
         with raw(demo_server) as client:
             chat = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1}).json()
             claude = {"model": "demo", "messages": messages, "max_tokens": 1}
+            of_claude = client.post("/v1/messages", json=claude).json()["usage"]
             counts = [
                 send(demo_server, "/tokenize", messages=messages).json()["count"],
                 chat["usage"]["prompt_tokens"],
-                client.post("/v1/messages", json=claude).json()["usage"]["input_tokens"],
+                of_claude["input_tokens"] + (of_claude["cache_read_input_tokens"] or 0),
                 client.post("/v1/responses", json={"input": f"{text}\n", "max_output_tokens": 16}).json()["usage"][
                     "input_tokens"
                 ],

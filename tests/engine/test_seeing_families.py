@@ -146,7 +146,11 @@ def test_a_hit(case: Case, where: str) -> None:
         output = finish(core)["r"]
         assert list(output.token_ids) == expected
         cached.append(output.num_cached_tokens)
-    assert cached == [0, 0 if case.family.hits == "nowhere" else BLOCK]
+    assert cached[0] == 0
+    if case.family.hits == "blocks":  # and what follows them, up to an image that is not whole in the next block
+        assert BLOCK <= cached[1] < len(prompt[0])
+    else:
+        assert cached[1] == (0 if case.family.hits == "nowhere" else BLOCK)
     before, after = positions[0] >= BLOCK, positions[-1] < BLOCK
     assert where == ("before" if before else "after" if after else "inside")
 
