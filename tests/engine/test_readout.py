@@ -211,14 +211,14 @@ def test_probabilities_are_exact_in_one_batch_with_others_that_generate(model: T
 
 
 def test_a_stream_has_a_token_in_every_step_beside_a_readout(model: TinyModel) -> None:
-    core = model.engine(max_num_batched_tokens=32)
+    core = model.engine(max_num_batched_tokens=24)
     stream = Request("stream", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True), 0.0)
     run_steps(core, stream, 3)
     done = check(model, core, ["single tokens", "equal first tokens"], QUESTIONS)
     beside = [step for step in done.batches if any(row.request_id.startswith(("single", "equal")) for row in step.rows)]
     with_stream = [step for step in beside if any(row.request_id == "stream" for row in step.rows)]
     assert with_stream == beside[: len(with_stream)]
-    assert len(with_stream) >= 5
+    assert len(with_stream) > 5
 
 
 def test_the_input_is_computed_once_for_all_questions(model: TinyModel) -> None:
