@@ -24,7 +24,6 @@ from mlxpaged.cpu.exp2 import exp_of_negative
 from mlxpaged.cpu.gelu import gelu, gelu_of_mlx
 from mlxpaged.cpu.kv_pool import CpuPool
 from mlxpaged.cpu.rope_tables import tabulate_ropes
-from mlxpaged.cpu.small_products import pass_tiles
 from mlxpaged.cpu.split_linear import SplitFeedForward, split_linear_layers
 from mlxpaged.models.joins.joined_linear import join_projections
 
@@ -47,11 +46,9 @@ def optimize_for_cpu(model: Module, has_head: bool = True) -> None:
 
 def parts_of_projection(network: Any, name: str) -> list[tuple[Any, slice, slice]]:
     """The layers that replace a projection of a feed-forward network, with the outputs and the inputs that each has.
-    Empty if the network is not split: the projection is still its own layer. From now on nothing between them is in
-    tiles, because adapters add to it."""
+    Empty if the network is not split: the projection is still its own layer."""
     found, first = [], 0
     for part in network.parts if isinstance(network, SplitFeedForward) else ():
-        pass_tiles(part, keep=False)
         units = slice(first, first + part.gate_proj.weight.shape[0])
         first = units.stop
         outputs, inputs = (slice(None), units) if name == "down_proj" else (units, slice(None))

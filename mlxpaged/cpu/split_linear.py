@@ -23,7 +23,7 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlxpaged.cpu import small_products, streams
-from mlxpaged.models.joins.joined_linear import AXES, KINDS, OUTPUTS, InParts, precede
+from mlxpaged.models.joins.joined_linear import KINDS, OUTPUTS, InParts, precede
 from mlxpaged.trials import Trials, record_all
 
 WEIGHT_BYTE = 0.25e-9
@@ -38,8 +38,7 @@ TOLERANCE = 1e-4
 """Largest difference between a split network and the whole one, as a share of the largest output, in float32."""
 
 
-KINDS |= {small_products.LinearInTiles, small_products.TransposedLinear}
-AXES |= {"tiles": -3, "columns": -1}
+KINDS.add(small_products.WeightFirstLinear)
 
 
 class SplitLinear(Module):
@@ -49,8 +48,6 @@ class SplitLinear(Module):
     parts: list[Any]
 
     def __call__(self, x: mx.array, *args: Any, **more: Any) -> mx.array:
-        if small_products.are_few(self.parts, x.size // x.shape[-1]):
-            return on_streams([part.by_tile for part in self.parts], small_products.merged, x)
         return on_streams(self.parts, join, x, *args, **more)
 
     def __getattr__(self, name: str) -> Any:
@@ -138,7 +135,6 @@ def split_network(network: Module, trials: Trials[bool]) -> None:
         part = copy.copy(network)
         part.gate_proj, part.up_proj = part_of(layers[0], units, OUTPUTS), part_of(layers[1], units, OUTPUTS)
         part.down_proj = part_of(layers[2], units, INPUTS)
-        small_products.pass_tiles(part, keep=True)
         parts.append(part)
     if known is None:
         trials.note(recorded, adds_up := add_up(network, parts, x))
@@ -175,10 +171,7 @@ def split_head(embedding: Any) -> None:
     small_products.store_for_products(embedding)
     if len(slices) == 1:
         return
-    if isinstance(embedding, small_products.HeadInTiles):
-        embedding._parts = [embedding.part(outputs) for outputs in slices]
-    else:
-        embedding._parts = [part_of(embedding, outputs, OUTPUTS) for outputs in slices]
+    embedding._parts = [part_of(embedding, outputs, OUTPUTS) for outputs in slices]
     precede(embedding, SplitHead, "Split")
 
 

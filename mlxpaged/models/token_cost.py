@@ -61,14 +61,10 @@ def token_cost(decoder: Module, caches: Sequence[Any], config: Mapping[str, Any]
     return TokenCost(sum(multiply_adds(module, experts_per_token(config)) for module in modules), dict(per_key))
 
 
-MATRICES = "weight", "tiles", "columns"
-"""Names of a layer's matrix, the last two in mlxpaged/cpu/small_products.py."""
-
-
 def multiply_adds(module: Module, experts: int) -> int:
     """Those of a token with the weights of a module itself, without modules in it. experts: of a token."""
     arrays = {name: each for name, each in module.items() if isinstance(each, mx.array)}
-    weight = next((arrays[name] for name in MATRICES if name in arrays), None)
+    weight = arrays.get("weight")
     if weight is None or weight.ndim < 2 or isinstance(module, (Embedding, QuantizedEmbedding)):
         return 0
     elements = int(weight.size) * 32 // module.bits if "scales" in arrays else int(weight.size)

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlxpaged.cpu import small_products, split_linear, streams
-from mlxpaged.cpu.small_products import LinearInTiles, TransposedLinear
+from mlxpaged.cpu.small_products import WeightFirstHead, WeightFirstLinear
 from mlxpaged.cpu.split_linear import SplitFeedForward, SplitHead, SplitLinear, split_linear_layers
 
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU's model is left alone")
@@ -262,8 +262,8 @@ def test_weights_are_moved_one_layer_at_a_time() -> None:
 def test_small_layers_are_left_alone() -> None:
     linear, embedding, network = nn.Linear(64, 72), nn.Embedding(64, 64), Network()
     split_linear_layers(Model(linear, embedding, network))
-    assert [type(module) for module in (linear, embedding, network)] == [TransposedLinear, nn.Embedding, Network]
-    assert isinstance(network.gate_proj, (TransposedLinear, LinearInTiles))
+    assert [type(module) for module in (linear, embedding, network)] == [WeightFirstLinear, WeightFirstHead, Network]
+    assert type(network.gate_proj) is WeightFirstLinear
 
 
 @pytest.mark.usefixtures("many_streams")
@@ -283,7 +283,7 @@ def test_parts_are_computed_on_streams_of_their_own(monkeypatch: pytest.MonkeyPa
     layer, network, embedding = nn.Linear(64, 48), Network(), nn.Embedding(96, 64)
     split_linear_layers(Model(layer, network, embedding))
     seen: list[Any] = []
-    for kind, method in ((TransposedLinear, "__call__"), (Network, "__call__"), (nn.Embedding, "as_linear")):
+    for kind, method in ((WeightFirstLinear, "__call__"), (Network, "__call__"), (WeightFirstHead, "as_linear")):
         original = getattr(kind, method)
 
         def spy(self: Any, x: mx.array, original: Callable[..., mx.array] = original) -> mx.array:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlxpaged.cpu.small_products import LinearInTiles, TransposedLinear
+from mlxpaged.cpu.small_products import WeightFirstLinear
 
 
 class MultiplyAdds:
@@ -26,7 +26,7 @@ class MultiplyAdds:
             self.total += q.size * k.shape[2] * 2
             return function(q, k, v, **options)
 
-        for kind in (nn.Linear, LinearInTiles, TransposedLinear):
+        for kind in (nn.Linear, WeightFirstLinear):
             monkeypatch.setattr(kind, "__call__", functools.partialmethod(counted, kind.__call__, linear))
         fused = functools.partial(attention, mx.fast.scaled_dot_product_attention)
         monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", fused)

@@ -18,7 +18,7 @@ from mlxpaged.core.engine.step_input import SampledTokens
 from mlxpaged.core.step import PENDING, Row, Step
 from mlxpaged.cpu import attention as cpu_attention
 from mlxpaged.cpu import attention_plan, blas, kv_pool
-from mlxpaged.cpu.small_products import TransposedLinear
+from mlxpaged.cpu.small_products import WeightFirstLinear
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models.loader import ServedModel, load_model
@@ -204,20 +204,20 @@ def test_an_error_on_a_cpu_stream_ends_with_the_step(tmp_path: Path, monkeypatch
     runs on another thread."""
     monkeypatch.setattr(blas, "small_products", False)
     logits: list[Any] = []
-    linear = TransposedLinear.__call__
+    linear = WeightFirstLinear.__call__
 
     def steps() -> None:
         runner = ModelRunner(load_model(str(make_tiny_model(tmp_path / "m", "llama"))), 8, 8, "auto")
         for fails in (False, True, False, False):
             if fails:
-                monkeypatch.setattr(TransposedLinear, "__call__", failing_linear)
+                monkeypatch.setattr(WeightFirstLinear, "__call__", failing_linear)
             try:
                 wanted = forward(runner, rows((LONG, 0, 10)))
                 runner.finish_step(wanted)
                 logits.append(np.array(wanted))
             except Exception as error:
                 logits.append(str(error))
-                monkeypatch.setattr(TransposedLinear, "__call__", linear)
+                monkeypatch.setattr(WeightFirstLinear, "__call__", linear)
                 runner.rebuild_pools()
 
     thread = threading.Thread(target=steps)
@@ -229,7 +229,7 @@ def test_an_error_on_a_cpu_stream_ends_with_the_step(tmp_path: Path, monkeypatch
         np.testing.assert_allclose(after, logits[0], atol=1e-6)
 
 
-def failing_linear(layer: TransposedLinear, x: mx.array) -> mx.array:
+def failing_linear(layer: WeightFirstLinear, x: mx.array) -> mx.array:
     """Fails when it is computed."""
     four = mx.zeros(4)
     four[mx.array([True] * 4)] = mx.ones(2)

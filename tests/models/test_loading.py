@@ -19,7 +19,7 @@ from mlx_lm.utils import load_model as load_plain_model
 from mlxpaged.attention.layer import PagedLayer, StepContext
 from mlxpaged.core.step import Step
 from mlxpaged.cpu import blas
-from mlxpaged.cpu.small_products import TransposedLinear
+from mlxpaged.cpu.small_products import WeightFirstLinear
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models import loader
@@ -314,7 +314,7 @@ def test_only_the_rows_that_are_sampled_reach_the_output_head(
     assert (
         base
         is {
-            (False, False): TransposedLinear if mx.default_device() == mx.Device(mx.cpu) else nn.Linear,
+            (False, False): WeightFirstLinear if mx.default_device() == mx.Device(mx.cpu) else nn.Linear,
             (True, False): nn.Embedding,
             (False, True): nn.QuantizedLinear,
             (True, True): nn.QuantizedEmbedding,

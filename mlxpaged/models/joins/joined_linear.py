@@ -27,8 +27,7 @@ OUTPUTS: Mapping[str, int] = {"weight": -2, "scales": -2, "biases": -2, "bias": 
 """The output axis of each parameter of a linear layer."""
 
 KINDS: set[type] = {Linear, QuantizedLinear, SwitchLinear, QuantizedSwitchLinear}
-AXES = dict(OUTPUTS)
-"""Layers that can be joined, and the output axis of each of their parameters. mlxpaged/cpu adds its own."""
+"""Layers that can be joined. mlxpaged/cpu adds its own."""
 
 
 def precede(module: Module, base: type[Module], prefix: str) -> None:
@@ -141,14 +140,14 @@ def make_joint(layers: Sequence[Any]) -> Any:
         return None
     joint = copy.copy(layers[0])
     for name in list(joint.keys()):
-        joint[name] = mx.concatenate([layer[name] for layer in layers], axis=AXES[name])
+        joint[name] = mx.concatenate([layer[name] for layer in layers], axis=OUTPUTS[name])
     mx.eval(joint.parameters())
     return joint
 
 
 def are_of_one_kind(layers: Sequence[Any]) -> bool:
     """Whether they can be joined: they are alike, and neither joined nor split already."""
-    if not all(type(layer) in KINDS and layer.keys() <= AXES.keys() for layer in layers):
+    if not all(type(layer) in KINDS and layer.keys() <= OUTPUTS.keys() for layer in layers):
         return False
     return all(kind_of(layer) == kind_of(layers[0]) for layer in layers)
 
@@ -156,7 +155,7 @@ def are_of_one_kind(layers: Sequence[Any]) -> bool:
 def kind_of(layer: Module) -> Any:
     """Equal for layers of one class with the same parameters, types and inputs, quantized alike."""
     parameters = [
-        (name, array.dtype, [size for axis, size in enumerate(array.shape) if axis - array.ndim != AXES[name]])
+        (name, array.dtype, [size for axis, size in enumerate(array.shape) if axis - array.ndim != OUTPUTS[name]])
         for name, array in sorted(layer.items())
     ]
     return type(layer), parameters, [getattr(layer, name, None) for name in ("group_size", "bits", "mode")]
