@@ -79,7 +79,7 @@ class Target:
 @dataclass
 class Report:
     seconds: float = 0.0
-    slowest: float = 0.0
+    slowest: tuple[float, int] = (0.0, 0)  # and the number of the case
     statuses: Counter[str] = field(default_factory=Counter)
     failures: dict[int, str] = field(default_factory=dict)  # by the number of the case
 
@@ -87,7 +87,8 @@ class Report:
     def table(self) -> str:
         count = sum(self.statuses.values())
         statuses = ", ".join(f"{status}: {number}" for status, number in sorted(self.statuses.items()))
-        return f"{count} in {self.seconds:.0f} s, the slowest {self.slowest:.1f} s; {statuses}"
+        seconds, number = self.slowest
+        return f"{count} in {self.seconds:.0f} s, the slowest {seconds:.1f} s (case {number}); {statuses}"
 
 
 async def send_all(
@@ -105,7 +106,7 @@ async def send_all(
                 outcome = "failed"
                 report.failures[number] = f"{type(error).__name__}: {error}"
             report.statuses[outcome] += 1
-            report.slowest = max(report.slowest, time.monotonic() - sent)
+            report.slowest = max(report.slowest, (time.monotonic() - sent, number))
             if len(report.failures) >= most_failures:
                 return
 
@@ -205,7 +206,7 @@ def check_error(body: Any, path: str, status: int) -> None:
         fits = list(body) == ["type", "error", "request_id"]
         fits = fits and list(body["error"]) in (["type", "message"], ["type", "message", "details"])
     else:
-        beside = ["detail"] if short == "/decisions" else []
+        beside = ["detail"] if f"{short}/".startswith("/decisions/") else []
         fits = list(body) == ["error", *beside] and list(body["error"]) == ["message", "type", "param", "code"]
     if not fits:
         raise FaultError(f"status {status}: an error in another format: {json.dumps(body)[:300]}")

@@ -143,16 +143,18 @@ def test_a_case_depends_on_the_seed_and_its_number_alone() -> None:
         assert all(make(3, i, 0).steps == 0 for i in range(50))
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/messages", "/api/chat"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/messages", "/api/chat", "/v1/decisions"])
 def test_an_error_in_the_format_of_another_api_is_noticed(path: str) -> None:
     formats = {
         "/v1/models": {"error": {"message": "x", "type": "x", "param": None, "code": None}},
         "/v1/messages": {"type": "error", "error": {"type": "x", "message": "x"}, "request_id": "x"},
         "/api/chat": {"error": "x"},
+        "/v1/decisions": {"error": {"message": "x", "type": "x", "param": None, "code": None}, "detail": "x"},
     }
     for other, body in formats.items():
-        if other == path:
-            check_error(body, path, 400)
-        else:
-            with pytest.raises(FaultError):
-                check_error(body, path, 400)
+        for place in (path, f"{path}/.."):
+            if other == path:
+                check_error(body, place, 400)
+            else:
+                with pytest.raises(FaultError):
+                    check_error(body, place, 400)
