@@ -475,3 +475,14 @@ def test_a_record_of_which_both_copies_are_damaged_stops_no_server(
     store.close()
     assert "the record batch-1 is damaged and left out" in caplog.text
     assert set(results(tmp_path)) >= {"a", "b"}
+
+
+@pytest.mark.usefixtures("no_flushes")
+def test_a_copy_with_the_id_of_another_record_is_damaged(tmp_path: Path) -> None:
+    make(tmp_path, 0)
+    first, second = (tmp_path / "batches" / name for name in ("batch-1.json", "batch-1.copy"))
+    first.write_bytes(first.read_bytes().replace(b'"batch-1"', b'"batch-9"'))
+    store = Store(tmp_path)
+    assert [(name, batch.id) for name, batch in store.batches.items()] == [("batch-1", "batch-1")]
+    assert first.read_bytes() == second.read_bytes()
+    store.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
@@ -16,6 +16,7 @@ Status = Literal["validating", "failed", "in_progress", "finalizing", "completed
 
 
 class Record(BaseModel):
+    id: str
     owner: str | None = None  # name of the key that it belongs to, not shown; None on a server without keys
 
     def shown(self) -> dict[str, Any]:
@@ -23,7 +24,6 @@ class Record(BaseModel):
 
 
 class FileRecord(Record):
-    id: str
     object: Literal["file"] = "file"
     bytes: int
     created_at: int
@@ -57,7 +57,6 @@ class LineErrors(BaseModel):
 class BatchRecord(Record):
     """Times are seconds since 1970."""
 
-    id: str
     object: Literal["batch"] = "batch"
     endpoint: str
     errors: LineErrors | None = None
@@ -81,6 +80,9 @@ class BatchRecord(Record):
     @property
     def unfinished(self) -> bool:
         return self.status in UNFINISHED
+
+
+AnyRecord = TypeVar("AnyRecord", FileRecord, BatchRecord)
 
 
 class OutputLine(BaseModel):

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mlxpaged.api import ignored_fields
 from mlxpaged.api.access.caller import may_use, owner_of
-from mlxpaged.api.batches.records import BatchRecord, FileRecord
+from mlxpaged.api.batches.records import AnyRecord, BatchRecord, FileRecord
 from mlxpaged.api.batches.requests import now
 from mlxpaged.api.batches.runner import BatchRunner
 from mlxpaged.api.batches.store import ERRORS, OUTPUT, Store, result_id
@@ -34,7 +34,6 @@ FORM_CHARSETS = ("utf-8", "us-ascii", "iso-8859-1")
 """Encodings of the names in a form. Python has others that raise any error, or make text that cannot be saved."""
 WINDOW_UNITS = {"m": 60, "h": 3600, "d": 86400}
 
-Record = TypeVar("Record", FileRecord, BatchRecord)
 Result = TypeVar("Result")
 
 
@@ -221,7 +220,7 @@ def files_of(batch: BatchRecord) -> set[str]:
     return {batch.input_file_id, result_id(batch.id, OUTPUT), result_id(batch.id, ERRORS)}
 
 
-def find(records: Mapping[str, Record], request: Request, kind: str) -> Record:
+def find(records: Mapping[str, AnyRecord], request: Request, kind: str) -> AnyRecord:
     """Returns the record that the path names. Raises ApiError 404."""
     record_id = request.path_params[f"{kind}_id"]
     record = records.get(record_id)

@@ -26,18 +26,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
-from pydantic import BaseModel
-
-from mlxpaged.api.batches.records import READ_BYTES, BatchRecord, FileRecord, OutputLine
+from mlxpaged.api.batches.records import READ_BYTES, AnyRecord, BatchRecord, FileRecord, OutputLine, Record
 from mlxpaged.api.durable_files import OWNER_ONLY, append, flush_directory, make_private, owner_only, replacing
 from mlxpaged.api.streaming import one_line, without_ends
 from mlxpaged.journal import Journal
 
 logger = logging.getLogger(__name__)
-
-Record = TypeVar("Record", bound=BaseModel)
 
 OUTPUT, ERRORS = "output", "errors"
 """The kinds of results of a batch."""
@@ -102,7 +98,7 @@ class Store:
         try:
             with replacing(self.content(record.id)) as file:
                 shutil.copyfileobj(content, file)
-                save(self._files, record.id, record)
+                save(self._files, record)
         except BaseException:
             self.delete_file(record.id)
             raise
@@ -145,7 +141,7 @@ class Store:
         """Change the batch, on the disk first. Its `errors` are dropped unless they are in `changes`: those of an
         unfinished batch say what it waits for now."""
         changes = {"errors": None} | changes
-        save(self._batches, batch.id, batch.model_copy(update=changes))
+        save(self._batches, batch.model_copy(update=changes))
         for name, value in changes.items():
             setattr(batch, name, value)
         self.batches[batch.id] = batch
@@ -180,12 +176,11 @@ class Store:
         """Make a file of the finished lines; repeating this is harmless. Returns its id, None if there are no lines."""
         file_id, name = result_id(batch.id, kind), f"{batch.id}_{kind}.jsonl"
         path = self.content(file_id)
-        if not path.exists() or path.stat().st_size == 0:
+        if not path.exists() or (size := path.stat().st_size) == 0:
             return None
-        size = path.stat().st_size
         record = FileRecord(id=file_id, bytes=size, created_at=created_at, filename=name, purpose="batch_output")
         record.owner = batch.owner
-        save(self._files, file_id, record)
+        save(self._files, record)
         self.files[file_id] = record
         return file_id
 
@@ -236,8 +231,8 @@ def record_paths(directory: Path, record_id: str) -> tuple[Path, Path]:
     return directory / f"{record_id}.json", directory / f"{record_id}.copy"
 
 
-def save(directory: Path, record_id: str, record: BaseModel) -> None:
-    for path in record_paths(directory, record_id):
+def save(directory: Path, record: Record) -> None:
+    for path in record_paths(directory, record.id):
         with replacing(path) as file:
             file.write(record.model_dump_json().encode())
 
@@ -251,29 +246,25 @@ def text_of(line: OutputLine) -> str:
     return f"{before}{name}{without_ends(bytes(body).decode())}{after.removeprefix('null')}"
 
 
-def load(directory: Path, kind: type[Record]) -> dict[str, Record]:
+def load(directory: Path, kind: type[AnyRecord]) -> dict[str, AnyRecord]:
     """Returns all records of a directory by id. The files of one whose copies are both damaged stay where they are."""
     ids = {path.stem for path in directory.iterdir() if path.suffix in (".json", ".copy")}
-    found = [(record_id, load_record(directory, record_id, kind)) for record_id in ids]
-    records = [(record_id, record) for record_id, record in found if record is not None]
-    records.sort(key=lambda each: (each[1].created_at, each[0]))  # type: ignore[attr-defined]
-    return dict(records)
+    records = [record for each in ids if (record := load_record(directory, each, kind)) is not None]
+    return {each.id: each for each in sorted(records, key=lambda each: (each.created_at, each.id))}
 
 
-def load_record(directory: Path, record_id: str, kind: type[Record]) -> Record | None:
+def load_record(directory: Path, record_id: str, kind: type[AnyRecord]) -> AnyRecord | None:
     """Returns the newer of the two copies that can be read, and mends the other one."""
-    texts: list[bytes] = []
-    records: list[Record] = []
+    records: list[AnyRecord] = []
     for path in record_paths(directory, record_id):
         with contextlib.suppress(OSError, ValueError):
-            text = path.read_bytes()
-            records.append(kind.model_validate_json(text))
-            texts.append(text)
+            records.append(kind.model_validate_json(path.read_bytes()))
+    records = [record for record in records if record.id == record_id]
     if not records:
         logger.error("the record %s is damaged and left out; its files stay in %s", record_id, directory)
         return None
-    if texts != [texts[0]] * 2:
+    if records != [records[0]] * 2:
         logger.warning("a copy of the record %s was damaged or older; it is mended", record_id)
         with contextlib.suppress(OSError):  # a full disk
-            save(directory, record_id, records[0])
+            save(directory, records[0])
     return records[0]
