@@ -302,15 +302,14 @@ class BatchRunner:
         async def append(finished: Sequence[tuple[LinePlace, OutputLine]]) -> None:
             """They count as done once they are on the disk. Each flush of the disk serves all of a kind."""
             for kind in (OUTPUT, ERRORS):
-                places = [place for place, line in finished if line.succeeded == (kind == OUTPUT)]
-                lines = [line for _, line in finished if line.succeeded == (kind == OUTPUT)]
+                lines = {place: line for place, line in finished if line.succeeded == (kind == OUTPUT)}
                 if lines:
-                    await self._written(batch, partial(self._store.append, batch.id, kind, lines))
+                    await self._written(batch, partial(self._store.append, batch.id, kind, list(lines.values())))
                     batch.request_counts.completed += len(lines) * (kind == OUTPUT)
                     batch.request_counts.failed += len(lines) * (kind == ERRORS)
-                    for place in places:
+                    for place in lines:
                         del left[place]
-                    await self._on_disk(batch.id, partial(journal.end, *(place.name for place in places)))
+                    await self._on_disk(batch.id, partial(journal.end, *(place.name for place in lines)))
 
         message = "the server process died twice while it ran this request, so it is not run again"
         await append([(place, failure_line(place, PROCESS_DIED, message)) for place in waiting.killers])
