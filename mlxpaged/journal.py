@@ -31,13 +31,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mlxpaged.durable_files import OWNER_ONLY
+
 MOST_DEATHS = 2
 """Work that was running in so many deaths is not run again."""
 
 MOST_BYTES = 64 * 1024
 """A longer journal is begun again while nothing runs."""
 
-OWNER_ONLY = 0o600
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 BOOT_SESSION = b"kern.bootsessionuuid"
 """Where Linux (random(4)) and macOS (sysctl(3)) name the time since the machine's start."""

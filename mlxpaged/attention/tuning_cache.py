@@ -23,6 +23,7 @@ import mlx.core as mx
 from mlxpaged import macos
 from mlxpaged.attention import kernels
 from mlxpaged.attention.tuning import Choice, ShapeClass, parse_choice
+from mlxpaged.durable_files import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -95,12 +96,8 @@ class TuningCache:
         try:
             path = self.path or default_path()
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f"{path.name}.{os.getpid()}")
-            try:
-                temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
-                temporary.replace(path)  # readers see either the old file or the new one
-            finally:
-                temporary.unlink(missing_ok=True)
+            with replacing(path) as file:
+                file.write(json.dumps(content, indent=1).encode())
         except (OSError, RuntimeError) as error:
             logger.warning("attention times could not be saved, the next start measures again: %s", error)
 

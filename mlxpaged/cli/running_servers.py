@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mlxpaged.api.durable_files import make_private, owner_only
 from mlxpaged.cli.os_errors import sentence
+from mlxpaged.durable_files import make_private, owner_only
 
 logger = logging.getLogger(__name__)
 

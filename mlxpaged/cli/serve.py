@@ -285,7 +285,7 @@ def load_journal(data_dir: Path | None) -> LoadJournal | None:
     directory = data_dir or (SERVICE_DIRECTORY.expanduser() if os.environ.get(SERVICE_VARIABLE) else None)
     if directory is None:
         return None
-    from mlxpaged.api.durable_files import make_private
+    from mlxpaged.durable_files import make_private
     from mlxpaged.engine.load_journal import LoadJournal
 
     try:

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxpaged.api import durable_files
+from mlxpaged import durable_files
 from mlxpaged.api.app import create_app
 from mlxpaged.api.batches import runner
 from mlxpaged.api.batches.lines import FileCheck, LinePlace

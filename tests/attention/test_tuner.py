@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlxpaged import durable_files
 from mlxpaged.attention import kernels, tuner, tuning_cache
 from mlxpaged.attention.kv_cache import LayerKVCache
 from mlxpaged.attention.layout import AttentionShape, KVLayout
@@ -458,11 +459,10 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     assert cache.path is not None
     before = cache.path.read_text()
 
-    def full(temporary: Path, text: str, encoding: str) -> None:
-        temporary.write_bytes(text.encode(encoding)[:100])
+    def full(descriptor: int) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(durable_files, "flush_to_disk", full)
     tune([SHAPE], SMALL, True, cache, FakeDevice().tuner)
     assert cache.path.read_text() == before
     assert list(cache.path.parent.iterdir()) == [cache.path]

@@ -21,7 +21,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mlxpaged.api.access.key_names import NAME_PATTERN, TIERS, TierName
-from mlxpaged.api.durable_files import owner_only, replacing
+from mlxpaged.durable_files import owner_only, replacing
 
 PREFIX = "sk-mlxpaged-"
 """Some clients require sk-; the name is for scanners that search for leaked keys."""

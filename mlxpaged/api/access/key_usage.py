@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from mlxpaged.api.access.key_file import locked
-from mlxpaged.api.durable_files import replacing
+from mlxpaged.durable_files import replacing
 
 logger = logging.getLogger(__name__)
 

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from mlxpaged.api.batches.records import READ_BYTES, AnyRecord, BatchRecord, FileRecord, OutputLine, Record
-from mlxpaged.api.durable_files import OWNER_ONLY, append, flush_directory, make_private, owner_only, replacing
 from mlxpaged.api.streaming import one_line, without_ends
+from mlxpaged.durable_files import OWNER_ONLY, append, flush_directory, make_private, owner_only, replacing
 from mlxpaged.journal import Journal
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxpaged.api.durable_files import replacing
 from mlxpaged.cli.image_file import content
+from mlxpaged.durable_files import replacing
 from mlxpaged.models.files.generation_config import LIMITS, Limits
 
 Kind = Callable[[str], Any]

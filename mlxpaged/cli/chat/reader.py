@@ -13,8 +13,8 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from mlxpaged.api.durable_files import OWNER_ONLY, owner_only
 from mlxpaged.cli.chat.slash import COMMANDS
+from mlxpaged.durable_files import OWNER_ONLY, owner_only
 
 QUOTES = '"""'
 PROMPT, CONTINUED = ">>> ", "... "

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
 import statistics
 import sys
@@ -24,6 +23,7 @@ from threading import Lock
 
 from mlxpaged.cli.client import Client, Comment, ServerError
 from mlxpaged.cli.connection import connected, found
+from mlxpaged.durable_files import replacing
 
 STREAMS = 4
 PROMPTS = (12_000, 300, 16_000, 40, 4_000, 14_000)
@@ -175,7 +175,5 @@ class Runner:
         """Write the report to the disk: the next moment may be a panic."""
         if self._report is None:
             return
-        with self._report.open("w", encoding="utf-8") as file:
-            file.write(json.dumps([asdict(each) for each in self._soaks], indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        with replacing(self._report) as file:
+            file.write(f"{json.dumps([asdict(each) for each in self._soaks], indent=1)}\n".encode())

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from mlxpaged.durable_files import OWNER_ONLY
+
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of the files. Those of another version are deleted."""
 
-OWNER_ONLY = 0o600
 INDEX, SEGMENT = "index.sqlite3", ".segment"
 
 SCHEMA = """

@@ -26,9 +26,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TypeVar
 
+from mlxpaged.durable_files import OWNER_ONLY, OWNER_ONLY_DIRECTORY
 from mlxpaged.parts.disk.disk_index import (
     FAILURES,
-    OWNER_ONLY,
     SEGMENT,
     DiskIndex,
     Name,
@@ -411,7 +411,7 @@ def runs(placed: Iterable[tuple[Place, int]]) -> Iterator[list[tuple[Place, int]
 def take_lock(directory: Path) -> IO[bytes]:
     """Raises StoreError if another process uses the directory, or it cannot be made."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.mkdir(mode=OWNER_ONLY_DIRECTORY, parents=True, exist_ok=True)
         lock = os.fdopen(os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, OWNER_ONLY), "r+b")
     except OSError as error:
         raise StoreError(f"{directory} cannot be used: {error.strerror or error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlxpaged.api.durable_files import replacing
+from mlxpaged.durable_files import replacing
 
 
 def test_a_link_stays_one_and_its_file_is_replaced(tmp_path: Path) -> None:
