@@ -1,4 +1,4 @@
-"""Writes files that survive a power failure, and that only their owner may read."""
+"""Writes files that survive a power failure, and that only their owner may read. Locks a directory of them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ logger = logging.getLogger(__name__)
 OWNER_ONLY = 0o600
 """Mode of files. It needs no execute bit, so no umask that lets the owner work changes it."""
 OWNER_ONLY_DIRECTORY = 0o700
+
+
+class DirectoryInUseError(Exception):
+    """Another server uses this directory."""
 
 
 def flush_to_disk(descriptor: int) -> None:
@@ -91,3 +95,22 @@ def make_private(path: Path) -> None:
             logger.warning("other users could enter %s (mode %o): now only you can", path, mode)
         except OSError as error:
             logger.warning("other users can enter %s (mode %o): %s", path, mode, error.strerror)
+
+
+def lock(directory: Path) -> IO[bytes]:
+    """Returns an open file with a lock, which ends with the process. Raises DirectoryInUseError or OSError."""
+    file = open(directory / "lock", "a+b", buffering=0, opener=owner_only)  # noqa: SIM115  (closed by the caller)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        process = file.read().decode(errors="replace")
+        file.close()
+        if not isinstance(error, BlockingIOError):
+            raise
+        place = f"{directory} (process {process})" if process else str(directory)
+        raise DirectoryInUseError(f"another server uses {place}") from None
+    file.truncate(0)
+    with contextlib.suppress(OSError):  # a full disk
+        file.write(str(os.getpid()).encode())
+    return file

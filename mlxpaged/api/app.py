@@ -49,7 +49,7 @@ def create_app(
     registry: None for a server without a model. clock: seconds. data_dir: the directory of files and batches; None for
     a server without them.
 
-    Raises KeyFileError; DataDirInUseError or OSError if the directory cannot be used.
+    Raises KeyFileError; DirectoryInUseError or OSError if the directory cannot be used.
     """
     server = Server(registry, clock, http or HttpConfig())
 

@@ -19,7 +19,6 @@ from starlette.applications import Starlette
 from mlxpaged import __version__
 from mlxpaged.api.access.key_file import KeyFileError
 from mlxpaged.api.app import create_app
-from mlxpaged.api.batches.store import DataDirInUseError
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.server import Server
 from mlxpaged.cli.banner import banner
@@ -29,6 +28,7 @@ from mlxpaged.cli.smaller_model import smaller
 from mlxpaged.cli.start_display import StartDisplay
 from mlxpaged.core.engine.errors import EngineUnavailableError
 from mlxpaged.cpu import blas
+from mlxpaged.durable_files import DirectoryInUseError
 from mlxpaged.engine.garbage import freeze
 from mlxpaged.log_writer import Writer
 from mlxpaged.process_memory import return_freed_memory
@@ -57,7 +57,7 @@ def run_server(
     try:
         clock = time.monotonic if registry is None else registry.clock
         app = create_app(registry, clock, http, data_dir)
-    except (KeyFileError, DataDirInUseError, OSError) as error:
+    except (KeyFileError, DirectoryInUseError, OSError) as error:
         for listener in listeners:
             listener.close()
         place = "" if isinstance(error, KeyFileError) else f"--data-dir {data_dir}: "

@@ -29,9 +29,10 @@ from mlxpaged.api.batches import lines as batch_lines
 from mlxpaged.api.batches import runner
 from mlxpaged.api.batches.records import BatchRecord, FileRecord, OutputLine
 from mlxpaged.api.batches.runner import BatchRunner
-from mlxpaged.api.batches.store import DataDirInUseError, Store, text_of
+from mlxpaged.api.batches.store import Store, text_of
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.generation import prompt
+from mlxpaged.durable_files import DirectoryInUseError
 from mlxpaged.engine_config import EngineConfig
 from tests.api.helpers import (
     DEADLINE,
@@ -670,7 +671,7 @@ def test_a_batch_goes_on_after_a_restart_and_runs_nothing_twice(tmp_path: Path) 
         wait_until(lambda: server.engine.num_unfinished == 2)
         gate.allow(10)
         wait_until(some_are_done)
-        with pytest.raises(DataDirInUseError, match=rf"^another server uses {tmp_path} \(process {os.getpid()}\)$"):
+        with pytest.raises(DirectoryInUseError, match=rf"^another server uses {tmp_path} \(process {os.getpid()}\)$"):
             create_app(None, data_dir=tmp_path)
     results = tmp_path / "files" / f"file-{batch.id}-output"
     kept = results.read_bytes()

@@ -124,7 +124,7 @@ def test_an_index_that_is_truncated_while_it_is_open_loses_no_process(store: Dis
 
 
 def test_a_directory_has_one_store_at_a_time(store: DiskStore, directory: Path) -> None:
-    with pytest.raises(StoreError, match="another server uses"):
+    with pytest.raises(StoreError, match=rf"^another server uses {directory} \(process {os.getpid()}\)$"):
         DiskStore(directory, 10**6, 10**6)
     store.close()
     DiskStore(directory, 10**6, 10**6).close()

@@ -29,7 +29,7 @@ ENDPOINTS = (
 
 
 def start(app: Starlette) -> AbstractAsyncContextManager[None]:
-    """Open the directory of files and batches, if there is one. Raises DataDirInUseError or OSError."""
+    """Open the directory of files and batches, if there is one. Raises DirectoryInUseError or OSError."""
     directory = app.state.data_dir
     app.state.store = None if directory is None else Store(directory)
     return running(app)

@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
-import os
 import shutil
 import tempfile
 from collections import Counter
@@ -30,7 +28,7 @@ from typing import IO, Any
 
 from mlxpaged.api.batches.records import READ_BYTES, AnyRecord, BatchRecord, FileRecord, OutputLine, Record
 from mlxpaged.api.streaming import one_line, without_ends
-from mlxpaged.durable_files import OWNER_ONLY, append, flush_directory, make_private, owner_only, replacing
+from mlxpaged.durable_files import OWNER_ONLY, append, flush_directory, lock, make_private, replacing
 from mlxpaged.journal import Journal
 
 logger = logging.getLogger(__name__)
@@ -42,15 +40,11 @@ DELETED = ".{}.deleted"
 """The name of a file that says that the content of another one, by its id, was deleted while it was read."""
 
 
-class DataDirInUseError(Exception):
-    """Another server keeps its files in this directory."""
-
-
 class Store:
     """Holds a lock on its directory. `files` and `batches` have the records by id, the oldest first."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises DataDirInUseError, or OSError if the directory cannot be used."""
+        """Raises DirectoryInUseError, or OSError if the directory cannot be used."""
         if not directory.exists():
             make_private(directory)  # one that is there may be shared, and keeps its permissions
         self._files, self._batches = directory / "files", directory / "batches"
@@ -197,25 +191,6 @@ def whole_lines(path: Path) -> Iterator[tuple[bytes, str]]:
         for line in file:
             with contextlib.suppress(ValueError):
                 yield line.rstrip(b"\n") + b"\n", OutputLine.model_validate_json(line).custom_id
-
-
-def lock(directory: Path) -> IO[bytes]:
-    """Returns an open file with a lock, which ends with the process. Raises DataDirInUseError, OSError."""
-    file = open(directory / "lock", "a+b", buffering=0, opener=owner_only)  # noqa: SIM115  (closed by `close`)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.seek(0)
-        process = file.read().decode(errors="replace")
-        file.close()
-        if not isinstance(error, BlockingIOError):
-            raise
-        place = f"{directory} (process {process})" if process else str(directory)
-        raise DataDirInUseError(f"another server uses {place}") from None
-    file.truncate(0)
-    with contextlib.suppress(OSError):  # a full disk
-        file.write(str(os.getpid()).encode())
-    return file
 
 
 def check_writable(path: Path) -> None:

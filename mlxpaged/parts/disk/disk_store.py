@@ -14,7 +14,6 @@ one does not find them. If they die twice while the index is opened, all is dele
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import threading
@@ -26,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TypeVar
 
-from mlxpaged.durable_files import OWNER_ONLY, OWNER_ONLY_DIRECTORY
+from mlxpaged.durable_files import OWNER_ONLY, OWNER_ONLY_DIRECTORY, DirectoryInUseError, lock
 from mlxpaged.parts.disk.disk_index import (
     FAILURES,
     SEGMENT,
@@ -41,7 +40,6 @@ from mlxpaged.parts.disk.disk_records import Data, ModelUsage, Segment, StoredBl
 
 logger = logging.getLogger(__name__)
 
-LOCK = "lock"
 RANK_DIRECTORY = "rank-{}-of-{}"
 """The directory of a rank of a model that several compute together, in the one that they were given."""
 
@@ -412,12 +410,8 @@ def take_lock(directory: Path) -> IO[bytes]:
     """Raises StoreError if another process uses the directory, or it cannot be made."""
     try:
         directory.mkdir(mode=OWNER_ONLY_DIRECTORY, parents=True, exist_ok=True)
-        lock = os.fdopen(os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, OWNER_ONLY), "r+b")
+        return lock(directory)
+    except DirectoryInUseError as error:
+        raise StoreError(str(error)) from None
     except OSError as error:
         raise StoreError(f"{directory} cannot be used: {error.strerror or error}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise StoreError(f"another server uses {directory}") from None
-    return lock
