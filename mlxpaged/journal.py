@@ -20,7 +20,6 @@ last seconds of a journal. What they had is run again as if it had not run befor
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import functools
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlxpaged.durable_files import OWNER_ONLY
+from mlxpaged.macos import sysctl_text
 
 MOST_DEATHS = 2
 """Work that was running in so many deaths is not run again."""
@@ -170,8 +170,4 @@ def boot_id() -> str:
     """A name for the time since the machine was started. Empty if the system gives none."""
     with contextlib.suppress(OSError):
         return BOOT_ID.read_text().strip()
-    name, size = ctypes.create_string_buffer(64), ctypes.c_size_t(64)
-    with contextlib.suppress(AttributeError):  # no function of this name
-        if ctypes.CDLL(None).sysctlbyname(BOOT_SESSION, name, ctypes.byref(size), None, ctypes.c_size_t(0)) == 0:
-            return name.value.decode(errors="replace")
-    return ""
+    return sysctl_text(BOOT_SESSION)

@@ -120,6 +120,12 @@ def test_the_system_names_the_time_since_its_start() -> None:
     assert journals.boot_id() == journals.boot_id() != ""
 
 
+def test_macos_names_the_time_since_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "BOOT_ID", tmp_path / "linux only")
+    monkeypatch.setattr(journals, "sysctl_text", {b"kern.bootsessionuuid": "5F0E"}.__getitem__)
+    assert journals.boot_id.__wrapped__() == "5F0E"
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV], ids=lambda number: number.name)
 def test_a_process_that_is_killed_has_noted_what_it_ran(path: Path, number: signal.Signals) -> None:
     program = (
