@@ -305,6 +305,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield server
 
 
+def fill_disk(monkeypatch: pytest.MonkeyPatch, num_flushes: int) -> list[int]:
+    """The disk is full after so many flushes. Returns how many are left, to be changed."""
+    flush, left = durable_files.flush_to_disk, [num_flushes]
+
+    def flush_if_there_is_room(descriptor: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise FULL
+        flush(descriptor)
+
+    monkeypatch.setattr(durable_files, "flush_to_disk", flush_if_there_is_room)
+    return left
+
+
 def upload(http: httpx.Client, content: bytes) -> httpx.Response:
     return http.post("/v1/files", data={"purpose": "batch"}, files={"file": content})
 
@@ -316,19 +330,11 @@ def test_on_a_full_disk_uploads_are_refused_and_a_batch_waits_until_there_is_roo
     monkeypatch.setattr(runner, "DISK_SECONDS", 0.01)
     lines = [{"custom_id": str(i), "method": "POST", "url": COMPLETIONS, "body": run_on("x", 2)} for i in range(6)]
     content = "\n".join(map(json.dumps, lines)).encode()
-    flush, room = durable_files.flush_to_disk, [9]
     data = server.app.state.store.content("x").parent.parent
-
-    def flush_if_there_is_room(descriptor: int) -> None:
-        room[0] -= 1
-        if room[0] < 0:
-            raise FULL
-        flush(descriptor)
-
     with raw(server) as http:
         body = {"input_file_id": upload(http, content).json()["id"], "endpoint": COMPLETIONS}
         before = sorted(data.glob("files/*"))
-        monkeypatch.setattr(durable_files, "flush_to_disk", flush_if_there_is_room)
+        room = fill_disk(monkeypatch, 9)
         batch = http.post("/v1/batches", json=body | {"completion_window": "24h"}).json()
 
         def shown() -> dict[str, Any]:
@@ -365,21 +371,11 @@ def test_nothing_stays_of_a_batch_that_cannot_be_saved(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     """A record is two files, each flushed with its directory. What is left of one would run after a restart."""
-    flush, left, data = (
-        durable_files.flush_to_disk,
-        iter(range(room)),
-        server.app.state.store.content("x").parent.parent,
-    )
-
-    def flush_if_there_is_room(descriptor: int) -> None:
-        if next(left, None) is None:
-            raise FULL
-        flush(descriptor)
-
+    data = server.app.state.store.content("x").parent.parent
     with raw(server) as http:
         body = {"input_file_id": upload(http, b"{}").json()["id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
         before = sorted(data.glob("batches/*"))
-        monkeypatch.setattr(durable_files, "flush_to_disk", flush_if_there_is_room)
+        fill_disk(monkeypatch, room)
         assert http.post("/v1/batches", json=body).status_code == 507
     assert sorted(data.glob("batches/*")) == before
 
@@ -417,11 +413,8 @@ def test_a_part_of_a_line_that_a_full_disk_took_is_cut_off(tmp_path: Path, monke
     path = tmp_path / "lines"
     durable_files.append(path, b"one\n")
 
-    def refused(descriptor: int) -> None:
-        raise FULL
-
     with monkeypatch.context() as patch:
-        patch.setattr(durable_files, "flush_to_disk", refused)
+        fill_disk(patch, 0)
         with pytest.raises(OSError, match="No space left"):
             durable_files.append(path, b"two\n")
     assert path.read_bytes() == b"one\n"
