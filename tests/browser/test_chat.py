@@ -452,6 +452,26 @@ def test_an_error_of_the_server_is_shown_in_its_own_words(visit: Start, scripted
     tab = visit(scripted)
     tab.allowed = {400}
     tab.open()
+    tab.say("Right question")
+    tab.answered()
     tab.say("x" * 9000)
-    note = tab.answered().get_by_role("alert")
-    expect(note).to_contain_text("tokens")
+    expect(tab.page.locator(".composer").get_by_role("alert")).to_contain_text("tokens")
+    expect(tab.page.get_by_label("Message")).to_have_value("x" * 9000)
+    expect(tab.page.locator(".message")).to_have_count(2)
+    tab.say("Second chat")
+    expect(tab.answered()).to_contain_text("Here too.")
+
+
+def test_an_error_stays_under_the_answer_if_something_else_is_being_written(
+    visit: Start, scripted: RunningServer
+) -> None:
+    tab, held = visit(scripted), list[Route]()
+    tab.allowed = {503}
+    tab.open()
+    tab.page.route("**/v1/chat/completions", lambda route: held.append(route))
+    with tab.page.expect_request("**/v1/chat/completions"):
+        tab.say("Right question")
+    tab.page.get_by_label("Message").fill("Second chat")
+    held[0].fulfill(status=503, json={"error": {"message": "the server is full"}})
+    expect(tab.answered().get_by_role("alert")).to_have_text("the server is full")
+    expect(tab.page.get_by_label("Message")).to_have_value("Second chat")

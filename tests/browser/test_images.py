@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from playwright.sync_api import FilePayload, Request, expect
+from playwright.sync_api import FilePayload, Request, Route, expect
 
 from demo_model.vision.pictures import BUILT_IN, picture
 from mlxpaged.engine_config import EngineConfig
 from tests.browser.conftest import PHONE, Visit
 from tests.browser.test_chat import button
-from tests.browser.test_files import attach, chips, drop, file
+from tests.browser.test_files import attach, chips, drop, file, problem
 from tests.support import RunningServer, running_server
 
 pytestmark = pytest.mark.browser
@@ -32,6 +32,11 @@ PASTE = """([name, type, content]) => {
     document.querySelector(".composer textarea").dispatchEvent(event);
     return event.defaultPrevented;
 }"""
+SAID = """data: {"choices": [{"delta": {"content": "Red."}, "finish_reason": "stop"}]}
+
+data: [DONE]
+
+"""
 QUESTION = "What number is in the picture?"
 
 
@@ -67,10 +72,20 @@ def messages(request: Request) -> Any:
     return json.loads(request.post_data or "")["messages"]
 
 
-def test_images_are_chosen_or_pasted_and_go_before_the_message(visit: Start, scripted: RunningServer) -> None:
-    """This server's model takes text only, and says so."""
-    tab = visit(scripted)
-    tab.allowed.add(400)
+def served(**sees: bool | None) -> Callable[[Route], None]:
+    """Answers with a list of models. sees: whether each takes images; None if it is not loaded, and is of that kind."""
+
+    def entry(name: str, vision: bool | None) -> dict[str, Any]:
+        kind = {"kind": "text" if vision is False else "vision", "state": "available" if vision is None else "loaded"}
+        known = {} if vision is None else {"capabilities": {"chat": True, "vision": vision}}
+        return {"id": name, "object": "model"} | kind | known
+
+    models = [entry(*each) for each in sees.items()]
+    return lambda route: route.fulfill(json={"object": "list", "data": models})
+
+
+def test_images_are_chosen_or_pasted_and_go_before_the_message(visit: Start, seeing: RunningServer) -> None:
+    tab = visit(seeing)
     tab.open()
     chosen, pasted = image("chosen.png"), image("pasted.png", Image.new("L", (2, 1)))
     attach(tab, chosen, file("a.txt", b"text"))
@@ -83,7 +98,79 @@ def test_images_are_chosen_or_pasted_and_go_before_the_message(visit: Start, scr
     shown = tab.page.locator(".message.user img")
     expect(shown).to_have_count(2)
     expect(shown.first).to_have_attribute("alt", "chosen.png")
-    expect(tab.page.locator(".message.assistant .note.error")).to_contain_text("image")
+    tab.answered()
+
+
+def test_an_image_is_refused_if_the_model_takes_none(visit: Start, scripted: RunningServer) -> None:
+    tab = visit(scripted)
+    tab.open()
+    picker = tab.page.get_by_label("Model", exact=True)
+    expect(picker).to_have_value("scripted")
+    attach(tab, image("red.png"), file("a.txt", b"text"))
+    expect(problem(tab)).to_have_text(
+        "red.png is not attached: scripted takes no images. Nor does another model of this server."
+    )
+    expect(chips(tab)).to_have_text(["a.txt 4 B\u00d7"])
+    button(tab.page, "Remove a.txt").click()
+    tab.say("Right question")
+    expect(tab.answered()).to_contain_text("A right answer.")
+    expect(problem(tab)).to_be_hidden()
+
+
+def test_the_models_that_take_an_image_are_named_before_it_is_sent_to_another_one(
+    visit: Start, scripted: RunningServer
+) -> None:
+    tab = visit(scripted)
+    tab.page.route("**/v1/models", served(blind=False, eyes=True, asleep=None))
+    tab.page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=SAID))
+    tab.open()
+    picker = tab.page.get_by_label("Model", exact=True)
+    expect(picker).to_have_value("blind")
+    paste(tab, image("red.png"))
+    refused = "blind takes no images. Choose a model that does: eyes, asleep."
+    expect(problem(tab)).to_have_text(f"red.png is not attached: {refused}")
+    picker.select_option("asleep")
+    paste(tab, image("red.png"))
+    expect(chips(tab)).to_have_count(1)
+    expect(problem(tab)).to_be_hidden()
+    picker.select_option("blind")
+    tab.say("What is this?")
+    expect(problem(tab)).to_have_text(f"There are images in this chat. {refused}")
+    expect(tab.page.locator(".message")).to_have_count(0)
+    picker.select_option("eyes")
+    tab.say("What is this?")
+    tab.answered()
+    picker.select_option("blind")
+    tab.say("And now?")
+    expect(problem(tab)).to_have_text(f"There are images in this chat. {refused}")
+    expect(tab.page.get_by_label("Message")).to_have_value("And now?")
+
+
+def test_a_first_message_that_the_server_refuses_goes_back_to_the_form(visit: Start, scripted: RunningServer) -> None:
+    """The list of models says that the server's model sees. It does not."""
+    tab = visit(scripted)
+    tab.allowed = {400}
+    tab.page.route("**/v1/models", served(scripted=True))
+    tab.open()
+    expect(tab.page.get_by_label("Model", exact=True)).to_have_value("scripted")
+    attach(tab, image("red.png"))
+    tab.say("Right question")
+    expect(problem(tab)).to_contain_text("image")
+    field = tab.page.get_by_label("Message")
+    expect(field).to_have_value("Right question")
+    expect(field).to_be_focused()
+    expect(chips(tab)).to_have_count(1)
+    expect(tab.page.locator(".message")).to_have_count(0)
+    chats = tab.page.get_by_role("navigation", name="Conversations").get_by_role("link")
+    expect(chats).to_have_count(0)
+    assert tab.page.evaluate("location.hash") == "#/chat"
+    button(tab.page, "Remove red.png").click()
+    field.press("Enter")
+    expect(tab.answered()).to_contain_text("A right answer.")
+    expect(problem(tab)).to_be_hidden()
+    tab.page.reload()
+    expect(chats).to_have_text(["Right question"])
+    expect(tab.page.locator(".message")).to_have_count(2)
 
 
 @pytest.mark.parametrize("way", ["pasted", "dropped"])

@@ -5,7 +5,8 @@ import { Attachments } from "./files.js";
 const MAX_HEIGHT = 240; // pixels of the field; a longer text scrolls
 
 export class Composer {
-  /** actions: send(text, files); maySend(), which is false while an answer is written; stop(). */
+  /** actions: send(text, files); maySend(), which is false while an answer is written; stop(); whyNoImages();
+   * earlierFiles(): those of the messages before. */
   constructor(actions) {
     this.actions = actions;
     this.field = h("textarea", {
@@ -18,7 +19,7 @@ export class Composer {
       onkeydown: (event) => this.onKey(event),
       onpaste: (event) => this.takePasted(event),
     });
-    this.attachments = new Attachments(() => this.focus());
+    this.attachments = new Attachments(() => this.focus(), actions.whyNoImages);
     this.chosen = h("input", { type: "file", multiple: true, hidden: true, onchange: () => this.takeChosen() });
     this.send = h("button", { type: "submit", class: "primary" }, "Send");
     this.stop = button("Stop", actions.stop, { hidden: true });
@@ -93,10 +94,23 @@ export class Composer {
     });
   }
 
+  isEmpty() {
+    return !this.field.value && !this.attachments.files.length;
+  }
+
+  /** Takes back what could not be sent, and says why. */
+  giveBack(text, files, problem) {
+    this.field.value = text;
+    this.fitField();
+    this.attachments.show(files);
+    this.attachments.showProblem(problem);
+  }
+
   async submit() {
     await this.attachments.ready;
     const text = this.field.value.trim();
     if ((!text && !this.attachments.files.length) || !this.actions.maySend()) return;
+    if (!this.attachments.maySend(this.actions.earlierFiles())) return;
     this.field.value = "";
     this.fitField();
     this.actions.send(text, this.attachments.take());

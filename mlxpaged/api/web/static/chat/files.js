@@ -82,9 +82,11 @@ function size(text) {
 
 /** The files of a message that is being written. */
 export class Attachments {
-  /** removed(): the user has removed one, and with it the button that had the focus. */
-  constructor(removed, files = []) {
+  /** removed(): the user has removed one, and with it the button that had the focus. whyNoImages(): why images are
+   * refused now, or "". */
+  constructor(removed, whyNoImages, files = []) {
     this.removed = removed;
+    this.whyNoImages = whyNoImages;
     this.list = h("ul", { class: "chips" });
     this.problem = h("p", { class: "note error", role: "alert", hidden: true });
     this.element = h("div", { class: "attachments" }, this.problem, this.list);
@@ -119,20 +121,33 @@ export class Attachments {
     for (const file of files) {
       try {
         const read = await readFile(file);
+        const refused = read.image === undefined ? "" : this.whyNoImages();
+        if (refused) throw new Error(`${read.name} is not attached: ${refused}`);
         this.show([...this.files, read]);
         announce(`${read.name} is attached`);
       } catch (error) {
         problems.push(error.message);
       }
     }
-    this.problem.textContent = problems.join(" ");
-    this.problem.hidden = problems.length === 0;
+    this.showProblem(problems.join(" "));
+  }
+
+  showProblem(text) {
+    this.problem.textContent = text;
+    this.problem.hidden = !text;
+  }
+
+  /** Whether all may be sent: another model may have been chosen. earlier: the files of the messages before. */
+  maySend(earlier = []) {
+    const refused = [...earlier, ...this.files].some(({ image }) => image !== undefined) ? this.whyNoImages() : "";
+    if (refused) this.showProblem(`There are images in this chat. ${refused}`);
+    return !refused;
   }
 
   /** Returns the files, which are no longer attached. */
   take() {
     const files = this.files;
-    this.problem.hidden = true;
+    this.showProblem("");
     this.show([]);
     return files;
   }

@@ -44,10 +44,10 @@ function switcher(message, { choose }) {
 }
 
 /** The form in place of a user's message. */
-export function editor(message, { send, cancel }) {
+export function editor(message, { send, cancel, whyNoImages }) {
   const field = h("textarea", { rows: Math.min(12, message.content.split("\n").length + 1) });
   field.value = message.content;
-  const attachments = new Attachments(() => field.focus(), message.files);
+  const attachments = new Attachments(() => field.focus(), whyNoImages, message.files);
   const form = h(
     "form",
     {
@@ -55,7 +55,7 @@ export function editor(message, { send, cancel }) {
       onsubmit: (event) => {
         event.preventDefault();
         const text = field.value.trim();
-        if (text || attachments.files.length) send(text, attachments.files);
+        if ((text || attachments.files.length) && attachments.maySend()) send(text, attachments.files);
       },
       onkeydown: (event) => {
         if (event.key === "Escape") cancel();

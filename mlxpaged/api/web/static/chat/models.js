@@ -2,6 +2,11 @@
 import { get } from "../lib/api.js";
 import { h } from "../lib/dom.js";
 
+/** Whether a model takes images. One that is not loaded may not say more than its kind. */
+function sees({ capabilities, kind }) {
+  return capabilities?.vision ?? kind === "vision";
+}
+
 const STATES = { loading: "is loading", available: "loads on first use", failed: "failed to load" };
 
 export class ModelPicker {
@@ -27,6 +32,15 @@ export class ModelPicker {
     this.element.replaceChildren(...options);
     this.element.value = name || this.models[0]?.id || "";
     return this.element.value || null;
+  }
+
+  /** Why a model takes no images, and which ones do. Empty if it does, or if the server's list does not say. */
+  whyNoImages(name) {
+    const model = this.get(name);
+    if (model === null || sees(model)) return "";
+    const others = this.models.filter(sees).map(({ id }) => id);
+    const rest = others.length ? `Choose a model that does: ${others.join(", ")}.` : "Nor does another model of this server.";
+    return `${name} takes no images. ${rest}`;
   }
 
   get(name) {

@@ -35,6 +35,8 @@ export class ChatView {
       maySend: () => !this.running.has(this.current.id),
       send: (text, files) => this.say(text, files),
       stop: () => this.stopAnswer(),
+      earlierFiles: () => this.current.messages.flatMap(({ files = [] }) => files),
+      whyNoImages: () => this.whyNoImages(),
     });
     this.bar = h(
       "div",
@@ -128,6 +130,10 @@ export class ChatView {
     this.current.model = model;
     device.setItem(LAST_MODEL, model);
     this.keep(this.current);
+  }
+
+  whyNoImages() {
+    return this.picker.whyNoImages(this.current.model);
   }
 
   async editSettings() {
@@ -246,10 +252,10 @@ export class ChatView {
   /** versions: of the turn, if this is not its first version. */
   say(text, files, versions) {
     const conversation = this.current;
+    if (conversation.messages.length === 0) history.replaceState(null, "", `#/chat/${conversation.id}`);
     if (conversation.messages.length === 0 && !conversation.named) {
       conversation.title = (text || files[0].name).replace(/\s+/g, " ").slice(0, 60);
       this.title.textContent = conversation.title;
-      history.replaceState(null, "", `#/chat/${conversation.id}`);
     }
     const more = { ...(files.length && { files }), ...(versions && { versions }) };
     conversation.messages.push({ role: "user", content: text, ...more });
@@ -260,6 +266,7 @@ export class ChatView {
     if (this.running.has(this.current.id)) return;
     const form = editor(message, {
       cancel: () => this.draw(),
+      whyNoImages: () => this.whyNoImages(),
       send: (text, files) => {
         this.say(text, files, branchOff(this.current.messages, message));
         this.composer.focus();
@@ -339,6 +346,7 @@ export class ChatView {
     message.running = false;
     message.progress = message.comment = null;
     this.running.delete(conversation.id);
+    if (this.takesBack(conversation, message)) return this.takeBack(conversation, message.error);
     const followed = this.isAtEnd();
     this.answers.get(message)?.update();
     if (this.current === conversation) {
@@ -347,6 +355,32 @@ export class ChatView {
       if (!message.error) announce(message.stopped ? "The answer is stopped" : `The answer: ${message.content}`);
     }
     if (this.conversations.get(conversation.id) === conversation) this.keep(conversation); // it may have been deleted
+  }
+
+  /** Whether a message that brought nothing but an error goes back to the form. It would be in all further prompts. */
+  takesBack(conversation, answer) {
+    const { content, error, reasoning, toolCalls, versions } = answer;
+    const [question, last] = conversation.messages.slice(-2);
+    const isNew = last === answer && question.role === "user" && !versions && !question.versions;
+    const isBare = error && !content && !reasoning && toolCalls.length === 0;
+    return isNew && isBare && this.current === conversation && this.composer.isEmpty();
+  }
+
+  async takeBack(conversation, problem) {
+    const [{ content, files = [] }] = conversation.messages.splice(-2);
+    this.composer.giveBack(content, files, problem);
+    if (conversation.messages.length > 0) this.keep(conversation);
+    else await this.forget(conversation);
+    this.draw();
+    this.composer.focus();
+  }
+
+  /** Makes a conversation a new one again: no message of it has reached the server. */
+  async forget(conversation) {
+    if (!conversation.named) this.title.textContent = conversation.title = "New chat";
+    history.replaceState(null, "", "#/chat");
+    await this.conversations.remove(conversation.id);
+    this.showSidebar();
   }
 
   stopAnswer() {
