@@ -24,10 +24,11 @@ pytestmark = pytest.mark.browser
 
 Start = Callable[..., Visit]
 
-PASTE = """([name, type, content]) => {
+PASTE = """([name, type, content, text]) => {
     const clipboardData = new DataTransfer();
     const bytes = Uint8Array.from(atob(content), (each) => each.charCodeAt(0));
     clipboardData.items.add(new File([bytes], name, { type }));
+    if (text) clipboardData.setData("text/plain", text);
     const event = new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true });
     document.querySelector(".composer textarea").dispatchEvent(event);
     return event.defaultPrevented;
@@ -63,9 +64,25 @@ def part(sent: FilePayload) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
-def paste(tab: Visit, pasted: FilePayload) -> None:
-    content = base64.b64encode(pasted["buffer"]).decode()
-    assert tab.page.evaluate(PASTE, [pasted["name"], pasted["mimeType"], content]) is True
+def pasted(tab: Visit, content: FilePayload, text: str = "") -> bool:
+    """Whether the page takes the file. Otherwise the browser pastes the text."""
+    data = base64.b64encode(content["buffer"]).decode()
+    return bool(tab.page.evaluate(PASTE, [content["name"], content["mimeType"], data, text]))
+
+
+def paste(tab: Visit, content: FilePayload) -> None:
+    assert pasted(tab, content)
+
+
+def test_pasted_cells_are_their_text_and_a_copied_file_is_the_file(visit: Start, seeing: RunningServer) -> None:
+    """A spreadsheet puts an image of the cells beside their text."""
+    tab = visit(seeing)
+    tab.open()
+    expect(tab.page.get_by_label("Message")).to_be_visible()
+    assert not pasted(tab, image("image.png"), "Rome\t25\nOslo\t11")
+    assert pasted(tab, image("red.png"), "red.png")
+    expect(chips(tab)).to_have_count(1)
+    expect(chips(tab)).to_contain_text("red.png")
 
 
 def messages(request: Request) -> Any:
@@ -87,14 +104,14 @@ def served(**sees: bool | None) -> Callable[[Route], None]:
 def test_images_are_chosen_or_pasted_and_go_before_the_message(visit: Start, seeing: RunningServer) -> None:
     tab = visit(seeing)
     tab.open()
-    chosen, pasted = image("chosen.png"), image("pasted.png", Image.new("L", (2, 1)))
+    chosen, other = image("chosen.png"), image("pasted.png", Image.new("L", (2, 1)))
     attach(tab, chosen, file("a.txt", b"text"))
-    paste(tab, pasted)
+    paste(tab, other)
     expect(chips(tab)).to_have_count(3)
     with tab.page.expect_request("**/v1/chat/completions") as request:
         tab.say("What is this?")
     text = {"type": "text", "text": "a.txt:\n```txt\ntext\n```\n\nWhat is this?"}
-    assert messages(request.value)[-1]["content"] == [part(chosen), part(pasted), text]
+    assert messages(request.value)[-1]["content"] == [part(chosen), part(other), text]
     shown = tab.page.locator(".message.user img")
     expect(shown).to_have_count(2)
     expect(shown.first).to_have_attribute("alt", "chosen.png")

@@ -69,11 +69,15 @@ export class Composer {
     this.focus();
   }
 
-  /** An image in the clipboard, such as a screenshot, is a file there. */
+  /** An image in the clipboard, such as a screenshot, is a file there. Cells of a table are a text, and an image of it
+   * too: the text is pasted. A file that was copied may have its name as the text. */
   takePasted(event) {
-    if (event.clipboardData.files.length === 0) return;
+    const { files } = event.clipboardData;
+    const text = event.clipboardData.getData("text/plain").trim();
+    const names = Array.from(files, ({ name }) => name).join("\n");
+    if (files.length === 0 || (text && text !== names)) return;
     event.preventDefault();
-    this.attachments.add(event.clipboardData.files);
+    this.attachments.add(files);
   }
 
   /** Takes files that are dropped anywhere on an element. */

@@ -133,7 +133,7 @@ export class ChatView {
   }
 
   whyNoImages() {
-    return this.picker.whyNoImages(this.current.model);
+    return this.picker.whyNoImages(this.current?.model); // a file may come before the first chat is there
   }
 
   async editSettings() {
