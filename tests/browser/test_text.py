@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.conftest import Visit
+from tests.browser.conftest import PHONE, Visit
 from tests.support import RunningServer
 
 pytestmark = pytest.mark.browser
@@ -256,6 +256,41 @@ def test_what_a_hostile_model_writes_is_text_within_its_place(tab: Visit, name: 
         assert beyond <= 0
     assert answer.text_content()
     assert tab.page.evaluate("window.hacked") is None
+
+
+TABLE = """
+| Name | Town | Amount | Remark |
+|:-----|:----:|-------:|--------|
+| Wolfeschlegelsteinhausenbergerdorff | Llanfairpwllgwyngyll | 1,234,567.89 | `a_function_with_a_long_name` |
+"""
+LINES = """all => all.map((each) => {
+    const range = document.createRange();
+    range.selectNodeContents(each);
+    return new Set(Array.from(range.getClientRects(), (rect) => Math.round(rect.bottom / 8))).size;
+})"""
+
+
+def test_a_wide_table_scrolls_on_a_phone_and_keeps_its_words_and_its_alignment(
+    visit: Start, scripted: RunningServer
+) -> None:
+    tab = visit(scripted, PHONE)
+    tab.open()
+    expect(tab.page.get_by_label("Message")).to_be_visible()
+    answer = show(tab, TABLE)
+    cells = answer.locator("td")
+    assert cells.evaluate_all(LINES) == [1, 1, 1, 1]
+    found = "all => all.map((each) => getComputedStyle(each).textAlign)"
+    names = {"-webkit-left": "left", "-webkit-center": "center", "-webkit-right": "right", "start": "left"}
+    for row in ("th", "td"):
+        aligned = answer.locator(row).evaluate_all(found)
+        assert [names.get(each, each) for each in aligned] == ["left", "center", "right", "left"]
+    frame = answer.get_by_role("region", name="Table")
+    assert frame.evaluate("each => each.scrollWidth > each.clientWidth")
+    assert tab.page.evaluate("document.documentElement.scrollWidth") <= PHONE[0]
+
+
+def test_a_list_begins_with_its_number(tab: Visit) -> None:
+    assert show(tab, "3. three\n4. four").locator("ol").get_attribute("start") == "3"
 
 
 SLOW = """async ([ms, ...texts]) => {

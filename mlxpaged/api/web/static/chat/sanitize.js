@@ -11,6 +11,7 @@ const MARKDOWN = {
   ).split(" "),
   ALLOWED_ATTR: "align class href start title".split(" "),
   ALLOWED_URI_REGEXP: /^(?:https?:|mailto:)/i,
+  ADD_URI_SAFE_ATTR: ["align", "start"], // the expression is for all attributes but those that are named safe
 };
 const FORMULA = {
   ...COMMON,
