@@ -180,6 +180,35 @@ def test_calls_of_tools_are_shown_and_get_their_result(visit: Start, scripted: R
     expect(tab.answered()).to_contain_text("It is sunny in Rome.")
 
 
+def test_the_settings_of_a_new_chat_outlive_a_reload_and_are_all_sent(visit: Start, scripted: RunningServer) -> None:
+    tab = visit(scripted)
+    tab.open()
+    button(tab.page, "Settings").click()
+    dialog = tab.page.get_by_role("dialog")
+    numbers = {"Min p": 0.05, "Repetition penalty": 1.1, "Presence penalty": -0.5, "Frequency penalty": 0.5, "Seed": 7}
+    for name, value in numbers.items():
+        dialog.get_by_label(name).fill(str(value))
+    dialog.get_by_label("System prompt").fill("Be brief.")
+    dialog.get_by_label("Stop").fill("END\n\\n\\n")
+    properties = {"answer": {"type": "string", "maxLength": 9}}
+    schema = {"type": "object", "properties": properties, "required": ["answer"], "additionalProperties": False}
+    dialog.get_by_label("JSON schema").fill("[]")
+    button(dialog, "Save").click()
+    expect(dialog).to_be_visible()  # this is no schema
+    dialog.get_by_label("JSON schema").fill(json.dumps(schema))
+    button(dialog, "Save").click()
+    expect(dialog).to_be_hidden()
+    tab.page.reload()
+    with tab.page.expect_request("**/v1/chat/completions") as sent:
+        tab.say("Right question")
+    body = json.loads(sent.value.post_data or "")
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert {name: body[name.lower().replace(" ", "_")] for name in numbers} == numbers
+    assert body["stop"] == ["END", "\n\n"]
+    assert body["response_format"]["json_schema"]["schema"] == schema
+    assert set(json.loads(tab.answered().locator(".answer").inner_text())) == {"answer"}
+
+
 def test_conversations_stay_in_the_browser_and_are_renamed_exported_and_deleted(
     visit: Start, scripted: RunningServer
 ) -> None:

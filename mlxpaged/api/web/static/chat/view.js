@@ -6,7 +6,7 @@ import { receive } from "./answer.js";
 import { Composer } from "./composer.js";
 import { asRequest, asStored, Conversations, newId } from "./conversations.js";
 import { ModelPicker } from "./models.js";
-import { editSettings, fields, noSettings } from "./settings.js";
+import { editSettings, fields, keepSettings, lastSettings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { branchOff, choose, placeOf } from "./versions.js";
 
@@ -98,7 +98,7 @@ export class ChatView {
   }
 
   newConversation() {
-    const settings = this.current?.settings ?? noSettings();
+    const settings = this.current?.settings ?? lastSettings();
     const conversation = this.conversations.add(device.getItem(LAST_MODEL) ?? "", structuredClone(settings));
     this.conversations.byId.delete(conversation.id); // it is kept from its first message on
     return conversation;
@@ -140,6 +140,7 @@ export class ChatView {
     const settings = await editSettings(this.current.settings, this.picker.get(this.current.model));
     if (settings === null) return;
     this.current.settings = settings;
+    keepSettings(settings);
     this.keep(this.current);
   }
 
