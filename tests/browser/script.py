@@ -37,6 +37,7 @@ SCRIPT = {
     "How do priorities age?": MARKDOWN,
     "Attack!": HOSTILE,
     "Count!": "word " * 1200,
+    "Ponder!": "<think>\nWords.\n</think>\n\n" + "word " * 1200,
     "Wrong question": "A wrong answer.",
     "Right question": "A right answer.",
     "Weather in Rome?": CALL,

@@ -155,6 +155,57 @@ def test_an_answer_is_stopped_and_made_again(visit: Start, scripted: RunningServ
     scripted.wait_idle()
 
 
+def test_an_answer_goes_on_after_a_limit(visit: Start, demo: RunningServer) -> None:
+    tab = visit(demo)
+    tab.open()
+    button(tab.page, "Settings").click()
+    dialog = tab.page.get_by_role("dialog")
+    dialog.get_by_label("Temperature").fill("0")
+    dialog.get_by_label("Max tokens").fill("1")
+    button(dialog, "Save").click()
+    tab.say("What is 17 + 25?")
+    answer = tab.answered()
+    expect(answer.locator(".note")).to_have_text("The answer reached its limit of tokens.")
+    begun = answer.locator(".answer").inner_text()
+    assert begun != "42"
+    button(tab.page, "Settings").click()
+    dialog.get_by_label("Max tokens").fill("")
+    button(dialog, "Save").click()
+    with tab.page.expect_request("**/v1/chat/completions") as sent:
+        button(answer, "Continue").click()
+    body = json.loads(sent.value.post_data or "")
+    assert body["messages"][-1] == {"role": "assistant", "content": begun}
+    assert body["continue_final_message"] is True
+    expect(tab.answered().locator(".answer")).to_have_text("42")
+    expect(answer.locator(".note")).to_be_hidden()
+    expect(button(answer, "Continue")).to_be_hidden()
+    tab.page.reload()
+    expect(tab.answered().locator(".answer")).to_have_text("42")
+    expect(tab.page.locator(".message")).to_have_count(2)
+
+
+def test_an_answer_goes_on_after_a_stop_with_its_thought(visit: Start, scripted: RunningServer) -> None:
+    tab = visit(scripted)
+    tab.open()
+    tab.say("Ponder!")
+    answer = tab.page.locator(".message.assistant")
+    expect(answer.locator(".answer")).to_contain_text("word word")
+    button(tab.page, "Stop").click()
+    expect(answer.locator(".note")).to_have_text("Stopped.")
+    scripted.wait_idle()
+    begun = answer.locator(".answer").inner_text()
+    with tab.page.expect_request("**/v1/chat/completions") as sent:
+        button(answer, "Continue").click()
+    last = json.loads(sent.value.post_data or "")["messages"][-1]
+    assert last["reasoning_content"].strip() == "Words."
+    expect(button(tab.page, "Stop")).to_be_visible()
+    button(tab.page, "Stop").click()
+    expect(answer.locator(".note")).to_have_text("Stopped.")
+    assert answer.locator(".answer").inner_text().startswith(begun)
+    expect(tab.page.locator(".message")).to_have_count(2)
+    scripted.wait_idle()
+
+
 def test_calls_of_tools_are_shown_and_get_their_result(visit: Start, scripted: RunningServer) -> None:
     tab = visit(scripted)
     tab.open()

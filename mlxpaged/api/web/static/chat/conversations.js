@@ -112,14 +112,17 @@ function storedMessage({ running, progress, comment, versions, ...rest }) {
   return { ...rest, versions: { ...versions, tails } };
 }
 
-/** The messages as the API takes them: those of the shown versions. */
-export function asRequest(conversation) {
+/** The messages as the API takes them: those of the shown versions. continues: the answer goes on with the last one,
+ * whose thought is part of the prompt. */
+export function asRequest(conversation, { continues = false } = {}) {
+  const last = continues ? conversation.messages.at(-1) : null;
   const system = conversation.settings.system.trim();
   const messages = conversation.messages
     .filter((each) => !each.error || each.content)
-    .map(({ role, content, files, toolCalls, toolCallId }) => ({
+    .map(({ role, content, files, toolCalls, toolCallId }, index, { length }) => ({
       role,
       content: withFiles(content, files),
+      ...(last?.reasoning && index === length - 1 ? { reasoning_content: last.reasoning } : {}),
       ...(toolCalls?.length ? { tool_calls: toolCalls } : {}),
       ...(toolCallId ? { tool_call_id: toolCallId } : {}),
     }));

@@ -169,13 +169,14 @@ export class AnswerMessage {
   }
 
   showUnder() {
-    const { content, running, stats } = this.message;
+    const { content, finish, running, stats, toolCalls } = this.message;
     if (this.stats === undefined) {
       this.versions = h("span", {});
       this.stats = h("span", { class: "stats" });
       this.copy = button("Copy", () => this.copyAnswer(), { class: "quiet" });
       this.again = button("Regenerate", this.actions.regenerate, { class: "quiet" });
-      this.under.append(this.versions, this.copy, this.again, this.stats);
+      this.more = button("Continue", this.actions.goOn, { class: "quiet" });
+      this.under.append(this.versions, this.copy, this.again, this.more, this.stats);
     }
     const place = JSON.stringify(placeOf(this.message));
     if (place !== this.place) {
@@ -184,6 +185,8 @@ export class AnswerMessage {
     }
     this.copy.hidden = running || !content;
     this.again.hidden = running || !this.actions.isLast();
+    const isCut = finish === "length" || !finish; // by a limit, by the user, or by an error
+    this.more.hidden = this.again.hidden || !isCut || !content || toolCalls.length > 0 || !this.actions.mayGoOn();
     this.stats.textContent = stats ? statsText(stats) : "";
   }
 

@@ -235,6 +235,8 @@ export class ChatView {
       answer = new AnswerMessage(message, {
         choose,
         regenerate: () => this.regenerate(),
+        goOn: () => this.goOn(),
+        mayGoOn: () => !conversation.settings.schema, // the rest of a JSON text fits no schema
         isLast: () => conversation.messages.at(-1) === message,
         waitsFor: (call) => this.waitsFor(conversation, message, call),
         giveResult: (call, result) => this.giveResult(message, call, result),
@@ -284,6 +286,15 @@ export class ChatView {
     this.composer.focus();
   }
 
+  /** Continues the last answer, which was stopped or has reached its limit. */
+  goOn() {
+    if (this.running.has(this.current.id)) return;
+    const message = this.current.messages.at(-1);
+    Object.assign(message, { running: true, error: null, finish: null, stopped: false });
+    this.write(this.current, message, { continues: true });
+    this.composer.focus();
+  }
+
   chooseVersion(message, number) {
     if (this.running.has(this.current.id)) return;
     const { messages } = this.current;
@@ -318,11 +329,17 @@ export class ChatView {
 
   // -- answers -------------------------------------------------------------------------------------------------------
 
-  async answer(conversation, versions) {
-    const messages = asRequest(conversation);
+  answer(conversation, versions) {
     const begun = { content: "", reasoning: "", toolCalls: [], model: "", running: true };
     const message = { role: "assistant", id: newId(), ...begun, ...(versions && { versions }) };
     conversation.messages.push(message);
+    return this.write(conversation, message);
+  }
+
+  /** Writes the last message of a conversation. continues: it goes on with what there is of it. */
+  async write(conversation, message, { continues = false } = {}) {
+    const messages = asRequest(conversation, { continues });
+    if (!continues) messages.pop();
     const control = new AbortController();
     this.running.set(conversation.id, control);
     this.draw();
@@ -332,7 +349,8 @@ export class ChatView {
     try {
       if (!conversation.model) await this.loadModels(); // the user was faster than the list
       message.model = conversation.model;
-      const body = { model: conversation.model, messages, ...fields(conversation.settings) };
+      const more = continues ? { continue_final_message: true } : {};
+      const body = { model: conversation.model, messages, ...fields(conversation.settings), ...more };
       await receive(body, message, {
         signal: control.signal,
         changed: () => {
