@@ -82,8 +82,18 @@ export class Conversations {
     return conversation;
   }
 
-  async save(conversation) {
+  save(conversation) {
     conversation.updated = Date.now();
+    return this.write(conversation);
+  }
+
+  /** Adds one that comes from a file. */
+  put(conversation) {
+    this.byId.set(conversation.id, conversation);
+    return this.write(conversation);
+  }
+
+  async write(conversation) {
     const store = await this.store("readwrite");
     if (store === null) return;
     store.put(conversation);

@@ -1,23 +1,59 @@
 // The list of conversations.
 import { button, h, labelled } from "../lib/dom.js";
 import { ask, confirm } from "../lib/dialog.js";
+import { save } from "./transfer.js";
 
 export class Sidebar {
-  /** actions: add(), rename(conversation, title), remove(conversation). */
+  /** actions: add(), rename(conversation, title), remove(conversation), takeFile(file), showShortcuts(). */
   constructor(actions) {
     this.actions = actions;
     this.list = h("ul", {});
+    this.none = h("p", { class: "note", role: "status" });
+    this.search = h("input", {
+      type: "search",
+      "aria-label": "Search chats",
+      placeholder: "Search",
+      oninput: () => this.draw(),
+    });
+    this.chosen = h("input", { type: "file", accept: ".json", hidden: true, onchange: () => this.takeChosen() });
     this.element = h(
       "nav",
       { class: "sidebar", id: "conversations", "aria-label": "Conversations" },
       button("New chat", actions.add, { class: "wide" }),
+      this.search,
+      this.none,
       this.list,
+      h(
+        "div",
+        { class: "foot" },
+        this.chosen,
+        button("Import", () => this.chosen.click(), { class: "quiet" }),
+        button("Export all", () => save(this.all, "chats"), { class: "quiet" }),
+        button("Shortcuts", actions.showShortcuts, { class: "quiet" }),
+      ),
     );
+    this.show([], null);
+  }
+
+  takeChosen() {
+    this.actions.takeFile(this.chosen.files[0]);
+    this.chosen.value = ""; // the same file may be chosen again
   }
 
   show(conversations, current) {
+    this.all = conversations;
+    this.current = current;
+    this.search.hidden = conversations.length === 0;
+    this.draw();
+  }
+
+  /** Draws the conversations that have all words of the search. */
+  draw() {
+    const words = this.search.hidden ? [] : this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const found = this.all.filter((each) => hasAll(each, words));
+    this.none.textContent = found.length === 0 && words.length > 0 ? "No chat has these words." : "";
     this.list.replaceChildren(
-      ...conversations.map((each) => {
+      ...found.map((each) => {
         const menu = h(
           "details",
           { class: "menu" },
@@ -26,7 +62,7 @@ export class Sidebar {
             "div",
             { class: "menu-items" },
             button("Rename", () => this.rename(each)),
-            button("Export", () => download(each)),
+            button("Export", () => save(each, each.title)),
             button("Delete", () => this.remove(each)),
           ),
         );
@@ -38,7 +74,7 @@ export class Sidebar {
           menu.open = false;
           menu.firstElementChild.focus();
         });
-        const link = h("a", { href: `#/chat/${each.id}`, "aria-current": each === current && "page" }, each.title);
+        const link = h("a", { href: `#/chat/${each.id}`, "aria-current": each === this.current && "page" }, each.title);
         return h("li", {}, link, menu);
       }),
     );
@@ -58,10 +94,9 @@ export class Sidebar {
   }
 }
 
-function download(conversation) {
-  const blob = new Blob([JSON.stringify(conversation, null, 2)], { type: "application/json" });
-  const url = URL.createObjectURL(blob);
-  const name = conversation.title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60);
-  h("a", { href: url, download: `${name || "chat"}.json` }).click();
-  setTimeout(() => URL.revokeObjectURL(url), 1000);
+/** Whether the title and the shown messages have all words. */
+function hasAll({ title, messages }, words) {
+  if (words.length === 0) return true;
+  const text = [title, ...messages.map(({ content }) => content)].join("\n").toLowerCase();
+  return words.every((word) => text.includes(word));
 }

@@ -7,7 +7,9 @@ import { Composer } from "./composer.js";
 import { asRequest, asStored, Conversations, newId } from "./conversations.js";
 import { ModelPicker } from "./models.js";
 import { editSettings, fields, keepSettings, lastSettings } from "./settings.js";
+import { startShortcuts } from "./shortcuts.js";
 import { Sidebar } from "./sidebar.js";
+import { importFile } from "./transfer.js";
 import { branchOff, choose, placeOf } from "./versions.js";
 
 const LAST_MODEL = "mlxpaged-model";
@@ -23,6 +25,8 @@ export class ChatView {
       add: () => this.startChat(),
       rename: (conversation, title) => this.rename(conversation, title),
       remove: (conversation) => this.remove(conversation),
+      takeFile: (file) => importFile(file, this.conversations).then(() => this.showSidebar()),
+      showShortcuts: () => showShortcuts(),
     });
     this.title = h("h1", { tabindex: "-1" }, "New chat");
     this.chats = button("Chats", () => this.toggleSidebar(), {
@@ -49,9 +53,14 @@ export class ChatView {
     this.column = h("section", { class: "conversation" }, this.bar, this.messages, this.composer.element);
     this.element = h("div", { class: "chat" }, this.sidebar.element, this.column);
     this.composer.takeDrops(this.element);
+    const showShortcuts = startShortcuts(this.element, {
+      newChat: () => this.startChat(),
+      search: () => this.searchChats(),
+      write: () => this.composer.focus(),
+    });
     this.loaded = this.conversations.load();
     document.addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && this.element.isConnected && !document.querySelector("dialog[open]")) this.stopAnswer();
+      if (event.key === "Escape" && !event.shiftKey && this.element.isConnected && !document.querySelector("dialog[open]")) this.stopAnswer();
     });
     document.addEventListener("key-changed", () => this.element.isConnected && this.loadModels());
     document.addEventListener("visibilitychange", () => document.hidden && this.keepRunning());
@@ -180,6 +189,11 @@ export class ChatView {
     if (location.hash !== "#/chat") history.pushState(null, "", "#/chat");
     this.showModel();
     this.composer.focus();
+  }
+
+  searchChats() {
+    this.toggleSidebar(true);
+    this.sidebar.search.focus();
   }
 
   rename({ id }, title) {

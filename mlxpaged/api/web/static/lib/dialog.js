@@ -1,8 +1,9 @@
 // Dialogs: the browser keeps the focus inside, closes them with Escape, and gives the focus back.
 import { button, h } from "./dom.js";
 
-/** Shows a form in a dialog. Returns what `read` returns when the form is sent, or null if it is dismissed. */
-export function ask(title, content, { accept, danger = false, read = () => true }) {
+/** Shows a form in a dialog. Returns what `read` returns when the form is sent, or null if it is dismissed. accept: the
+ * name of the button that sends it; null for none. */
+export function ask(title, content, { accept, danger = false, dismiss = "Cancel", read = () => true }) {
   return new Promise((resolve) => {
     let result = null;
     const form = h(
@@ -20,8 +21,8 @@ export function ask(title, content, { accept, danger = false, read = () => true 
       h(
         "div",
         { class: "actions" },
-        button("Cancel", () => dialog.close()),
-        h("button", { type: "submit", class: danger ? "danger" : "primary" }, accept),
+        button(dismiss, () => dialog.close()),
+        accept && h("button", { type: "submit", class: danger ? "danger" : "primary" }, accept),
       ),
     );
     const dialog = h("dialog", { "aria-labelledby": "dialog-title" }, form);
@@ -32,6 +33,11 @@ export function ask(title, content, { accept, danger = false, read = () => true 
     document.body.append(dialog);
     dialog.showModal();
   });
+}
+
+/** Shows something to read. */
+export function tell(title, content) {
+  return ask(title, content, { accept: null, dismiss: "Close" });
 }
 
 export function confirm(title, text, accept) {
