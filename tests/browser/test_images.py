@@ -56,7 +56,11 @@ def image(name: str, made: Image.Image | None = None) -> FilePayload:
 
 
 def number(value: int) -> FilePayload:
-    return image(f"{value}.png", picture(random.Random(value), value, 320, 200, [BUILT_IN], 2.5))
+    return image(f"{value}.png", number_in(value))
+
+
+def number_in(value: int) -> Image.Image:
+    return picture(random.Random(value), value, 320, 200, [BUILT_IN], 2.5)
 
 
 def part(sent: FilePayload) -> dict[str, Any]:
@@ -83,6 +87,24 @@ def test_pasted_cells_are_their_text_and_a_copied_file_is_the_file(visit: Start,
     assert pasted(tab, image("red.png"), "red.png")
     expect(chips(tab)).to_have_count(1)
     expect(chips(tab)).to_contain_text("red.png")
+
+
+def test_an_image_that_only_the_browser_decodes_is_sent_as_a_jpeg(visit: Start, seeing: RunningServer) -> None:
+    """Chromium decodes BMP as Safari does HEIC."""
+    tab = visit(seeing)
+    tab.open()
+    stored = io.BytesIO()
+    number_in(407).save(stored, "BMP")
+    broken: FilePayload = {"name": "IMG_1.HEIC", "mimeType": "", "buffer": b"\0\0\0\x18ftypheic"}
+    attach(tab, broken, {"name": "407.bmp", "mimeType": "image/bmp", "buffer": stored.getvalue()})
+    expect(problem(tab)).to_have_text(
+        "IMG_1.HEIC cannot be read: this browser has no decoder for it. Safari reads HEIC."
+    )
+    expect(chips(tab)).to_have_count(1)
+    with tab.page.expect_request("**/v1/chat/completions") as request:
+        tab.say(QUESTION)
+    assert messages(request.value)[-1]["content"][0]["image_url"]["url"].startswith("data:image/jpeg;base64,")
+    expect(tab.answered().locator(".answer")).to_have_text("407")
 
 
 def messages(request: Request) -> Any:

@@ -6,9 +6,29 @@ const MAX_BYTES = 500_000;
 const MAX_IMAGE_BYTES = 10_000_000; // a server takes requests of 32 MiB, unless it is told otherwise
 const IMAGES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 
+const DECODED = /^image\/(?!svg)/; // other images, if the browser has a decoder for them
+const MAX_SIDE = 4096; // pixels of such an image; a canvas of a phone has a limit
+
 /** The content of a file. Throws an Error that says what is wrong with it. */
 export function readFile(file) {
-  return IMAGES.includes(file.type) ? readImage(file) : readText(file);
+  if (IMAGES.includes(file.type)) return readImage(file);
+  return DECODED.test(file.type) || /\.hei[cf]$/i.test(file.name) ? decodeImage(file) : readText(file);
+}
+
+/** An image that the server does not take, such as HEIC, as a JPEG. */
+async function decodeImage(file) {
+  const bitmap = await createImageBitmap(file).catch(() => {
+    throw new Error(`${file.name} cannot be read: this browser has no decoder for it. Safari reads HEIC.`);
+  });
+  const scale = Math.min(1, MAX_SIDE / Math.max(bitmap.width, bitmap.height));
+  const [width, height] = [bitmap.width, bitmap.height].map((side) => Math.max(1, Math.round(side * scale)));
+  const canvas = h("canvas", { width, height });
+  const context = canvas.getContext("2d");
+  context.fillStyle = "white"; // JPEG has no transparency
+  context.fillRect(0, 0, width, height);
+  context.drawImage(bitmap, 0, 0, width, height);
+  bitmap.close();
+  return { name: nameOf(file), image: canvas.toDataURL("image/jpeg", 0.92) };
 }
 
 async function readImage(file) {
