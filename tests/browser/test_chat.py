@@ -87,6 +87,33 @@ def test_a_chat_is_streamed_to_its_end(visit: Start, scripted: RunningServer, pi
     tab.check_accessible()
 
 
+def test_a_new_chat_shows_its_model_and_what_to_ask(visit: Start, demo: RunningServer) -> None:
+    models = {"demo": ("text", 7_615_616_512, 4_300_000_000), "other": ("vision", 4_000_000, 3_600_000)}
+    entries = [
+        {"id": name, "object": "model", "state": "loaded", "kind": kind, "parameters": parameters, "size_bytes": size}
+        for name, (kind, parameters, size) in models.items()
+    ]
+    tab = visit(demo, PHONE)
+    tab.page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": entries}))
+    tab.open()
+    empty = tab.page.locator(".empty")
+    expect(empty).to_contain_text("7.6 billion parameters · 4.3 GB")
+    expect(empty).to_contain_text(f"for {tab.url.removeprefix('http://')} only")
+    tab.check_accessible()
+    tab.page.get_by_label("Model", exact=True).select_option("other")
+    expect(empty.get_by_role("heading")).to_have_text("other")
+    expect(empty).to_contain_text("4.0 million parameters · 3.6 MB")
+    tab.page.unroute("**/v1/models")
+    button(tab.page, "What is 17 + 25?").click()
+    field = tab.page.get_by_label("Message")
+    expect(field).to_have_value("What is 17 + 25?")
+    expect(field).to_be_focused()
+    tab.page.get_by_label("Model", exact=True).select_option("demo")
+    field.press("Enter")
+    expect(tab.answered().locator(".answer")).to_have_text("42")
+    expect(empty).to_have_count(0)
+
+
 def test_code_is_copied(visit: Start, scripted: RunningServer) -> None:
     tab = visit(scripted, permissions=["clipboard-read", "clipboard-write"])
     tab.open()

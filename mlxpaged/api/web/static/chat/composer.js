@@ -102,10 +102,16 @@ export class Composer {
     return !this.field.value && !this.attachments.files.length;
   }
 
-  /** Takes back what could not be sent, and says why. */
-  giveBack(text, files, problem) {
+  /** Puts a text into the field, which the user may change. */
+  suggest(text) {
     this.field.value = text;
     this.fitField();
+    this.focus();
+  }
+
+  /** Takes back what could not be sent, and says why. */
+  giveBack(text, files, problem) {
+    this.suggest(text);
     this.attachments.show(files);
     this.attachments.showProblem(problem);
   }

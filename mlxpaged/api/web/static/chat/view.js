@@ -5,6 +5,7 @@ import { AnswerMessage, editor, userMessage } from "./message.js";
 import { receive } from "./answer.js";
 import { Composer } from "./composer.js";
 import { asRequest, asStored, Conversations, newId } from "./conversations.js";
+import { EmptyPage } from "./empty.js";
 import { ModelPicker } from "./models.js";
 import { editSettings, fields, keepSettings, lastSettings } from "./settings.js";
 import { startShortcuts } from "./shortcuts.js";
@@ -35,6 +36,7 @@ export class ChatView {
       "aria-controls": "conversations",
     });
     this.messages = h("div", { class: "messages" });
+    this.empty = new EmptyPage((text) => this.composer.suggest(text));
     this.composer = new Composer({
       maySend: () => !this.running.has(this.current.id),
       send: (text, files) => this.say(text, files),
@@ -133,10 +135,12 @@ export class ChatView {
     const { model, messages } = this.current;
     const known = this.picker.get(model) !== null || messages.length > 0;
     this.current.model = this.picker.show(known ? model : "") ?? model; // the list may not be there yet
+    this.empty.show(this.picker.get(this.current.model));
   }
 
   chooseModel(model) {
     this.current.model = model;
+    this.empty.show(this.picker.get(model));
     device.setItem(LAST_MODEL, model);
     this.keep(this.current);
   }
@@ -229,9 +233,7 @@ export class ChatView {
   draw() {
     const { messages } = this.current;
     if (messages.length === 0) {
-      this.messages.replaceChildren(
-        h("p", { class: "empty" }, "Write a message. The conversation stays in this browser."),
-      );
+      this.messages.replaceChildren(this.empty.element);
     } else {
       this.messages.replaceChildren(...messages.map((message) => this.drawn(message)));
     }
@@ -405,7 +407,6 @@ export class ChatView {
     if (conversation.messages.length > 0) this.keep(conversation);
     else await this.forget(conversation);
     this.draw();
-    this.composer.focus();
   }
 
   /** Makes a conversation a new one again: no message of it has reached the server. */
