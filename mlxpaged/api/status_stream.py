@@ -155,6 +155,7 @@ class StatusStream:
         self._watches = {model: self._watches.get(model) or ModelWatch(model) for model in shown}
         found = [await watch.snapshot() for watch in self._watches.values()]
         started = time.thread_time()
+        keys = {} if server.keys is None else {"keys": server.keys.usage.describe()}
         rates = [each.get("tokens_per_second") for each in found]
         text = event(
             {
@@ -166,6 +167,7 @@ class StatusStream:
                     "window_seconds": WINDOW_SECONDS,
                     **server.metrics.recent.quantiles(server.now),
                 },
+                **keys,
                 "refusals": [vars(refusal) for refusal in reversed(server.refusals)],
             }
         )

@@ -17,7 +17,7 @@ from typing import Any
 from mlxpaged.cli.banner import megabytes
 from mlxpaged.cli.client import Client, ServerError
 from mlxpaged.cli.connection import add_server_flags, running
-from mlxpaged.cli.ps import ABSENT
+from mlxpaged.cli.ps import ABSENT, Status, writes
 from mlxpaged.cli.status_line import width
 from mlxpaged.cli.visible import visible
 
@@ -25,9 +25,6 @@ PERIOD_SECONDS = 1.0
 BEGIN, END = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """The alternate screen, without a cursor (xterm's private modes 1049 and 25)."""
 HOME, REST_OF_LINE, REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
-
-Status = dict[str, Any]
-"""The answer to GET /v1/status."""
 
 TITLES = ("MODEL", "RUN", "WAIT", "OUTPUT/S", "PROMPT/S", "KV USED", "CACHED", "FREE", "MEMORY")
 
@@ -138,7 +135,7 @@ def frame(latest: Sample, before: Sample, columns: int) -> list[str]:
     head = [f"{latest.url}  {state}", f"up {duration(status['uptime_seconds'])}"]
     if (memory := status.get("resident_bytes")) is not None:
         head.append(f"process {megabytes(memory)}")
-    parts = [*head, *written(status)]
+    parts = [*head, *writes(status)]
     rows = [TITLES, *(row(model, before.model(model["id"]), latest.time - before.time) for model in status["models"])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if len(rows) == 1:
@@ -165,16 +162,6 @@ def rate(now: Status | None, then: Status | None, name: str, seconds: float) -> 
     if now is None or then is None or now[name] < then[name] or seconds <= 0:
         return ABSENT
     return f"{(now[name] - then[name]) / seconds:.1f}"
-
-
-def written(status: Status) -> Iterator[str]:
-    """Yields what was written to a disk: prefixes, by their directories, and swap files."""
-    tiers = [model["prefix_cache_disk"] for model in status["models"] if model.get("prefix_cache_disk")]
-    sources = list({tier["directory"]: tier for tier in tiers if tier["directory"]}.values())
-    sources += [model["swap"] for model in status["models"] if model.get("swap", {}).get("written_bytes")]
-    if sources:
-        today, total = (sum(each[f"written_{name}bytes"] for each in sources) for name in ("today_", ""))
-        yield f"writes: {megabytes(today)} today, {megabytes(total)} since start"
 
 
 def aligned(cells: tuple[str, ...], widths: list[int]) -> str:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,19 @@ from mlxpaged.core.engine.timeline import Phase
 from mlxpaged.core.scheduling.sequence import Priority, SequenceStatus
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.registry.registry import Registry
-from tests.api.helpers import DEADLINE, StepGate, metrics, queued_commands, random_tokens, raw, run_on, start
-from tests.support import RunningServer, wait_until
+from tests.api.helpers import (
+    DEADLINE,
+    StepGate,
+    bearer,
+    metrics,
+    queued_commands,
+    random_tokens,
+    raw,
+    run_on,
+    start,
+    write_keys,
+)
+from tests.support import RunningServer, running_server, wait_until
 
 STREAM = "/v1/status/stream"
 
@@ -169,6 +181,17 @@ def test_a_server_without_a_model_has_a_stream_without_models() -> None:
 
     event = asyncio.run(first())
     assert (event["models"], event["refusals"], event["rates"]["tokens_per_second"]) == ([], [], 0)
+
+
+def test_the_stream_has_the_usage_of_keys_as_the_status_has(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys.json", root={"admin": True})
+    config, http = EngineConfig(kv_cache_bytes=16_000_000), HttpConfig(api_keys=tmp_path / "keys.json")
+    with running_server(config, http=http, data_dir=tmp_path) as server:
+        with raw(server) as client, client.stream("GET", STREAM, headers=bearer(keys["root"])) as response:
+            first = next(json.loads(line[6:]) for line in response.iter_lines() if line)
+        wait_until(lambda: task_of(server) is None)
+    assert [each["name"] for each in first["keys"]] == ["root"]
+    assert first["keys"][0].keys() >= {"requests", "prompt_tokens", "cached_tokens", "output_tokens", "month_tokens"}
 
 
 def test_a_stream_ends_when_the_server_has_drained() -> None:

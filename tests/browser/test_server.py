@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, Route, expect
 
+from mlxpaged.api.config import HttpConfig
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.registry.model import Model
 from mlxpaged.registry.registry import Registry
-from tests.api.helpers import Background, random_tokens, raw, run_on, start
+from tests.api.helpers import Background, bearer, random_tokens, raw, run_on, start, write_keys
 from tests.browser.conftest import PHONE, Visit
 from tests.support import RunningServer, make_tiny_model, running_server, wait_until
 
@@ -68,7 +69,7 @@ def test_the_map_the_charts_and_the_requests_follow_the_load(
         expect(blocks).to_contain_text("cells shared")
         assert drawn(tab.page) != idle
         expect(rows.first.locator(".timeline .decode")).to_be_visible()
-        expect(tab.page.locator("table")).to_contain_text("model_not_found")
+        expect(tab.page.get_by_role("region", name="Last refusals")).to_contain_text("model_not_found")
         tab.page.wait_for_timeout(6000)  # a chart with some history
         tokens = tab.page.locator(".chart").first
         assert float(tokens.locator("dd").inner_text().replace(",", "")) > 0
@@ -83,6 +84,27 @@ def test_the_map_the_charts_and_the_requests_follow_the_load(
     expect(blocks).to_contain_text(" 0 used")
     tab.page.get_by_text("Ended just now").click()
     expect(tab.page.locator("details .timeline").first).to_be_visible()
+
+
+def test_bytes_written_to_the_disk_and_tokens_of_keys_are_shown(visit: Start, tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys.json", anna={}, root={"admin": True})
+    config = EngineConfig(kv_cache_bytes=16_000_000, prefix_cache_dir=tmp_path / "prefixes")
+    http = HttpConfig(api_keys=tmp_path / "keys.json")
+    with running_server(config, http=http, data_dir=tmp_path) as server:
+        body = {"prompt": random_tokens(640, 1), "max_tokens": 2, "ignore_eos": True}
+        with raw(server) as client:
+            assert client.post("/v1/completions", json=body, headers=bearer(keys["anna"])).status_code == 200
+        tab = visit(server)
+        tab.page.add_init_script(f"sessionStorage.setItem('mlxpaged-key', '{keys['root']}')")
+        tab.open("/#/server")
+        used = tab.page.get_by_role("region", name="API keys")
+        anna = used.get_by_role("row").filter(has=tab.page.get_by_role("cell", name="anna"))
+        expect(anna.get_by_role("cell")).to_have_text(["anna", "1", "640", "0", "2", "642"])
+        written = tab.page.get_by_role("region", name="Written to the disk")
+        expect(written.get_by_role("cell").first).to_have_text(f"Prefixes in {tmp_path / 'prefixes'}")
+        expect(written.get_by_role("cell").last).to_have_text(re.compile(r"^\d[\d.]* [kM]?B$"))
+        expect(tab.page.locator(".models")).to_contain_text("of memory")
+        tab.check_accessible()
 
 
 def test_a_request_is_cancelled(visit: Start, demo: RunningServer) -> None:

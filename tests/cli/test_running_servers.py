@@ -14,13 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from mlxpaged.api.config import HttpConfig
 from mlxpaged.cli import connection, ps, stop
 from mlxpaged.cli.client import Client
 from mlxpaged.cli.connection import server_url
 from mlxpaged.cli.running_servers import directory, registered, running_servers, server_of
 from mlxpaged.cli.serve import local_url
+from mlxpaged.engine_config import EngineConfig
+from tests.api.helpers import bearer, raw, write_keys
 from tests.cli.helpers import Result, mlxpaged, serving
-from tests.support import RunningServer, wait_until
+from tests.support import RunningServer, running_server, wait_until
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -113,6 +116,36 @@ def test_ps_shows_models_requests_and_json(demo_server: RunningServer, run: Call
     found = json.loads(run("ps", "--url", demo_server.url, "--json").stdout)
     assert found["url"] == demo_server.url
     assert [(each["id"], each["running"], each["waiting"]) for each in found["models"]] == [("demo", 0, 0)]
+
+
+def test_ps_shows_bytes_written_to_a_disk_and_what_each_key_has_used_to_an_admin_key(
+    tmp_path: Path, run: Callable[..., Result]
+) -> None:
+    keys = write_keys(tmp_path / "keys.json", anna={}, root={"admin": True})
+    config = EngineConfig(kv_cache_bytes=16_000_000, prefix_cache_dir=tmp_path / "prefixes")
+    with running_server(config, http=HttpConfig(api_keys=tmp_path / "keys.json"), data_dir=tmp_path) as server:
+        with raw(server) as client:
+            body = {"prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True}
+            assert client.post("/v1/completions", json=body, headers=bearer(keys["anna"])).status_code == 200
+        asked = ("ps", "--url", server.url, "--api-key")
+        lines = run(*asked, keys["root"]).stdout.splitlines()
+        assert lines[3] == "writes: 0.0 MB today, 0.0 MB since start"
+        assert lines[4].split() == ["KEY", "REQUESTS", "PROMPT", "CACHED", "OUTPUT", "THIS", "MONTH"]
+        assert lines[5].split() == ["anna", "1", "3", "0", "2", "5"]
+        found = json.loads(run(*asked, keys["root"], "--json").stdout)
+        assert (found["written_today_bytes"], found["written_bytes"]) == (0, 0)
+        assert found["keys"][0]["prompt_tokens"] == 3
+        assert len(run(*asked, keys["anna"]).stdout.splitlines()) == 3, "another key sees the models"
+        assert json.loads(run(*asked, keys["anna"], "--json").stdout)["keys"] is None
+
+
+def test_ps_counts_a_directory_that_models_share_once_and_every_swap_file() -> None:
+    tier = {"directory": "/disk", "written_today_bytes": 1, "written_bytes": 10}
+    swap = {"written_today_bytes": 100, "written_bytes": 1000}
+    empty = {"written_today_bytes": 0, "written_bytes": 0}
+    models = [{"prefix_cache_disk": tier, "swap": swap}, {"prefix_cache_disk": tier, "swap": empty}, {"swap": swap}, {}]
+    assert ps.used({"models": models}) == {"written_today_bytes": 201, "written_bytes": 2010, "keys": None}
+    assert list(ps.writes({"models": [{}]})) == []
 
 
 def test_ps_shows_several_models_and_leaves_out_those_that_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import { History } from "./history.js";
 import { Models } from "./models.js";
 import { Refusals } from "./refusals.js";
 import { Requests } from "./requests.js";
+import { Usage } from "./usage.js";
 import { Watch } from "./watch.js";
 
 export class ServerView {
@@ -48,6 +49,7 @@ export class ServerView {
     this.requests = new Requests();
     this.models = new Models();
     this.downloads = new Downloads();
+    this.usage = new Usage();
     this.refusals = new Refusals();
     this.problem = h("div", { class: "notice error", role: "alert", hidden: true });
     this.chosen = h("select", { "aria-label": "Model of the map", hidden: true, onchange: () => this.showMap() });
@@ -61,6 +63,7 @@ export class ServerView {
       this.requests.element,
       this.models.element,
       this.downloads.element,
+      ...this.usage.elements,
       this.refusals.element,
     );
     this.element = h(
@@ -94,6 +97,7 @@ export class ServerView {
     this.showMap();
     this.requests.show(status.models);
     this.models.show(status.models);
+    this.usage.show(status);
     this.refusals.show(status.refusals);
   }
 
