@@ -11,6 +11,7 @@ from mlxpaged.api import downloadable, openapi, requests, rerank, status, status
 from mlxpaged.api.anthropic import models as anthropic_models
 from mlxpaged.api.endpoint import HTML, TEXT, Access, Api, by_header, delete, get, post, reads
 from mlxpaged.api.openai import models
+from mlxpaged.api.openai.schema import ChatRequest
 from mlxpaged.api.server import Server
 from mlxpaged.api.streaming import EVENTS
 from mlxpaged.api.tokenize import (
@@ -54,6 +55,13 @@ ENDPOINTS = (
     get("/v1/downloads", downloadable.list_downloads, "The models that can be downloaded by a short name"),
     reads("/tokenize", tokenize.tokenize, "The tokens of a prompt or a chat", TokenizeRequest, answer=TokenizeResponse),
     reads("/detokenize", tokenize.detokenize, "The text of tokens", DetokenizeRequest, answer=DetokenizeResponse),
+    reads(
+        "/apply-template",
+        tokenize.apply_template,
+        "The prompt that a chat completion would have",
+        ChatRequest,
+        answer=DetokenizeResponse,
+    ),
     get("/tokenizer_info", tokenize.tokenizer_info, "The tokenizer's tokens and template", answer=TokenizerInfo),
     # The id is a path, so that an empty id gets a 404 and no redirect to the endpoint that ends all requests.
     delete("/v1/requests/{request_id:path}", requests.cancel, "End one request that is being answered"),

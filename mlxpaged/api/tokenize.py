@@ -1,4 +1,5 @@
-"""Handles POST /tokenize and /detokenize, and GET /tokenizer_info, in vLLM's format."""
+"""Handles POST /tokenize and /detokenize, and GET /tokenizer_info, in vLLM's format, and POST /apply-template in
+llama.cpp's."""
 
 from __future__ import annotations
 
@@ -9,13 +10,18 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mlxpaged.api.access.caller import caller_of
 from mlxpaged.api.errors import bad_parameter
 from mlxpaged.api.fields import others
+from mlxpaged.api.generation import submission
 from mlxpaged.api.generation.history import adapted, as_shown
 from mlxpaged.api.generation.images import apart, resolve, together
+from mlxpaged.api.generation.prompt import prepare
 from mlxpaged.api.generation.request import Chat
+from mlxpaged.api.generation.request_context import priority_of
 from mlxpaged.api.media import media_of
-from mlxpaged.api.openai.schema import MAX_TOKEN_ID, Message
+from mlxpaged.api.openai.chat import translate
+from mlxpaged.api.openai.schema import MAX_TOKEN_ID, ChatRequest, Message
 from mlxpaged.api.schema import MAX_LIST, Body
 from mlxpaged.api.server import server_of
 from mlxpaged.models.text.control_tokens import ControlTokenError
@@ -153,6 +159,16 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     prompt = await server.tokenize(request, info.tokenizer, size, decode)
     answer = DetokenizeResponse(prompt=prompt)
     return Response(await server.prepare(request, answer.model_dump_json), media_type="application/json")
+
+
+async def apply_template(request: Request, body: ChatRequest) -> Response:
+    """Answers with the text of the prompt that a chat completion with this body would have."""
+    found = await submission.resolve(request, lambda: translate(body))
+    priority_of(found.request, caller_of(request), found.engine.config.default_priority)  # a tier may not be granted
+    [tokens] = (await prepare(request, found.request, found.info)).token_ids
+    decode = partial(found.info.tokenizer.text_with_specials, tokens)
+    prompt = await server_of(request).tokenize(request, found.info.tokenizer, len(tokens), decode)
+    return Response(DetokenizeResponse(prompt=prompt).model_dump_json(), media_type="application/json")
 
 
 async def tokenizer_info(request: Request) -> Response:

@@ -52,6 +52,7 @@ OTHER_ERRORS = (
 
 SMALLEST: dict[str, dict[str, Any]] = {
     CHAT: ask("x", max_tokens=2),
+    "POST /apply-template": ask("x", max_tokens=2),
     COMPLETIONS: run_on("x", 2),
     RESPONSES: {"input": "x", "max_output_tokens": 2},
     INPUT_TOKENS: {"input": "x"},

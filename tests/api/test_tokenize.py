@@ -41,6 +41,26 @@ def test_a_prompt_becomes_its_tokens_and_text_again(demo_server: RunningServer) 
     assert send(demo_server, "/tokenize", prompt=text, add_special_tokens=False).json()["token_strs"] is None
 
 
+def test_the_prompt_of_a_chat_is_that_of_its_completion(demo_server: RunningServer) -> None:
+    prompt = send(demo_server, "/apply-template", messages=MESSAGES).json()["prompt"]
+    assert prompt.endswith("<|im_start|>assistant\n")
+    assert MESSAGES[1]["content"] in prompt
+    asked = {"messages": MESSAGES, "max_tokens": 1}
+    used = send(demo_server, "/v1/chat/completions", **asked).json()["usage"]["prompt_tokens"]
+    assert len(tokens_of(demo_server, prompt)) == used
+    said = [*MESSAGES, {"role": "assistant", "content": "It is"}]
+    assert (
+        send(demo_server, "/apply-template", messages=said, continue_final_message=True)
+        .json()["prompt"]
+        .endswith("<|im_start|>assistant\nIt is")
+    )
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    assert '"add"' in send(demo_server, "/apply-template", messages=MESSAGES, tools=[tool]).json()["prompt"]
+    refused = send(demo_server, "/apply-template", messages=[], model="demo")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+    assert send(demo_server, "/apply-template", messages=MESSAGES, model="none").status_code == 404
+
+
 def test_a_client_can_build_prompts_from_what_the_tokenizer_is(demo_server: RunningServer) -> None:
     with raw(demo_server) as client:
         found = client.get("/tokenizer_info").json()

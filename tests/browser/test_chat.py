@@ -287,6 +287,29 @@ def test_the_settings_of_a_new_chat_outlive_a_reload_and_are_all_sent(visit: Sta
     assert set(json.loads(tab.answered().locator(".answer").inner_text())) == {"answer"}
 
 
+def test_the_prompt_of_an_answer_is_shown_as_the_template_makes_it(visit: Start, scripted: RunningServer) -> None:
+    tab = visit(scripted)
+    tab.open()
+    button(tab.page, "Settings").click()
+    dialog = tab.page.get_by_role("dialog")
+    dialog.get_by_label("System prompt").fill("Be <b>brief</b>.")
+    dialog.get_by_label("Tools").fill(json.dumps(TOOLS))
+    button(dialog, "Save").click()
+    tab.say("Right question")
+    tab.answered()
+    tab.say("Second chat")
+    tab.answered()
+    button(tab.page.locator(".message.assistant").first, "Prompt").click()
+    prompt = dialog.get_by_role("region", name="Prompt")
+    expect(prompt).to_contain_text("<|im_start|>system\nBe <b>brief</b>.<|im_end|>", use_inner_text=True)
+    expect(prompt).to_contain_text("Right question<|im_end|>\n<|im_start|>assistant", use_inner_text=True)
+    expect(prompt).to_contain_text("get_weather")
+    expect(prompt).not_to_contain_text("A right answer.")
+    tab.check_accessible()
+    button(dialog, "Close").click()
+    expect(dialog).to_be_hidden()
+
+
 def test_conversations_stay_in_the_browser_and_are_renamed_exported_and_deleted(
     visit: Start, scripted: RunningServer
 ) -> None:

@@ -15,6 +15,7 @@ MARK = "<!-- The rest of this page is made of tests/compatibility/ and mlxpaged/
 TOKENIZE = "POST /tokenize"
 CLAIMS: dict[str, tuple[Claim, ...]] = {
     "POST /v1/chat/completions": chat.TABLE,
+    "POST /apply-template": chat.TABLE,
     "POST /v1/completions": completions.TABLE,
     "POST /v1/responses": responses.TABLE,
     "POST /v1/responses/input_tokens": responses.INPUT_TOKENS,
@@ -40,7 +41,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
 
 OUTCOMES = (HONOURED, MODEL, ALIAS, LABEL, IGNORED, REFUSED)
 FAMILIES = (
-    ("POST /v1/chat/completions", "POST /v1/completions"),
+    ("POST /v1/chat/completions", "POST /apply-template", "POST /v1/completions"),
     ("POST /v1/responses", "POST /v1/responses/input_tokens"),
     ("POST /v1/messages", "POST /v1/messages/count_tokens"),
     ("POST /v1/embeddings", "POST /v1/rerank", "POST /v1/score"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 from starlette.requests import Request as HttpRequest
 
@@ -18,6 +19,9 @@ from mlxpaged.api.server import server_of
 from mlxpaged.core.engine.errors import MinTokensError, QueueFullError, RequestCancelledError
 from mlxpaged.core.engine.request import Request
 from mlxpaged.core.scheduling.admission import PromptTooLongError
+from mlxpaged.engine.async_engine import AsyncEngine
+from mlxpaged.engine.info import EngineInfo
+from mlxpaged.registry.profile import Profile
 
 
 async def start(
@@ -34,12 +38,7 @@ async def start(
     Raises ApiError and the engine's errors.
     """
     server = server_of(http)
-    request = await server.prepare(http, lambda: check_request(translate()))
-    engine, info = await server.ready(http, request.model, request.service_tier)
-    adapter = adapter_of(request, server.started().names.adapter_in(request.model), info)
-    profile = server.started().names.profile_in(request.model)
-    info = await server.with_template(info, profile)
-    request = with_profile(request.with_defaults(info.sampling_defaults), profile)
+    request, engine, info, adapter, profile = await resolve(http, translate)
     context = context_of(http, request, engine.config, id_prefix)
     num_prompts = 1 if isinstance(request.prompt, Chat) else len(request.prompt)
     whole = OpenRequest(context.request_id, context.caller) if part_of is None else part_of
@@ -75,6 +74,29 @@ async def start(
     model = info.model if adapter is None else f"{info.model}:{adapter}"
     name = model if profile is None else profile.name
     return Answers(info, name, context, request, prompts, streams, forget, server.render)
+
+
+class Resolved(NamedTuple):
+    """A request with the defaults of its model and its profile, and what it names: a model, an adapter, a profile."""
+
+    request: GenerationRequest
+    engine: AsyncEngine
+    info: EngineInfo
+    adapter: str | None
+    profile: Profile | None
+
+
+async def resolve(http: HttpRequest, translate: Callable[[], GenerationRequest]) -> Resolved:
+    """Waits until the model is loaded. Raises what `start` raises."""
+    server = server_of(http)
+    request = await server.prepare(http, lambda: check_request(translate()))
+    engine, info = await server.ready(http, request.model, request.service_tier)
+    adapter = adapter_of(request, server.started().names.adapter_in(request.model), info)
+    profile = server.started().names.profile_in(request.model)
+    info = await server.with_template(info, profile)
+    return Resolved(
+        with_profile(request.with_defaults(info.sampling_defaults), profile), engine, info, adapter, profile
+    )
 
 
 def engine_requests(

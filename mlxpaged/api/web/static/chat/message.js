@@ -176,7 +176,8 @@ export class AnswerMessage {
       this.copy = button("Copy", () => this.copyAnswer(), { class: "quiet" });
       this.again = button("Regenerate", this.actions.regenerate, { class: "quiet" });
       this.more = button("Continue", this.actions.goOn, { class: "quiet" });
-      this.under.append(this.versions, this.copy, this.again, this.more, this.stats);
+      this.prompt = button("Prompt", this.actions.showPrompt, { class: "quiet", title: "The text that the model got" });
+      this.under.append(this.versions, this.copy, this.again, this.more, this.prompt, this.stats);
     }
     const place = JSON.stringify(placeOf(this.message));
     if (place !== this.place) {
@@ -185,6 +186,7 @@ export class AnswerMessage {
     }
     this.copy.hidden = running || !content;
     this.again.hidden = running || !this.actions.isLast();
+    this.prompt.hidden = running;
     const isCut = finish === "length" || !finish; // by a limit, by the user, or by an error
     this.more.hidden = this.again.hidden || !isCut || !content || toolCalls.length > 0 || !this.actions.mayGoOn();
     this.stats.textContent = stats ? statsText(stats) : "";

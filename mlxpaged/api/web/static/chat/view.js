@@ -9,6 +9,7 @@ import { EmptyPage } from "./empty.js";
 import { ModelPicker } from "./models.js";
 import { editSettings, fields, keepSettings, lastSettings } from "./settings.js";
 import { startShortcuts } from "./shortcuts.js";
+import { showPrompt } from "./prompt.js";
 import { Sidebar } from "./sidebar.js";
 import { importFile } from "./transfer.js";
 import { branchOff, choose, placeOf } from "./versions.js";
@@ -251,6 +252,7 @@ export class ChatView {
       answer = new AnswerMessage(message, {
         choose,
         regenerate: () => this.regenerate(),
+        showPrompt: () => showPrompt(conversation, message),
         goOn: () => this.goOn(),
         mayGoOn: () => !conversation.settings.schema, // the rest of a JSON text fits no schema
         isLast: () => conversation.messages.at(-1) === message,
