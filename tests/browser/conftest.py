@@ -23,6 +23,10 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 MAX_IMAGE_BYTES = 150_000
 DESK, PHONE = (1200, 800), (390, 844)
 
+WIDE = """() => [document.documentElement, ...document.querySelectorAll("main, main > *, .messages, .sidebar, dialog")]
+    .filter((each) => each.scrollWidth > each.clientWidth)
+    .map((each) => `${each.tagName}.${each.className} ${each.scrollWidth} > ${each.clientWidth}`)"""
+
 expect.set_options(timeout=15_000)
 
 
@@ -96,8 +100,14 @@ class Visit:
         self.page.get_by_role("button", name="Delete", exact=True).click()
         self.page.get_by_role("dialog").get_by_role("button", name="Delete", exact=True).click()
 
+    def check_fits(self) -> None:
+        """Nothing makes the page or a view wider than it is: it would have to be scrolled to the side."""
+        wide = self.page.evaluate(WIDE)
+        assert not wide, wide
+
     def check_accessible(self) -> None:
-        """axe-core finds nothing serious or critical."""
+        """axe-core finds nothing serious or critical, such as too little contrast, and all fits."""
+        self.check_fits()
         if not AXE.exists():
             pytest.skip("axe-core is not installed: make test-page installs it with npm")
         self.page.evaluate(AXE.read_text())

@@ -84,6 +84,7 @@ def test_a_chat_is_streamed_to_its_end(visit: Start, scripted: RunningServer, pi
     picture(tab.page, "chat")
     tab.check_accessible()
     tab.page.emulate_media(color_scheme="dark")
+    picture(tab.page, "chat-dark")
     tab.check_accessible()
 
 
