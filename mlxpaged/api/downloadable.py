@@ -19,24 +19,29 @@ from mlxpaged.models.sources.short_names import short_names
 
 
 async def list_downloads(request: Request) -> Response:
-    """allowed: whether the caller may download them with POST /api/pull. There is no list otherwise."""
+    """allowed: whether the caller may download them with POST /api/pull. memory_bytes: what weights may take if no
+    other model is loaded. Other callers than check_caller lets through get no list: it tells of memory and disk."""
     try:
-        check_access(request)
+        check_caller(request)
     except ApiError:
-        return JSONResponse({"allowed": False, "data": []})
-    return JSONResponse({"allowed": True, "data": await asyncio.to_thread(entries)})
-
-
-def entries() -> list[dict[str, Any]]:
-    """source: of the type's code; None if it is not known. fits: whether the weights fit into memory if no other model
-    is loaded. downloaded: at least in part."""
+        return JSONResponse({"allowed": False, "memory_bytes": None, "data": []})
+    allowed = server_of(request).http.allow_downloads
     memory = free_device_memory() + loaded_memory()
+    found = await asyncio.to_thread(entries, memory)
+    return JSONResponse({"allowed": allowed, "memory_bytes": memory, "data": found})
+
+
+def entries(memory: int) -> list[dict[str, Any]]:
+    """source: of the type's code; None if it is not known. fits: whether the weights fit into so many bytes.
+    downloaded: at least in part."""
     return [
         {
             "id": name,
             "repository": row.repository,
             "kind": row.kind.value,
             "source": (source := known_source({"model_type": row.model_type})) and source.value,
+            "parameters": round(row.parameters * 1e9),
+            "good_for": row.good_for,
             "size_bytes": row.bytes,
             "fits": row.bytes <= memory,
             "downloaded": any((path / CONFIG).exists() for path in snapshots(row.repository)),
@@ -47,10 +52,16 @@ def entries() -> list[dict[str, Any]]:
 
 def check_access(request: Request) -> None:
     """Raises ApiError if the server downloads nothing, or nothing for this caller."""
-    caller = caller_of(request)
     if not server_of(request).http.allow_downloads:
         message = "this server does not download models: start it with --allow-downloads, or use `mlxpaged pull`"
         raise ApiError(403, message, "permission_error", code="downloads_not_allowed")
+    check_caller(request)
+
+
+def check_caller(request: Request) -> None:
+    """Raises ApiError, unless the caller has an admin key, or the server has no keys and the caller is on its
+    machine."""
+    caller = caller_of(request)
     if caller is not None and not caller.admin:
         message = f"to download a model needs an admin key; {caller.name!r} is not one"
         raise ApiError(403, message, "permission_error", code="admin_key_required")

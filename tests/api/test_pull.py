@@ -14,6 +14,7 @@ import httpx
 import pytest
 from huggingface_hub import constants
 
+from mlxpaged.api import downloadable
 from mlxpaged.api.app import create_app
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.api.downloads import MAX_DOWNLOADS
@@ -235,10 +236,16 @@ def test_the_list_has_the_short_names_for_who_may_download(
     kinds = {name: (rows[name]["kind"], rows[name]["source"]) for name in ("qwen3:4b", "gemma3:4b", "all-minilm:22m")}
     assert list(kinds.values()) == [("text", "mlx-lm"), ("vision", "mlx-lm"), ("embedding", "mlxpaged")]
     assert all(row["source"] for row in rows.values())
+    assert all(row["good_for"] for row in rows.values())
+    assert rows["qwen3:4b"]["parameters"] == 4_000_000_000
+    assert rows["qwen3:0.6b"]["size_bytes"] < found["memory_bytes"] < rows["qwen3:235b"]["size_bytes"]
     assert rows["qwen3:0.6b"]["fits"]
     assert not rows["qwen3:235b"]["fits"]
     with raw(demo_server) as client:
-        assert client.get("/v1/downloads").json() == {"allowed": False, "data": []}
+        seen = client.get("/v1/downloads").json()
+        assert (seen["allowed"], seen["data"][0]["id"]) == (False, "qwen3:0.6b"), "what fits is shown without the flag"
+        monkeypatch.setattr(downloadable, "is_local", lambda request: False)
+        assert client.get("/v1/downloads").json() == {"allowed": False, "memory_bytes": None, "data": []}
 
 
 def test_without_the_flag_the_refusal_names_it(demo_server: RunningServer) -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from playwright.sync_api import expect
+from playwright.sync_api import Page, expect
 
 from mlxpaged.api.config import HttpConfig
 from mlxpaged.engine_config import EngineConfig
+from mlxpaged.models import device_memory
 from mlxpaged.models.loader import DEMO_PATH
-from tests.browser.conftest import Visit
+from tests.browser.conftest import PHONE, Visit
 from tests.cli.helpers import hub
 from tests.models.test_preflight import point_to, sizes_of
 from tests.support import RunningServer, running_server
@@ -20,6 +21,7 @@ from tests.support import RunningServer, running_server
 pytestmark = pytest.mark.browser
 
 Start = Callable[..., Visit]
+Picture = Callable[[Page, str], None]
 NAME = "mlx-community/Qwen3-0.6B-4bit"
 
 
@@ -27,6 +29,7 @@ def test_a_model_is_downloaded_by_a_button_and_by_its_name(
     visit: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(device_memory, "system_free_memory", lambda: 16 * 10**9)
     allowed = HttpConfig(allow_downloads=True)
     with (
         hub(NAME, DEMO_PATH, sizes_of(DEMO_PATH)) as (address, _),
@@ -35,8 +38,7 @@ def test_a_model_is_downloaded_by_a_button_and_by_its_name(
         point_to(address, monkeypatch)
         tab = visit(server)
         tab.allowed = {404}
-        tab.open("/#/server")
-        tab.page.get_by_text("Models with a short name").click()
+        tab.open("/#/models")
         tab.page.get_by_role("button", name="Download qwen3:0.6b").click()
         row = tab.page.locator("li", has_text="qwen3:0.6b").last
         expect(row).to_contain_text("downloaded")
@@ -51,8 +53,21 @@ def test_a_model_is_downloaded_by_a_button_and_by_its_name(
         tab.check_accessible()
 
 
-def test_without_the_flag_there_is_no_list(visit: Start, demo: RunningServer) -> None:
+def test_without_the_flag_the_list_says_what_fits_and_how_to_get_it(
+    visit: Start, demo: RunningServer, monkeypatch: pytest.MonkeyPatch, picture: Picture
+) -> None:
+    monkeypatch.setattr(device_memory, "system_free_memory", lambda: 16 * 10**9)
     tab = visit(demo)
-    tab.open("/#/server")
-    expect(tab.page.get_by_role("heading", name="Last refusals")).to_be_visible()
-    expect(tab.page.get_by_role("heading", name="Download a model")).to_be_hidden()
+    tab.open("/#/models")
+    rows = tab.page.locator(".downloads > li")
+    small = rows.filter(has_text="qwen3:4b-instruct")
+    expect(small).to_contain_text("chat and tools, without thinking · 4.0 billion parameters · 2.3 GB")
+    expect(rows.filter(has_text="qwen3:235b")).to_have_count(0)
+    expect(tab.page.get_by_text("mlxpaged pull NAME")).to_be_visible()
+    expect(tab.page.get_by_role("button", name="Download")).to_have_count(0)
+    picture(tab.page, "models")
+    tab.check_accessible()
+    tab.page.get_by_label("only those whose weights fit").uncheck()
+    expect(rows.filter(has_text="qwen3:235b")).to_contain_text("larger than the memory")
+    tab.page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
+    tab.check_accessible()

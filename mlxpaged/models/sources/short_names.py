@@ -35,13 +35,15 @@ OLDER_NAMES = {"llama3": "llama3.1"}
 
 class ShortName(NamedTuple):
     """repository: on the hub. model_type: of its config.json. parameters: in billions. bytes: of the weights, about.
-    kind: of the original model. default: whether its family's name stands for it."""
+    kind: of the original model. good_for: what its publisher describes it for. default: whether
+    its family's name stands for it."""
 
     repository: str
     model_type: str
     parameters: float
     bytes: int
     kind: Kind
+    good_for: str
     default: bool = False
 
 

@@ -1,12 +1,14 @@
-// Shows one of the two views, by the address after #.
+// Shows one of the views, by the address after #.
 import { announce } from "./lib/dom.js";
 import { askForKey, forgetKey, key } from "./lib/key.js";
 import { startTheme } from "./lib/theme.js";
 import { ChatView } from "./chat/view.js";
+import { ModelsView } from "./models/view.js";
 import { ServerView } from "./server/view.js";
 
 const main = document.getElementById("main");
-const views = { chat: new ChatView(), server: new ServerView() };
+const views = { chat: new ChatView(), models: new ModelsView(), server: new ServerView() };
+const NAMES = { chat: "Chat", models: "Models", server: "Server" };
 let shown = null;
 
 function show() {
@@ -19,13 +21,13 @@ function show() {
   if (shown !== view) {
     if (shown !== null) {
       views[shown].leave();
-      announce(`${view === "chat" ? "Chat" : "Server"} view`);
+      announce(`${NAMES[view]} view`);
       main.focus();
     }
     main.replaceChildren(views[view].element);
     main.dataset.view = shown = view;
   }
-  document.title = `${view === "chat" ? "Chat" : "Server"} – mlxpaged`;
+  document.title = `${NAMES[view]} – mlxpaged`;
   views[view].enter(rest);
 }
 

@@ -1,6 +1,6 @@
 // What a chat without messages shows: the model, things to ask, and where chats stay.
 import { button, h } from "../lib/dom.js";
-import { bytes, count } from "../lib/format.js";
+import { bytes, count, short } from "../lib/format.js";
 
 const SUGGESTIONS = [
   "What is 17 + 25?",
@@ -49,11 +49,4 @@ function factsOf({ parameters, quantization, size_bytes: size, max_model_len: le
   if (capabilities?.vision) facts.push("takes images");
   if (capabilities?.thinking) facts.push("thinks");
   return facts;
-}
-
-/** 7,600,000,000 as "7.6 billion". */
-function short(number) {
-  const [size, name] = number < 1e9 ? [1e6, "million"] : [1e9, "billion"];
-  const value = number / size;
-  return `${value < 10 ? value.toFixed(1) : count(value)} ${name}`;
 }

@@ -33,3 +33,10 @@ export function percent(share) {
 export function plural(number, noun) {
   return `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 }
+
+/** 7,600,000,000 as "7.6 billion". */
+export function short(number) {
+  const [size, name] = number < 1e9 ? [1e6, "million"] : [1e9, "billion"];
+  const value = number / size;
+  return `${value < 10 ? value.toFixed(1) : count(value)} ${name}`;
+}

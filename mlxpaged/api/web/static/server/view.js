@@ -4,7 +4,6 @@ import { askForKey } from "../lib/key.js";
 import { count, percent, rate, seconds } from "../lib/format.js";
 import { BlockMap } from "./block_map.js";
 import { Chart } from "./chart.js";
-import { Downloads } from "./downloads.js";
 import { History } from "./history.js";
 import { Models } from "./models.js";
 import { Refusals } from "./refusals.js";
@@ -48,7 +47,6 @@ export class ServerView {
     this.map = new BlockMap();
     this.requests = new Requests();
     this.models = new Models();
-    this.downloads = new Downloads();
     this.usage = new Usage();
     this.refusals = new Refusals();
     this.problem = h("div", { class: "notice error", role: "alert", hidden: true });
@@ -62,7 +60,6 @@ export class ServerView {
       this.map.element,
       this.requests.element,
       this.models.element,
-      this.downloads.element,
       ...this.usage.elements,
       this.refusals.element,
     );
@@ -79,7 +76,6 @@ export class ServerView {
 
   enter() {
     this.watch.start();
-    this.downloads.load();
   }
 
   leave() {
