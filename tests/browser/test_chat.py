@@ -536,6 +536,8 @@ def test_a_wrong_key_is_refused_and_the_right_one_is_kept_for_the_tab(
     expect(tab.page.get_by_label("Model", exact=True)).to_have_value("demo")
     tab.page.get_by_role("link", name="Server").click()
     expect(tab.page.get_by_role("alert")).to_contain_text("needs an admin key")
+    tab.page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
+    tab.check_fits()
     button(tab.page, "Forget key").click()
     assert tab.page.evaluate(stored) == [None, None]
 
