@@ -203,15 +203,20 @@ def test_rows_that_cost_nothing_are_filled() -> None:
     assert draft_lengths([100, 100], [[0.5] * 8, [0.1] * 3], lambda rows, keys: 1.0) == [8, 2]
 
 
-def test_a_step_is_longer_only_for_streams_that_get_more_in_it() -> None:
-    """A fifth for the others, which is what a reader hardly sees."""
+def test_a_stream_waits_at_most_a_fifth_longer_for_the_tokens_that_it_is_expected_to_get() -> None:
     chances = [0.99**i for i in range(1, 9)]
-    assert draft_lengths([100], [chances], linear(1.0, 0.17)) == [8], "alone, all eight are worth it"
-    assert draft_lengths([100, 100], [chances, chances], linear(1.0, 0.17)) == [8, 8]
-    assert draft_lengths([100, 100], [chances, []], linear(1.0, 0.17)) == [1, 0]
-    assert draft_lengths([100, 100], [chances, [0.4]], linear(1.0, 0.17)) == [1, 0]
-    assert draft_lengths([100], [[0.4]], linear(1.0, 0.3)) == [0], "its own stream is one of them"
-    assert draft_lengths([100], [[0.5]], linear(1.0, 0.3)) == [1]
+    dear = linear(1.0, 0.17)
+    assert draft_lengths([100], [chances], dear) == [8], "alone, all eight are worth it"
+    assert draft_lengths([100, 100], [chances, chances], dear) == [8, 8]
+    assert draft_lengths([100, 100], [chances, []], dear) == [1, 0]
+    assert draft_lengths([100, 100], [chances, [0.1]], dear) == [1, 0]
+    assert draft_lengths([100, 100], [chances, [0.6]], dear) == [4, 1], "its own draft counts"
+
+
+def test_where_one_stream_may_not_wait_for_many_drafts_of_others_all_have_a_few() -> None:
+    """Most of the others' drafts are more likely than its first one."""
+    chances = [[0.95**i for i in range(1, 9)]] * 3 + [[0.6]]
+    assert draft_lengths([100] * 4, chances, linear(1.0, 0.3)) == [1, 1, 1, 1]
 
 
 def test_no_stream_falls_behind_by_more_than_four_steps() -> None:
@@ -229,6 +234,13 @@ def test_prompts_lose_a_twentieth_of_a_step_to_drafts() -> None:
     assert draft_lengths([100], chances, linear(1.0, 0.1), prompts=3.0) == [2]
     assert draft_lengths([100], chances, linear(1.0, 0.2), prompts=1.0) == [0]
     assert draft_lengths([100], chances, linear(1.0, 0.05), exposed=0.2, prompts=3.0) == [0], "nor to waiting"
+
+
+def test_free_rows_of_a_tile_are_not_free_beside_a_prompt() -> None:
+    """Its tokens would fill them."""
+    chances = [[0.99**i for i in range(1, 9)]] * 4
+    assert draft_lengths([100] * 4, chances, lambda rows, keys: float(-(-rows // 32))) == [8, 8, 8, 4]
+    assert sum(draft_lengths([100] * 4, chances, lambda rows, keys: float(-(-rows // 32)), prompts=3.0)) == 6
 
 
 def test_a_request_is_ahead_by_accepted_drafts_and_behind_by_longer_steps() -> None:

@@ -2,14 +2,15 @@
 
 A draft costs a row. A row is nearly free on some devices and as dear as a token on others, and the time of a step by
 its rows has plateaus, so all totals are compared. A total counts only if no stream waits for the step much longer than
-for one without drafts, unless it gets more tokens in it; if no stream falls behind by the drafts of others; and if the
-prompts that are computed lose hardly anything. Where no such total is faster than no drafts, none are verified.
+its tokens would take without drafts; if no stream falls behind by the drafts of others; and if the prompts that are
+computed lose hardly anything. Where no such total is faster than no drafts, none are verified.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
 
@@ -27,18 +28,17 @@ SPANS = tuple(itertools.pairwise((0, *LENGTHS)))
 LEAST_GAIN = 1.03
 """Drafts must make a step so many times as fast, because their chances and the times are estimates."""
 
-PROBE_SHARE = 0.01
-"""Share of the time that probes may take."""
+PROBE_SHARE = 0.005
+"""Share of the time that probes may take, after one step. The dearest row takes 0.8 of a step, so fewer than one gap
+between tokens in a hundred is longer for a probe."""
 
 MOST_STRETCH = 1.2
-"""How many times as long as one without drafts a step may take for a stream that does not get more tokens in it: its
-times between tokens become no more uneven than this."""
-
-LIKELY = 0.5
-"""A draft of at least this chance, with those before it, counts as a token that its stream gets."""
+"""How many times as long as without drafts a step may take for the tokens that a stream is expected to get in it. So
+one that has no drafts waits a fifth longer for its token, which a reader hardly sees."""
 
 PROMPT_STRETCH = 1.05
-"""The same while a prompt waits or is computed: how much later its first token comes."""
+"""How many times as long as without drafts a step may take while a prompt waits or is computed: how much later its
+first token comes."""
 
 ASK_AGAIN = 32
 """Steps of as many sequences after which it is asked again whether drafts could be worth verifying at all."""
@@ -74,32 +74,39 @@ def draft_lengths(
     once. By default 0. exposed: seconds in which the device waits before a step with drafts. leads: see `Acceptance`,
     by default 0 for all. prompts: seconds that the step is expected to take for prompts; 0 if there are none.
     """
-    rows, keys, tokens = len(contexts), sum(contexts), float(len(contexts))
-    lengths = [0] * rows
-    decoding = seconds(rows, keys)
+    count, keys = len(contexts), sum(contexts)
+    best = [0] * count
+    decoding = seconds(count, keys)
     if decoding <= 0:
-        return lengths  # too little is known
-    plain, making = decoding + prompts, 0.0
+        return best  # too little is known
+    plain = decoding + prompts
     limit = (PROMPT_STRETCH if prompts else math.inf) * plain
-    most, best = LEAST_GAIN * tokens / plain, list(lengths)
-    ahead = [(leads[i] if leads else 0.0) + MOST_LEAD + 1.0 for i in range(rows)]  # steps that it may take now
-    likely = [1] * rows  # tokens that it gets more likely than not
+    # Rows that are free in a tile that is not full are not free beside a prompt, whose tokens would fill it.
+    row = (seconds(2 * MOST_DRAFT_ROWS, keys) - seconds(MOST_DRAFT_ROWS, keys)) / MOST_DRAFT_ROWS if prompts else 0.0
+    most = LEAST_GAIN * count / plain
+    ahead = [lead + MOST_LEAD for lead in leads] or [MOST_LEAD] * count
     spans = [
         (sum(each[first:length]) / (length - first), costs[i] if costs else 0.0, i, length)
         for i, each in enumerate(chances)
         for first, length in SPANS
         if length <= len(each)
     ]
-    for chance, cost, i, length in sorted(spans, key=lambda span: span[1] - span[0]):  # those of a sequence in order
-        more = length - lengths[i]
-        ahead[i] += more * chance
-        likely[i] = 1 + sum(each >= LIKELY for each in chances[i][:length])
-        lengths[i], rows, keys, tokens = length, rows + more, keys + more * contexts[i], tokens + more * chance
-        making = max(making, length * decoding * cost)
-        took = seconds(rows, keys) + making + exposed + prompts
-        waits = min(max(MOST_STRETCH, min(likely)), min(ahead)) * plain
-        if tokens / took > most and took <= min(waits, limit):
-            most, best = tokens / took, list(lengths)
+    spans.sort(key=lambda span: span[1] - span[0])  # those of a sequence in order
+    for longest in sorted({length for *_, length in spans}):  # where many of some are too long, all may have a few
+        lengths, gets, making = [0] * count, [1.0] * count, 0.0  # gets: expected tokens of each sequence
+        rows, all_keys, tokens = count, keys, float(count)
+        for chance, cost, i, length in spans:
+            if length > longest:
+                continue
+            more = length - lengths[i]
+            lengths[i], gets[i] = length, gets[i] + more * chance
+            rows, all_keys, tokens = rows + more, all_keys + more * contexts[i], tokens + more * chance
+            making = max(making, length * decoding * cost)
+            took = max(seconds(rows, all_keys), decoding + row * (rows - count)) + making + exposed + prompts
+            if tokens / took <= most or took > limit:
+                continue
+            if took <= min(MOST_STRETCH * min(gets), min(map(operator.add, ahead, gets))) * plain:
+                most, best = tokens / took, list(lengths)
     return best
 
 
@@ -137,7 +144,7 @@ class DraftBudget:
         self._num_with_drafts = 0  # steps in a row
         self._latest = 1, 1  # rows and keys of the latest step that only decoded, without its drafts
         self._waited = 0.0  # seconds that the device has waited since the latest step in which that mattered
-        self._saved = 0.0  # for probes, in steps without drafts
+        self._saved = 1.0  # for probes, in steps without drafts
         self._prompts = 0.0  # seconds that the next step may take for prompts
 
     def of(self, sequence_id: int) -> Acceptance:
