@@ -14,8 +14,8 @@ def test_tokens_are_compared_with_what_plain_steps_would_have_brought() -> None:
     budget = DraftBudget(lambda: lambda rows, keys: 0.1)
     gain = DraftGain()
     assert (gain.tokens_per_pass, gain.share_of_steps, gain.speedup) == (1.0, 0.0, 1.0)
-    for has_drafts, tokens, seconds in ((False, 4, 0.13), (True, 10, 0.125), (True, 4, 0.125)):
-        took = budget.note_step(4, 400, has_drafts, seconds)
+    for has_drafts, tokens, seconds in ((False, 4, 0.1), (True, 10, 0.125), (True, 4, 0.125)):
+        took = budget.note_step(4, 400, (4, 400) if has_drafts else (0, 0), seconds)
         gain = gain.plus(has_drafts, 4, tokens, took * 4)
     assert gain.tokens_per_pass == 18 / 12
     assert gain.share_of_steps == 2 / 3
@@ -28,7 +28,7 @@ def test_what_the_device_waits_for_drafts_counts_as_time() -> None:
     for _ in range(200):
         budget.note_exposed(9.0)
     assert budget.exposed == pytest.approx(0.1), "a wait counts as one step at most"
-    assert budget.note_step(1, 100, True, 0.1) == pytest.approx(2.0)
+    assert budget.note_step(1, 100, (1, 100), 0.1) == pytest.approx(2.0)
 
 
 def test_the_log_has_a_line_of_each_minute_with_drafts(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ from mlxpaged.core.scheduling.row_tiles import ANY_ROWS, RowTiles
 from mlxpaged.core.scheduling.step_cost import StepCost
 from mlxpaged.parts.drafting import draft_budget
 from mlxpaged.parts.drafting.acceptance import (
+    BY_NETWORK,
     MATCHES,
     MOST_DRAFTS,
     MOST_LEAD,
@@ -105,11 +106,11 @@ class Simulation:
             tokens += self._batch + sum(accepted.values())
             self._pace = 0.98 * self._pace + self._deviation / 5 * self._noise.gauss(0, 1)
             timed = self._timed(rows, self._deviation)
-            self._budget.count_step(accepted)
+            self._budget.count_step(accepted, {each: lengths[i] for i, each in enumerate(self._ids) if lengths[i]})
             for i, each in enumerate(self._ids):
                 if lengths[i]:
                     self._budget.of(each).observe(4, lengths[i], accepted[each])
-            self._budget.note_step(self._batch, 100 * self._batch, any(lengths), timed)
+            self._budget.note_step(self._batch, 100 * self._batch, (sum(lengths), 100 * sum(lengths)), timed)
             self._cost.observe([100] * rows, [], timed)
             for i, each in enumerate(self._ids):
                 self._end_step(i, accepted.get(each, 0) + 1, took / plain)
@@ -246,18 +247,18 @@ def test_free_rows_of_a_tile_are_not_free_beside_a_prompt() -> None:
 def test_a_request_is_ahead_by_accepted_drafts_and_behind_by_longer_steps() -> None:
     budget = DraftBudget(lambda: linear(0.1, 0.01))
     first, second = budget.of(1), budget.of(2)
-    budget.count_step({1: 1})
+    budget.count_step({1: 1}, {1: 2})
     first.observe(4, 2, 1)
-    budget.note_step(2, 200, True, 0.13)
+    budget.note_step(2, 200, (2, 200), 0.13)
     assert first.lead == pytest.approx(1 + MOST_LOSS - 0.2 / 1.1)
     assert second.lead == pytest.approx(MOST_LOSS - 0.2 / 1.1)
     for _ in range(20):
-        budget.count_step({})
+        budget.count_step({}, {})
         budget.note_choice(0.11 * MOST_LOSS)
-        budget.note_step(2, 200, False, 9.0)
+        budget.note_step(2, 200, (0, 0), 0.11)
         assert budget.choose([1, 2], [100, 100], [[0.0], []], [0.0, 0.0], []) == [0, 0]
     assert second.lead == pytest.approx(MOST_LOSS - 0.2 / 1.1), "a loss of so much is allowed, and no drafts, no loss"
-    budget.note_step(2, 200, True, 50.0)
+    budget.note_step(2, 200, (2, 200), 50.0)
     assert first.lead == second.lead == -MOST_LEAD
 
 
@@ -300,3 +301,60 @@ def test_a_probe_is_due_after_so_many_tokens_without_drafts() -> None:
             due.append(token)
             acceptance.observe(4, 1, 0)
     assert due == [PROBE_TOKENS + (PROBE_TOKENS + 1) * number for number in range(12)]
+
+
+class Misjudged:
+    """Four sequences of which each always has a draft, whose chance is thought to be 0.5. If that and the times are
+    right, drafts make a step 1.25 times as fast."""
+
+    CHANCE = 0.5
+
+    def __init__(self) -> None:
+        self._plain = linear(0.1, 0.007)
+        self._budget = DraftBudget(lambda: self._plain)
+        self._ids, self._contexts, self._owed = [1, 2, 3, 4], [100] * 4, 0.0
+
+    def run(self, steps: int, rate: float = CHANCE, stretch: float = 1.0, pace: float = 1.0) -> tuple[float, float]:
+        """rate: of the drafts that are accepted. stretch: how many times as long as it is thought a step with drafts
+        takes. pace: the same for all steps. Returns the share of the steps with drafts, and how many times as many
+        tokens as without them they have brought in the same time."""
+        with_drafts, tokens, took = 0, 0, 0.0
+        for _ in range(steps):
+            lengths = self._budget.choose(self._ids, self._contexts, [[self.CHANCE]] * 4, [0.0] * 4, self._ids)
+            rows = sum(lengths)
+            self._owed += rate * rows
+            accepted, self._owed = divmod(self._owed, 1.0)
+            seconds = pace * self._plain(4 + rows, 400) * (stretch if rows else 1.0)
+            drafted = {each: length for each, length in zip(self._ids, lengths, strict=True) if length}
+            count = int(accepted)
+            self._budget.count_step({each: int(i < count) for i, each in enumerate(drafted)}, drafted)
+            self._budget.note_step(4, 400, (rows, 100 * rows), seconds)
+            for i, each in enumerate(drafted):
+                self._budget.of(each).observe(BY_NETWORK, 1, int(i < count))
+            with_drafts, tokens, took = with_drafts + (rows > 0), tokens + 4 + count, took + seconds
+        return with_drafts / steps, tokens / took / (4 / pace / self._plain(4, 400))
+
+
+@pytest.mark.parametrize(("rate", "stretch"), [(0.0, 1.0), (0.1, 1.0), (0.5, 1.4), (0.3, 1.15)])
+def test_drafts_that_bring_less_than_expected_end_until_they_pay_again(rate: float, stretch: float) -> None:
+    device = Misjudged()
+    share, gain = device.run(400)
+    assert share > 0.9
+    assert gain > 1.2
+    device.run(200, rate, stretch)
+    share, gain = device.run(2000, rate, stretch)
+    assert 0 < share < 0.1, "they are tried again"
+    assert gain > 0.99
+    device.run(600)
+    share, gain = device.run(400)
+    assert share > 0.9
+    assert gain > 1.2
+
+
+def test_a_machine_that_is_slower_for_all_steps_goes_on_with_drafts() -> None:
+    device = Misjudged()
+    device.run(100)
+    device.run(200, pace=1.5)
+    share, gain = device.run(200, pace=1.5)
+    assert share > 0.9
+    assert gain > 1.2

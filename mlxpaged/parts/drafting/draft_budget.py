@@ -16,6 +16,7 @@ from collections.abc import Sequence as ListOf
 
 from mlxpaged.core.scheduling.row_table import SHORTEST
 from mlxpaged.parts.drafting.acceptance import MOST_DRAFTS, MOST_LEAD, PRIORS, Acceptance, StepCounts
+from mlxpaged.parts.drafting.measured_gain import AS_EXPECTED, Measured, MeasuredGain
 
 MOST_DRAFT_ROWS = 64
 """Drafts of a step. Times of steps are measured up to 128 rows."""
@@ -66,6 +67,7 @@ def draft_lengths(
     exposed: float = 0.0,
     leads: ListOf[float] = (),
     prompts: float = 0.0,
+    measured: Measured = AS_EXPECTED,
 ) -> list[int]:
     """Returns how many of its drafts each decoding sequence verifies, one of LENGTHS or 0.
 
@@ -73,6 +75,7 @@ def draft_lengths(
     of each sequence before it is verified, as a share of a step without drafts; those of several sequences are made at
     once. By default 0. exposed: seconds in which the device waits before a step with drafts. leads: see `Acceptance`,
     by default 0 for all. prompts: seconds that the step is expected to take for prompts; 0 if there are none.
+    measured: of the latest steps, which these are expected to be like.
     """
     count, keys = len(contexts), sum(contexts)
     best = [0] * count
@@ -86,7 +89,7 @@ def draft_lengths(
     most = LEAST_GAIN * count / plain
     ahead = [lead + MOST_LEAD for lead in leads] or [MOST_LEAD] * count
     spans = [
-        (sum(each[first:length]) / (length - first), costs[i] if costs else 0.0, i, length)
+        (measured.accepted * sum(each[first:length]) / (length - first), costs[i] if costs else 0.0, i, length)
         for i, each in enumerate(chances)
         for first, length in SPANS
         if length <= len(each)
@@ -102,7 +105,8 @@ def draft_lengths(
             lengths[i], gets[i] = length, gets[i] + more * chance
             rows, all_keys, tokens = rows + more, all_keys + more * contexts[i], tokens + more * chance
             making = max(making, length * decoding * cost)
-            took = max(seconds(rows, all_keys), decoding + row * (rows - count)) + making + exposed + prompts
+            verifying = max(measured.seconds * seconds(rows, all_keys), decoding + row * (rows - count))
+            took = verifying + making + exposed + prompts
             if tokens / took <= most or took > limit:
                 continue
             if took <= min(MOST_STRETCH * min(gets), min(map(operator.add, ahead, gets))) * plain:
@@ -146,6 +150,8 @@ class DraftBudget:
         self._waited = 0.0  # seconds that the device has waited since the latest step in which that mattered
         self._saved = 1.0  # for probes, in steps without drafts
         self._prompts = 0.0  # seconds that the next step may take for prompts
+        self._gain = MeasuredGain()
+        self._chances: dict[int, ListOf[float]] = {}  # of the drafts of the next step, by sequence id
 
     def of(self, sequence_id: int) -> Acceptance:
         acceptance = self._acceptance.get(sequence_id)
@@ -182,7 +188,8 @@ class DraftBudget:
             return [0] * len(contexts)
         most = max(1, MOST_DRAFT_ROWS // len(contexts))
         within = [each[:most] for each in chances]
-        return draft_lengths(contexts, within, seconds, costs, self.exposed, leads, self._prompts)
+        measured = self._gain.measured
+        return draft_lengths(contexts, within, seconds, costs, self.exposed, leads, self._prompts, measured)
 
     def searches(self, sequence_id: int) -> bool:
         """Whether the text of a sequence is searched for drafts of the next step."""
@@ -212,7 +219,7 @@ class DraftBudget:
             if self.lengths is None and self._is_plain_due(lengths, contexts, chances):
                 lengths = [0] * len(ids)
         if any(lengths):
-            self._searched = searched
+            self._searched, self._chances = searched, dict(zip(ids, chances, strict=True))
         else:
             self.choose_none(searched)
         return lengths
@@ -221,27 +228,33 @@ class DraftBudget:
         """The next step has no drafts, although these texts were searched."""
         self._end_search(searched, {})
 
-    def count_step(self, accepted: Mapping[int, int]) -> None:
-        """A step has ended. accepted: drafts of those that had some."""
+    def count_step(self, accepted: Mapping[int, int], drafted: Mapping[int, int]) -> None:
+        """A step has ended. accepted, drafted: drafts of those that had some."""
         self._steps.end_step()
         if accepted:
             self._end_search(self._searched, accepted)
             self._searched = ()
+            expected = sum(sum(self._chances.get(each, ())[:number]) for each, number in drafted.items())
+            self._gain.count(sum(accepted.values()), expected)
 
     def _end_search(self, searched: ListOf[int], accepted: Mapping[int, int]) -> None:
         for each in searched:
             if (acceptance := self._acceptance.get(each)) is not None:
                 acceptance.end_search(accepted.get(each, 0))
 
-    def note_step(self, rows: int, keys: int, has_drafts: bool, seconds: float) -> float:
-        """A step that only decodes has taken so long. It would have had so many rows and keys without drafts. Returns
-        how many steps without drafts would have taken as long."""
+    def note_step(self, rows: int, keys: int, drafts: tuple[int, int], seconds: float) -> float:
+        """A step that only decodes has taken so long. It would have had so many rows and keys without its drafts, which
+        had so many more. Returns how many steps without drafts would have taken as long."""
+        more, more_keys = drafts
         self._latest = rows, keys
-        self._num_with_drafts = self._num_with_drafts + 1 if has_drafts else 0
+        self._num_with_drafts = self._num_with_drafts + 1 if more else 0
         self._saved = min(self._saved + PROBE_SHARE, 1.0)
-        if not has_drafts or (estimate := self._seconds()) is None:
+        if (estimate := self._seconds()) is None:
             return 1.0
-        took = (seconds + self.exposed) / max(estimate(rows, keys), SHORTEST)
+        self._gain.note(more > 0, seconds, max(estimate(rows + more, keys + more_keys), SHORTEST))
+        if not more:
+            return 1.0
+        took = (seconds + self.exposed) / max(self._gain.pace * estimate(rows, keys), SHORTEST)
         self._steps.lose(took - 1)
         return took
 
@@ -274,7 +287,8 @@ class DraftBudget:
                 hopeful = self.verified(contexts, [[1.0] * min(1, len(others)) for others in chances], costs, leads)
                 if hopeful[i] and (seconds := self._seconds()) is not None:
                     rows, keys = len(contexts), sum(contexts)
-                    cost = seconds(rows + 1, keys + contexts[i]) / max(seconds(rows, keys), SHORTEST) - 1
+                    took = self._gain.measured.seconds * seconds(rows + 1, keys + contexts[i])
+                    cost = took / max(seconds(rows, keys), SHORTEST) - 1
                     if cost <= self._saved:
                         self._saved -= max(0.0, cost)
                         lengths[i] = 1

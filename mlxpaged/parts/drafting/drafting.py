@@ -131,7 +131,7 @@ class Drafting(Part):
     def accept(self, rows: ListOf[Row], tokens: Tokens) -> Tokens:
         with_drafts = [row for row in rows if row.drafts and row.sequence_id in tokens]
         accepted = {row.sequence_id: self._count_accepted(row, tokens[row.sequence_id]) for row in with_drafts}
-        self.budget.count_step(accepted)
+        self.budget.count_step(accepted, {row.sequence_id: len(row.drafts) for row in with_drafts})
         self._num_accepted = sum(accepted.values())
         for row in with_drafts:
             self._observe(row, accepted[row.sequence_id])
@@ -141,7 +141,8 @@ class Drafting(Part):
         if not all(row.decodes for row in step.rows):
             return
         rows, keys = len(step.rows), sum(row.start + 1 for row in step.rows)
-        plain = self.budget.note_step(rows, keys, step.has_drafts, seconds)
+        drafts = step.num_tokens - rows, sum(len(row.drafts) * (row.start + 1) for row in step.rows)
+        plain = self.budget.note_step(rows, keys, drafts, seconds)
         gain = self._stats.gain.plus(step.has_drafts, rows, rows + self._num_accepted, plain * rows)
         self._stats = self._stats._replace(gain=gain)
         self._log.write(gain, self._clock())
