@@ -174,6 +174,15 @@ def test_a_chunk_that_is_cut_fills_its_last_tile(tiles: RowTiles, rows: int, tok
     assert tiles.padded(rows + chunk) == rows + chunk
 
 
+def test_a_chunk_that_fits_into_the_tile_of_the_decoding_rows_is_learned_from() -> None:
+    """As with 16 streams that have 24 drafts, and a prompt that ends."""
+    cost = StepCost(RowTiles(32))
+    cost.observe([100] * 40, [(300, 8)], 0.02)
+    costs = cost.costs()
+    assert costs is not None
+    assert costs.longest_chunk > 0
+
+
 def test_the_cost_of_tiles_is_learned() -> None:
     model, rng = StepCost(QUANTIZED), random.Random(0)
 

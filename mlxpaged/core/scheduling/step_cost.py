@@ -171,7 +171,8 @@ class StepCost:
             relative = np.asarray(parts) / SCALE / np.asarray(seconds)[:, None]
             coefficients = non_negative_least_squares(relative, np.ones(len(seconds))) / SCALE
             self._by_rows.learn_keys(float(coefficients[DECODE_KEYS]))
-            tokens = [(parts[PROMPT_TOKENS], parts[PROMPT_KEYS]) for parts, _ in self._with_prompts]
+            # A short chunk may fit into the tile of the decoding rows, and then it fills nothing.
+            tokens = [(max(1.0, parts[PROMPT_TOKENS]), parts[PROMPT_KEYS]) for parts, _ in self._with_prompts]
             self._costs = replace(
                 Costs(*coefficients.tolist()),
                 longest_chunk=EXTRAPOLATION * int(max(count for count, _ in tokens)),
