@@ -6,10 +6,11 @@ from mlxpaged.registry.facts import Facts
 
 
 def capabilities(facts: Facts) -> dict[str, bool]:
-    """Every model that chats can be told of tools. Thinking is derived from the vocabulary."""
+    """Every model that chats can be told of tools. Thinking and infilling are derived from the vocabulary."""
     return {
         "chat": facts.chats,
         "completions": facts.generates,
+        "infill": facts.infills,
         "decisions": facts.generates,
         "rerank": facts.reranks,
         "embeddings": facts.embeds,

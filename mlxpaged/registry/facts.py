@@ -16,7 +16,7 @@ from mlxpaged.models.files.kinds import QWEN_RERANKER, Kind
 @dataclass(frozen=True)
 class Facts:
     """kind, source: as the lists show them. context_length: of the model. max_model_len: most tokens of a prompt and
-    its answer, or of an input for embeddings. generates, chats, thinks, sees, embeds, reranks: what it can do.
+    its answer, or of an input for embeddings. generates, infills, chats, thinks, sees, embeds, reranks: what it can do.
     template: of its chats. parser, shown_by: how it calls tools, and what tells it of them; None if it does not.
     sampling: the defaults of requests; None if it generates no text. dimensions: of its embeddings; None if it makes
     none."""
@@ -26,6 +26,7 @@ class Facts:
     context_length: int
     max_model_len: int
     generates: bool = False
+    infills: bool = False
     chats: bool = False
     thinks: bool = False
     sees: bool = False
@@ -54,6 +55,7 @@ def engine_facts(info: EngineInfo | EmbeddingInfo) -> Facts:
         info.source,
         *limits,
         generates=True,
+        infills=tokenizer.infill is not None,
         chats=chats,
         thinks=chats and tokenizer.tags.thinks,
         sees=chats and info.images is not None,
@@ -89,6 +91,7 @@ def expected_facts(files: FileFacts, config: EngineConfig) -> Facts | None:
         context,
         min(context, config.max_model_len or context),
         generates=True,
+        infills=chat.infills,
         chats=chat.chats,
         thinks=chat.chats and chat.thinks,
         sees=chat.chats and sees,

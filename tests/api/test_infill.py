@@ -144,3 +144,11 @@ def test_a_vocabulary_without_marks_is_a_400_that_says_so(demo_server: RunningSe
         "suffix: this model cannot fill in the middle of a text: its vocabulary has no tokens that mark it" in message
     )
     assert path == GENERATE or (error["param"], error["code"]) == ("suffix", "unsupported_parameter")
+
+
+def test_the_lists_of_models_say_so(http: httpx.Client) -> None:
+    [model] = http.get("/v1/models").json()["data"]
+    assert model["capabilities"]["infill"] is True
+    for shown in (http.post("/api/show", json={"model": "scripted"}), http.get("/api/tags")):
+        found = shown.json()
+        assert "insert" in found.get("models", [found])[0]["capabilities"]

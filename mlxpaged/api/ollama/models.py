@@ -27,6 +27,7 @@ KNOWN = {
     "completions": "completion",
     "vision": "vision",
     "tools": "tools",
+    "infill": "insert",
     "thinking": "thinking",
     "embeddings": "embedding",
 }

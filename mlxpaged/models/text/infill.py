@@ -6,7 +6,7 @@ its vocabulary, the vocabulary does not say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +21,10 @@ class Family(NamedTuple):
     middle: str
     ends: tuple[str, ...] = ()
     suffix_first: bool = False
+
+    @property
+    def marks(self) -> list[str]:
+        return [mark for mark in (self.prefix, self.suffix, self.middle) if mark]
 
 
 FAMILIES = (
@@ -73,15 +77,18 @@ class Infill:
         return [*beginning(encode), *first, *second, *([] if self.middle is None else [self.middle])]
 
 
-def infill_of(vocabulary: Mapping[str, int]) -> Infill | None:
+def family_in(vocabulary: Container[str]) -> Family | None:
     """The first family whose marks are all single tokens of a vocabulary."""
-    for family in FAMILIES:
-        marks = [vocabulary.get(mark) for mark in (family.prefix, family.suffix, family.middle) if mark]
-        prefix, suffix, *middle = marks
-        if prefix is not None and suffix is not None and None not in middle:
-            ends = frozenset(vocabulary[end] for end in family.ends if end in vocabulary)
-            return Infill(prefix, suffix, next(iter(middle), None), ends, family.suffix_first)
-    return None
+    return next((each for each in FAMILIES if all(mark in vocabulary for mark in each.marks)), None)
+
+
+def infill_of(vocabulary: Mapping[str, int]) -> Infill | None:
+    """The ids of the family that a vocabulary has."""
+    if (family := family_in(vocabulary)) is None:
+        return None
+    prefix, suffix, *middle = (vocabulary[mark] for mark in family.marks)
+    ends = frozenset(vocabulary[end] for end in family.ends if end in vocabulary)
+    return Infill(prefix, suffix, next(iter(middle), None), ends, family.suffix_first)
 
 
 def inside(encode: Encode, text: str) -> list[int]:

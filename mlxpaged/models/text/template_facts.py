@@ -1,5 +1,5 @@
-"""Says what the chat templates and the vocabulary of a model tell before it is loaded: whether it chats, thinks, and is
-told of tools."""
+"""Says what the chat templates and the vocabulary of a model tell before it is loaded: whether it chats, thinks, is
+told of tools, and fills in the middle of a text."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mlxpaged.models.errors import UnsupportedModelError
 from mlxpaged.models.files.files import TEMPLATES, check_file
 from mlxpaged.models.files.json_files import read_object
 from mlxpaged.models.sources.gguf.file import LENGTH, MAX_HEADER_BYTES, GgufFile
+from mlxpaged.models.text.infill import family_in
 from mlxpaged.models.text.tekken import own_template
 from mlxpaged.models.text.template_form import Messages, takes_tools
 from mlxpaged.models.text.templates.renderer import TemplateError, TemplateLimitError, render, variables_of
@@ -32,13 +33,15 @@ PROBES = "probe 0", "probe 1"
 @dataclass(frozen=True)
 class ChatFacts:
     """template: the text of all chat templates. chats: whether it has one. parser: the format of its calls. shown_by:
-    what tells the model of tools; None if it does not chat."""
+    what tells the model of tools; None if it does not chat. infills: whether the vocabulary marks the middle of a
+    text."""
 
     template: str = ""
     chats: bool = False
     thinks: bool = False
     parser: str = HERMES.name
     shown_by: str | None = None
+    infills: bool = False
 
 
 NO_CHAT = ChatFacts()
@@ -76,7 +79,8 @@ def chat_facts(
     chats = bool(text) or is_code
     told = "system_message" if not text or takes_system(templates.get(DEFAULT, text)) else "user_message"
     thinks = bool(thought_tags(vocabulary)) or tools is HARMONY
-    return ChatFacts(text, chats, thinks, tools.name, "chat_template" if shows else told if chats else None)
+    shown_by = "chat_template" if shows else told if chats else None
+    return ChatFacts(text, chats, thinks, tools.name, shown_by, family_in(vocabulary) is not None)
 
 
 def takes_system(template: str) -> bool:
