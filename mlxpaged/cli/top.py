@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import select
+import signal
 import sys
 import termios
 import time
@@ -96,19 +97,29 @@ class Keys:
 
 @contextlib.contextmanager
 def screen() -> Iterator[Keys]:
-    """Yields the keys. The terminal is as it was after the context. Ctrl-C interrupts as ever."""
+    """Yields the keys. The terminal is as it was after the context, also if a signal ends it. Ctrl-C interrupts as
+    ever."""
     is_terminal = sys.stdin.isatty()
     before = termios.tcgetattr(sys.stdin) if is_terminal else None
+    handlers = {each: signal.signal(each, leave) for each in (signal.SIGTERM, signal.SIGHUP)}
     try:
         if is_terminal:
             tty.setcbreak(sys.stdin)
         sys.stdout.write(BEGIN)
         yield Keys(is_terminal)
     finally:
-        sys.stdout.write(END)
-        sys.stdout.flush()
-        if before is not None:
-            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        with contextlib.suppress(OSError, termios.error):  # the terminal was closed
+            sys.stdout.write(END)
+            sys.stdout.flush()
+            if before is not None:
+                termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def leave(number: int, _: object) -> None:
+    """The handler of a signal that ends the process. Raises SystemExit, with the status that a shell gives it."""
+    raise SystemExit(128 + number)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -142,3 +145,23 @@ def test_frames_are_drawn_over_one_another(monkeypatch: pytest.MonkeyPatch, caps
     assert "62.5" in second
     assert second.count("\n") == 4, "the terminal does not scroll"
     assert second.endswith("\x1b[J")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_the_terminal_as_it_was(number: signal.Signals) -> None:
+    code = (
+        "import time\nfrom mlxpaged.cli.top import screen\nwith screen(): print('drawn', flush=True); time.sleep(9**9)"
+    )
+    ours, terminal = os.openpty()
+    with os.fdopen(terminal, "rb", buffering=0) as theirs:
+        before = termios.tcgetattr(theirs)
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs)
+        shown = b""
+        while b"drawn" not in shown:
+            shown += os.read(ours, 1024)
+        assert termios.tcgetattr(theirs) != before
+        process.send_signal(number)
+        assert process.wait(300) == 128 + number
+        assert termios.tcgetattr(theirs) == before
+        assert os.read(ours, 1024).endswith(top.END.encode())
+    os.close(ours)

@@ -176,7 +176,7 @@ def test_a_share_that_is_none_is_refused(share: float) -> None:
         ((90.0, False, True, 9), Readings(90.0, False, True, Thermal.CRITICAL)),
     ],
 )
-def test_what_macos_does_not_know_reads_as_if_nobody_used_the_machine(
+def test_what_macos_does_not_know_reads_as_a_machine_that_is_not_used(
     said: tuple[Any, ...], readings: Readings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in zip(("idle_seconds", "on_battery", "low_power", "thermal_state"), said, strict=True):
