@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import random
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types import Batch
 from pydantic_core import to_json
+from starlette import formparsers
 
 from mlxpaged.api.access import key_file, key_ring
 from mlxpaged.api.app import create_app
@@ -447,6 +449,23 @@ def form(filename: bytes, charset: str | None) -> dict[str, Any]:
     kind = "multipart/form-data; boundary=b" + ("" if charset is None else f"; charset={charset}")
     content = file + disposition % b"purpose" + b"\r\n\r\nbatch\r\n--b--\r\n"
     return {"content": content, "headers": {"content-type": kind}}
+
+
+@pytest.mark.parametrize("end", [5, 67, 90, None], ids=["header", "file", "purpose", "whole"])
+def test_no_file_of_a_form_stays_open(server: RunningServer, end: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body may end before its file does."""
+    opened: list[Any] = []
+
+    def spooled(*args: Any, **more: Any) -> Any:
+        opened.append(tempfile.SpooledTemporaryFile(*args, **more))  # noqa: SIM115
+        return opened[-1]
+
+    monkeypatch.setattr(formparsers, "SpooledTemporaryFile", spooled)
+    body = form(b"a", None)
+    with raw(server) as client:
+        response = client.post("/v1/files", **body | {"content": body["content"][:end]})
+    assert response.status_code == (200 if end is None else 400)
+    assert [file.closed for file in opened] == [True] * (end != 5)
 
 
 def test_a_file_without_a_name_is_refused_in_words_that_name_no_type_of_python(server: RunningServer) -> None:

@@ -19,7 +19,7 @@ from mlx_lm.utils import load_model as load_plain_model
 from mlxpaged.attention.layer import PagedLayer, StepContext
 from mlxpaged.core.step import Step
 from mlxpaged.cpu import blas
-from mlxpaged.cpu.small_products import WeightFirstLinear
+from mlxpaged.cpu.small_products import WeightFirstHead, WeightFirstLinear
 from mlxpaged.engine.builder import build_engine
 from mlxpaged.engine_config import EngineConfig
 from mlxpaged.models import loader
@@ -311,11 +311,12 @@ def test_only_the_rows_that_are_sampled_reach_the_output_head(
     head = model.model.embed_tokens if tied else model.lm_head
     # The class below the one made for row selection does the projection itself: count the rows that reach it.
     base, method = type(head).__mro__[1], "as_linear" if tied else "__call__"
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
     assert (
         base
         is {
-            (False, False): WeightFirstLinear if mx.default_device() == mx.Device(mx.cpu) else nn.Linear,
-            (True, False): nn.Embedding,
+            (False, False): WeightFirstLinear if on_cpu else nn.Linear,
+            (True, False): WeightFirstHead if on_cpu else nn.Embedding,
             (False, True): nn.QuantizedLinear,
             (True, True): nn.QuantizedEmbedding,
         }[tied, quantized]

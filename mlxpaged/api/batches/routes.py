@@ -113,6 +113,7 @@ async def read_form(request: Request) -> FormData:
     try:
         parser = MultiPartParser(request.headers, pieces(request, MAX_FILE_BYTES), max_files=1)
         form = await written(parser.parse())  # a large file is written to the system's directory of temporary files
+        close_cut(parser, form)
     except MultiPartException as error:
         raise ApiError(400, f"the body is not a form with one file: {error.message}", code="invalid_form") from None
     unknown = next((name for name in form if name not in FileUpload.model_fields), None)
@@ -120,6 +121,14 @@ async def read_form(request: Request) -> FormData:
         await form.close()
         raise bad_parameter(unknown.split("[")[0], "this parameter is not supported", "unsupported_parameter")
     return form
+
+
+def close_cut(parser: MultiPartParser, form: FormData) -> None:
+    """Close the files that a form lacks because its body ended before theirs did: Starlette (1.10) leaves them open."""
+    kept = {id(value.file) for _, value in form.multi_items() if isinstance(value, UploadFile)}
+    for file in parser._files_to_close_on_error:
+        if id(file) not in kept:
+            file.close()
 
 
 async def list_files(request: Request) -> Response:
