@@ -10,7 +10,14 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from mlxpaged.cpu import blas, small_products
-from mlxpaged.cpu.small_products import MAX_ROWS, TILE, VECTOR, WeightFirstHead, WeightFirstLinear, store_for_products
+from mlxpaged.cpu.small_products import (
+    LEAST_PACKED,
+    MAX_ROWS,
+    TILE,
+    WeightFirstHead,
+    WeightFirstLinear,
+    store_for_products,
+)
 from mlxpaged.cpu.split_linear import SplitFeedForward, SplitHead, SplitLinear, split_linear_layers
 from mlxpaged.models.joins.joined_linear import make_joint
 
@@ -87,12 +94,12 @@ def test_a_few_rows_are_multiplied_by_tiles_more_by_the_whole_matrix(
     assert seen == [product]
 
 
-def test_rows_that_fill_a_register_are_not_multiplied_by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_some_rows_on_tiles_are_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_products, "MAX_MULTIPLY_ADDS", 10**6)
-    assert small_products.is_in_tiles(VECTOR - 1, 2048, 64)
-    assert not small_products.is_in_tiles(VECTOR, 2048, 64)
+    assert small_products.is_in_tiles(LEAST_PACKED - 1, 2048, 64)
+    assert not small_products.is_in_tiles(LEAST_PACKED, 2048, 64)
     monkeypatch.setattr(blas, "small_products", False)
-    assert not small_products.is_in_tiles(VECTOR - 1, 2048, 64)
+    assert not small_products.is_in_tiles(LEAST_PACKED - 1, 2048, 64)
 
 
 @pytest.mark.usefixtures("many_streams")
