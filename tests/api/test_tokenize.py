@@ -176,7 +176,7 @@ def test_a_long_answer_is_made_off_the_event_loop_and_off_the_tokenizers_thread(
 def test_a_model_tells_its_limits_and_what_it_can_do(client: OpenAI) -> None:
     model = client.models.retrieve("demo").model_dump()
     assert (model["context_length"], model["max_model_len"]) == (4096, 4096)
-    nothing_else = {"rerank": False, "embeddings": False, "thinking": False, "vision": False}
+    nothing_else = dict.fromkeys(("infill", "rerank", "embeddings", "thinking", "vision"), False)
     can = dict.fromkeys(("chat", "completions", "decisions", "tools"), True)
     assert model["capabilities"] == can | nothing_else
     assert [each.id for each in client.models.list()] == ["demo"]

@@ -257,7 +257,7 @@ def test_a_call_without_content_is_shown_to_the_model(client: OpenAI) -> None:
 def test_a_model_with_tools_and_thinking_is_listed_as_one(server: RunningServer) -> None:
     with raw(server) as http:
         (model,) = http.get("/v1/models").json()["data"]
-    nothing_else = {"rerank": False, "embeddings": False, "vision": False}
+    nothing_else = dict.fromkeys(("infill", "rerank", "embeddings", "vision"), False)
     assert (
         model["capabilities"]
         == dict.fromkeys(("chat", "completions", "decisions", "tools", "thinking"), True) | nothing_else
